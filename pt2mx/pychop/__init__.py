@@ -1,8 +1,8 @@
 """pychop's surface for MX formats, over pt2mx's kernels.
 
 A program written for `pychop` 0.6.2 (or its `pychop.mx_formats`, `pychop.tch.mx_formats` and `pychop.jx.mx_formats`)
-runs with its imports changed to `pt2mx.pychop`: the same names, positions, defaults and values. README.md says what
-differs.
+runs with its imports changed to `pt2mx.pychop`: the same names, positions, defaults and values. README.md lists the
+differences.
 """
 
 from pt2mx.pychop.backend import backend, get_backend

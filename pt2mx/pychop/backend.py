@@ -22,7 +22,7 @@ _BACKENDS = ("auto", "numpy", "torch", "jax", "tensorflow")
 def backend(lib: str = "auto", verbose: int | bool = 0) -> None:
     """Choose the array library of results for the whole process, as `pychop.backend` does.
 
-    The choice is kept in the environment variable `chop_backend`. It changes the type of results, and no number.
+    The environment variable `chop_backend` keeps the choice. The choice changes the type of results, and no number.
 
     Args:
         lib: "numpy", "torch", "jax", "tensorflow" (or "tf"), or "auto": the library of the data, NumPy's for lists and
@@ -86,7 +86,7 @@ def result_dtype(x: Any) -> str:
     """Return the name of the dtype in which x, an array of any library, is quantized: its own, or float32 for integers.
 
     Raises:
-        MXError: for complex numbers and what is no number.
+        MXError: for complex numbers and for other values than numbers.
     """
     name = _dtype_of(x)
     if name in ("float64", *_QUANTIZED):
@@ -141,7 +141,7 @@ def as_numpy(data: object) -> np.ndarray:
     becomes float32.
 
     Raises:
-        MXError: for what is no array of numbers.
+        MXError: for other data than an array of numbers.
     """
     if isinstance(data, Tensor):
         data = data.detach().cpu()

@@ -14,19 +14,20 @@ from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
 
 @dataclass(repr=False)
 class MXSpec:
-    """pychop's `MXSpec`, the format of an array: elements by the widths of their fields, and blocks over the array's
-    values in order. It is another class than `pt2mx.MXSpec`, which `to_core` returns.
+    """pychop's `MXSpec`, the format of an array: elements given by the widths of their fields, and blocks over the
+    flattened array. `to_core` converts it to a `pt2mx.MXSpec`, which is another class.
 
     Args:
-        name: the name; as in pychop it decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the
-            OCP specification, and under another name every code of these splits is a number (E4M3 to 480).
+        name: the name. As in pychop, it decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the
+            OCP specification. Under another name every code with these widths is a number (E4M3 reaches 480).
         exp_bits: bits of an element's exponent; 0 for integers, which have the full range of two's complement.
         sig_bits: bits of its significand, without the sign and the hidden bit.
         block_size: values that share a scale.
         scale_exp_bits, scale_sig_bits: bits of a scale's exponent and significand.
 
     Raises:
-        MXError: for widths that no element has (at most 16 bits, of them at most 7 of the exponent) or no scale.
+        MXError: for widths that no element or no scale has; an element has at most 16 bits, at most 7 of them for the
+            exponent.
 
     Example:
         >>> from pt2mx import pychop
@@ -68,7 +69,7 @@ class MXSpec:
         return 16 * self.block_size / self.total_bits_per_block
 
     def to_core(self) -> core.MXSpec:
-        """Return the `pt2mx.MXSpec` of the same numbers.
+        """Return the `pt2mx.MXSpec` that represents the same numbers.
 
         Returns:
             A spec for the flattened array, by `PRESETS["pychop"]`.
@@ -91,8 +92,8 @@ def _spec_of(element: ElementFormat) -> MXSpec:
     return MXSpec(f"MX{element.name}".upper(), exp_bits, sig_bits)
 
 
-#: The formats of the OCP specification by the names that they have in pychop, in its order: wide elements first, of one
-#: width those of more exponent bits, integers last.
+#: The formats of the OCP specification by pychop's names, in pychop's order: the widest elements first; among equally
+#: wide elements the one with more exponent bits first; integers last.
 MX_FORMATS: dict[str, MXSpec] = {
     f"mx{e.name}": _spec_of(e) for e in sorted(FORMATS.values(), key=lambda e: (e.is_int, -e.bits, -e.exponent_bits))
 }
@@ -145,7 +146,7 @@ def resolve(
     format: object, block_size: int = 32, scale_exp_bits: int | None = None, scale_sig_bits: int | None = None
 ) -> MXSpec:
     """Return the format that pychop's functions mean: a key of `MX_FORMATS` or a pair (exponent bits, significand bits)
-    in blocks of `block_size`, or an `MXSpec` in its own; with the widths of the scale that are given.
+    in blocks of `block_size`, or an `MXSpec` in its own. Passed widths of the scale replace the widths of the format.
 
     Raises:
         MXError: for another format.

@@ -59,10 +59,10 @@ class MXQuantizerSTE(nn.Module):
 
 
 class MXLinear(nn.Linear):
-    """pychop's `MXLinear`: `nn.Linear` of the quantized weight, and of input and output if asked for.
+    """pychop's `MXLinear`: `nn.Linear` with a quantized weight, and on request a quantized input and output.
 
-    As in pychop blocks run over the flattened tensors: where `in_features` is no multiple of `block_size` they cross
-    rows. The bias is not quantized.
+    As in pychop, blocks run over the flattened tensors: they cross rows if `in_features` is no multiple of
+    `block_size`. The bias is not quantized.
 
     Args:
         in_features, out_features, bias: as in `nn.Linear`; `kwargs` too (device and dtype).
@@ -185,7 +185,8 @@ def convert_linear_to_mx(
     `pychop.convert_linear_to_mx` does.
 
     Args:
-        module: the module; one that is a linear layer itself stays as it is, and its `MXLinear` is returned.
+        module: the module. If it is a linear layer itself, it does not change, and the function returns an `MXLinear`
+            for it.
         format, block_size: of weights and activations, as in `mx_quantize`.
         quantize_input, quantize_output: as in `MXLinear`.
         inplace: false for a copy of the module.

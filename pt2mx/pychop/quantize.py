@@ -25,20 +25,20 @@ def mx_quantize(
 ) -> Any:
     """Quantize and dequantize in blocks over the flattened array, as `pychop.mx_quantize` does.
 
-    Unlike pychop, `block_size` counts with every array library, an Inf or a NaN makes its block NaN, and integers
-    become float32.
+    Unlike in pychop, every array library uses `block_size`. An Inf or a NaN makes its block NaN, and integers become
+    float32.
 
     Args:
         data: (...) torch or TensorFlow tensor, NumPy or JAX array of real numbers, list, or number.
         format: a key of `MX_FORMATS`, a pair (exponent bits, significand bits), or an `MXSpec`, in its own block size.
         block_size, scale_exp_bits, scale_sig_bits: fields of `MXSpec`, in place of the format's.
-        backend: the library whose array is returned, in place of what `pychop.backend` says.
+        backend: the library whose array is returned, in place of the choice of `pychop.backend`.
 
     Returns:
         (...) in the dtype of `data`, float32 for integers. The gradient is straight-through: it passes unchanged.
 
     Raises:
-        MXError: for an unknown format or backend, or data that are no real numbers.
+        MXError: for an unknown format or backend, or data other than real numbers.
 
     Example:
         >>> import numpy as np
@@ -66,8 +66,8 @@ def _quantize(lib: str, x: Any, spec: MXSpec) -> Any:
 class MXTensor:
     """pychop's `MXTensor`: the values of an array in an MX format, and the memory that its codes and scales would take.
 
-    It holds values, as pychop's does; `pt2mx.MXTensor` holds packed codes. `spec` is its format, `backend` the library
-    of its values.
+    Like pychop's class, it holds values; `pt2mx.MXTensor` holds packed codes. `spec` is the format, and `backend` the
+    library of the values.
 
     Args:
         data, format, block_size, scale_exp_bits, scale_sig_bits, backend: as in `mx_quantize`.
@@ -110,7 +110,7 @@ class MXTensor:
         return self._values
 
     def statistics(self) -> dict[str, object]:
-        """Return sizes, under pychop's names; a last block counts as whole.
+        """Return sizes under pychop's names. The last block counts as a whole one.
 
         Returns:
             format, exp_bits, sig_bits, block_size, scale_exp_bits: of the format.

@@ -1,4 +1,5 @@
-"""TensorFlow tensors through NumPy, eager and inside `tf.function`. Imported where a tensor of TensorFlow comes in."""
+"""Quantize TensorFlow tensors through NumPy, eager and inside `tf.function`. The first TensorFlow tensor
+imports this module."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def through_numpy(x: tf.Tensor, function: Callable[[np.ndarray], np.ndarray], dt
     the gradient passes unchanged.
 
     Raises:
-        MXError: for what is no dense tensor.
+        MXError: for other objects than a dense tensor.
     """
     try:
         tensor = tf.convert_to_tensor(x)

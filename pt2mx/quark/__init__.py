@@ -1,7 +1,7 @@
 """AMD Quark's surface for MX formats: its ONNX quantizer, by its names.
 
-A program written for Quark 0.13 runs with its imports changed from `quark.onnx` to `pt2mx.quark`, as far as it
-quantizes to MX formats. The numbers are those of `PRESETS["quark"]` in `pt2mx.compat`, which says what is not copied.
+A program written for Quark 0.13 that quantizes to MX formats runs with its imports changed from `quark.onnx` to
+`pt2mx.quark`. `PRESETS["quark"]` in `pt2mx.compat` gives the numbers, and lists the bugs that pt2mx does not reproduce.
 """
 
 from pt2mx.quark.attributes import (

@@ -14,19 +14,19 @@ from pt2mx.formats import FORMATS
 from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import MXSpec
 
-#: what the operator takes for an attribute that is left out
+#: the operator's defaults
 MX_OP_DEFAULT_ATTRS = {"element_dtype": "int8", "axis": 1, "block_size": 32, "rounding_mode": 0}
-#: what Quark's ready-made MX configs start from
+#: the attributes of Quark's ready-made MX configs
 DEFAULT_MICROSCALING_PARAMS = {**MX_OP_DEFAULT_ATTRS, "rounding_mode": 2}
 
 
 def mx_spec(attributes: Mapping[str, object]) -> MXSpec:
-    """Return the spec of an `MXAttributes` dictionary, by which Quark's ONNX quantizer configures an MX tensor.
+    """Return the spec of an `MXAttributes` dictionary. Quark's ONNX quantizer configures an MX tensor with it.
 
     Args:
         attributes: `element_dtype`, one of the six OCP elements by its name in `pt2mx.FORMATS`; `axis`; `block_size`;
-            `rounding_mode` 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 follows. What is
-            left out is as in `MX_OP_DEFAULT_ATTRS`.
+            `rounding_mode` 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 uses.
+            `MX_OP_DEFAULT_ATTRS` has the defaults.
 
     Returns:
         The spec by `PRESETS["quark"]`; int8 reaches down to -128.
@@ -48,8 +48,7 @@ def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tenso
     """Quantize and dequantize as Quark's ONNX operator `MXQuantizeDequantize` (`MXFixNeuron`) does.
 
     Args:
-        x: (..., n, ...) float32, float16 or bfloat16. A tensor of one dimension has its blocks along that one, whatever
-            `axis` is.
+        x: (..., n, ...) float32, float16 or bfloat16. `axis` does not apply to a tensor of one dimension.
         attributes: as in `mx_spec`.
 
     Returns:
@@ -92,8 +91,8 @@ class _NamedEnum(Enum):
 
 
 class CalibrationMethod(Enum):
-    """The calibration methods for ranges of activations. An MX scale follows from the values of its block: every method
-    gives the same file, as in Quark.
+    """The calibration methods for ranges of activations. Every method gives the same file, as in Quark, because an MX
+    scale depends on the values of its block alone.
 
     Example:
         >>> from pt2mx import quark
@@ -108,7 +107,7 @@ class CalibrationMethod(Enum):
 
 
 class ExtendedQuantType(_NamedEnum):
-    """The type of activations or weights. `QMX`, an MX format, is the one that pt2mx has.
+    """The type of activations or weights. pt2mx supports one of them, `QMX`, an MX format.
 
     Example:
         >>> from pt2mx import quark
@@ -128,12 +127,12 @@ class ExtendedQuantType(_NamedEnum):
     QMX = 10
 
 
-#: the name that `ExtendedQuantType` had
+#: `ExtendedQuantType`'s older name
 VitisQuantType = ExtendedQuantType
 
 
 class ExtendedQuantFormat(_NamedEnum):
-    """The form in which tensors are quantized in a graph; `QDQ` includes Quark's MX nodes.
+    """The nodes that quantize tensors in a graph; `QDQ` includes Quark's MX nodes.
 
     Example:
         >>> from pt2mx import quark
@@ -146,8 +145,8 @@ class ExtendedQuantFormat(_NamedEnum):
 
 
 class VitisQuantFormat(_NamedEnum):
-    """The form in which tensors are quantized in a graph, by older names; `MXFixNeuron` means MX formats for
-    activations and weights.
+    """The nodes that quantize tensors in a graph, under older names; `MXFixNeuron` means MX formats for activations and
+    weights.
 
     Example:
         >>> from pt2mx import quark

@@ -50,7 +50,7 @@ _FIXED = {
 _EXTRA_OPTIONS: dict[str, tuple | None] = {
     "MXAttributes": None,
     "WeightsOnly": (False, True),
-    "UseRandomData": (False, True),  # an MX file follows from no data
+    "UseRandomData": (False, True),  # calibration data do not affect an MX file
     "RefineBlockAxis": (True,),
 }
 _CALIBRATION = (*CalibrationMethod.__members__, "NonOverflow", "MinMSE", "LayerWisePercentile")
@@ -58,7 +58,7 @@ _CALIBRATION = (*CalibrationMethod.__members__, "NonOverflow", "MinMSE", "LayerW
 
 @dataclass
 class QuantizationConfig:
-    """Quark's `QuantizationConfig`, as far as it means MX formats: a `ModelQuantizer` refuses what pt2mx does not do.
+    """Quark's `QuantizationConfig` for MX formats. A `ModelQuantizer` rejects the settings that pt2mx does not support.
     Unlike Quark, `include_cle` is false by default.
 
     Args:
@@ -136,7 +136,7 @@ class QuantizationConfig:
             The spec of `MXAttributes`.
 
         Raises:
-            MXError: for a field or an extra option that pt2mx does not honour; it says which.
+            MXError: for a field or an extra option that pt2mx does not support; the error names it.
         """
         for name, why in _FIXED.items():
             if getattr(self, name) != (default := _default(name)):
@@ -161,7 +161,7 @@ class QuantizationConfig:
         formats = ("MXFixNeuron", "QDQ")
         form = _check_member("quant_format", self.quant_format, formats)
         for name in ("activation_type", "weight_type"):
-            # the form says it, as in Quark; the default is no word of the user's
+            # as in Quark, the format decides; the user did not set the default
             taken = ("QMX", _default(name).name) if form == "MXFixNeuron" else ("QMX",)
             _check_member(name, getattr(self, name), taken)
 

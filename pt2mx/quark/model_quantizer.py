@@ -21,22 +21,22 @@ from pathlib import Path
 from pt2mx.errors import nearest
 from pt2mx.kernels.cpu.build import cache_folder, use_built
 
-#: ONNX files are the flow's: imported when a model is quantized
+#: `pt2mx.quantize_onnx` belongs to the PT2E flow, so `quantize_model` imports it
 _FLOW = "pt2mx.pt2e.onnx.quark_models"
 
 
 class ModelQuantizer:
     """Quantize float ONNX models, file to file or in memory (extra `onnx`), with the interface of Quark's class.
 
-    Activations are quantized by Quark's nodes, with bodies of standard operators, so that stock onnxruntime runs the
-    file. Weights are stored packed. Like `pt2mx.quantize_onnx`, it quantizes the operands of matmuls, convolutions,
-    recurrent layers and embeddings; Quark also quantizes biases and the outputs of other nodes.
+    Quark's nodes quantize activations. Each has a function body of standard operators, so that stock onnxruntime runs
+    the file. Weights are stored packed. Like `pt2mx.quantize_onnx`, the class quantizes the operands of matmuls,
+    convolutions, recurrent layers and embeddings; Quark also quantizes biases and the outputs of other nodes.
 
     Args:
         config: a `Config` with a `QuantizationConfig`.
 
     Raises:
-        MXError: for another config, and one that pt2mx does not honour.
+        MXError: for another config, and one that pt2mx does not support.
 
     Example:
         >>> import tempfile, torch
@@ -77,7 +77,8 @@ class ModelQuantizer:
             model_input: of the float model: the path of its file, or the model.
             model_output: the path of the quantized file, or None for the model in memory.
             calibration_data_reader: an object whose `get_next` returns a batch by the names of inputs, and None at the
-                end. Scales follow from each block: batches are only used to compare the outputs of both models.
+                end. Batches serve only to compare the outputs of both models, because scales depend on each block
+                alone.
             calibration_data_path: None; batches come from a reader.
             algorithms: none.
 
@@ -85,7 +86,7 @@ class ModelQuantizer:
             The quantized model where `model_output` is None; else None.
 
         Raises:
-            MXError: as `pt2mx.quantize_onnx`; for an argument or a field of the config that pt2mx does not honour.
+            MXError: as `pt2mx.quantize_onnx`; for an argument or a field of the config that pt2mx does not support.
         """
         if calibration_data_path is not None:
             raise MXError(f"calibration_data_path={calibration_data_path!r} is not honoured: give a reader of batches")
@@ -122,10 +123,10 @@ _DEVICES = ("CPU", "CUDA", "ROCM")
 
 
 def get_library_path(device: str = "CPU", lib: str = "custom_ops") -> str:
-    """Return the path that `SessionOptions.register_custom_ops_library` takes, as Quark's function of this name does.
+    """Return a path for `SessionOptions.register_custom_ops_library`, as Quark's function of this name does.
 
-    The library registers no operator: the files that pt2mx writes hold bodies of standard operators, and stock
-    onnxruntime runs them with or without it. The first call builds it, in the cache of torch's extensions.
+    The library registers no operator. Stock onnxruntime runs the files of pt2mx with or without it, because they hold
+    function bodies of standard operators. The first call builds the library in the cache of torch's extensions.
 
     Args:
         device: "CPU", "CUDA" or "ROCM".
@@ -135,7 +136,7 @@ def get_library_path(device: str = "CPU", lib: str = "custom_ops") -> str:
         The path of the library.
 
     Raises:
-        MXError: for another device or library, where it cannot be built, or the cache cannot be written.
+        MXError: for another device or library, and if the library cannot be built or the cache cannot be written.
 
     Example:
         >>> import onnxruntime

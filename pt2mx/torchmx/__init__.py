@@ -1,4 +1,4 @@
-"""TorchMX's surface: tensors, and eager models whose linear layers and attention compute with them, by its names.
+"""TorchMX's surface: its tensors, and eager models whose linear layers and attention compute with them.
 
 A program written for TorchMX runs with its imports changed from `torchmx` to `pt2mx.torchmx`.
 """

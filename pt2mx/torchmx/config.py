@@ -17,8 +17,8 @@ _C = TypeVar("_C", bound="_Config")
 
 @dataclass(frozen=True)
 class _Config:
-    """A frozen dataclass; a field whose metadata names a `config` class holds one of that class, or None where that is
-    its default."""
+    """A frozen dataclass. A field whose metadata names a `config` class holds an instance of it, or None if that is the
+    default."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -28,7 +28,7 @@ class _Config:
 
     @classmethod
     def load_from_dict(cls: type[_C], config_dict: Mapping[str, Any]) -> _C:
-        """Return the config whose `to_dict` returned `config_dict`.
+        """Return the config that `to_dict` converted to `config_dict`.
 
         Args:
             config_dict: field -> plain value, or the dict of a config.
@@ -71,7 +71,7 @@ class MXConfig(_Config):
 
     Args:
         elem_dtype_name: `"float8_e4m3"`, `"float6_e3m2"`, ..., `"int8"` or any other spelling that `pt2mx.parse` takes.
-        block_size: values that share a scale; by default that of the spelling, or 32.
+        block_size: values that share a scale; by default the number in the spelling, or 32.
 
     Raises:
         MXError: for an unknown spelling, a block size below 1, a scale that is not E8M0.
@@ -88,7 +88,7 @@ class MXConfig(_Config):
     elem_dtype_name: str
     block_size: int | None = None
 
-    if TYPE_CHECKING:  # whatever spells an element; kept as a string
+    if TYPE_CHECKING:  # any spelling of an element becomes a string
 
         def __init__(self, elem_dtype_name: object, block_size: int | None = None) -> None: ...
 
@@ -145,7 +145,7 @@ class QAttentionConfig(_Config):
             their matmul, along the key length.
 
     Raises:
-        MXError: for objects of other classes; where some of the last four are given and others are not.
+        MXError: for objects of other classes, and for some but not all of the last four.
 
     Example:
         >>> from pt2mx import torchmx

@@ -1,6 +1,6 @@
-"""TorchMX's descriptions of dtypes, from pt2mx's own table. Functions take them wherever they take an element.
+"""TorchMX's descriptions of dtypes, from pt2mx's own table. Functions accept them as elements.
 
-TorchMX has no `float8_e5m2`; this module has it, and TorchMX's lists of supported dtypes.
+The module adds `float8_e5m2`, and has TorchMX's lists of supported dtypes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class DType:
     """A dtype by its numbers, as `torchmx.dtypes.DType` of TorchMX describes it.
 
     Args:
-        name: also what `str` gives.
-        max: the largest value; of an integer in whole numbers, without the factor that MX implies.
+        name: the result of `str`, too.
+        max: the largest value; for an integer in whole numbers, without the factor that MX implies.
         max_pow2: the exponent of `max`.
         exponent_bias, exponent_bits, mantissa_bits: of an integer 0, 0 and the bits without the sign.
         has_nan, has_inf: true if codes for them exist.
-        torch_dtype: torch's own, where it is one byte or more.
+        torch_dtype: torch's own dtype, if it has at least one byte.
 
     Example:
         >>> from pt2mx import dtypes
@@ -84,7 +84,7 @@ SUPPORTED_FP_ELEM_DTYPES = (float8_e4m3, float6_e3m2, float6_e2m3, float4_e2m1)
 SUPPORTED_ELEM_DTYPES = (*SUPPORTED_FP_ELEM_DTYPES, int8)
 STR_TO_SUPPORTED_ELEM_DTYPE = {dtype.name: dtype for dtype in SUPPORTED_ELEM_DTYPES}
 
-# what elements are made from, and the scale
+# the base dtypes of elements, and the dtype of scales
 float64 = _ieee("float64", 11, 52, torch.float64)
 float32 = _ieee("float32", 8, 23, torch.float32)
 bfloat16 = _ieee("bfloat16", 8, 7, torch.bfloat16)

@@ -13,7 +13,7 @@ _R = TypeVar("_R")
 
 
 class MXAssertionError(MXError, AssertionError):
-    """Bad input where TorchMX asserts: an `MXError`, and the `AssertionError` that its programs expect.
+    """Bad input that TorchMX asserts against: an `MXError`, and the `AssertionError` that programs for TorchMX expect.
 
     Example:
         >>> import torch
@@ -27,7 +27,7 @@ class MXAssertionError(MXError, AssertionError):
 
 
 def asserts(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function with `MXAssertionError`s in place of its `MXError`s."""
+    """Return a function that raises an `MXAssertionError` for each `MXError`."""
 
     @functools.wraps(function)
     def asserting(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,7 +1,7 @@
 """TorchMX's tensor: `pt2mx.MXTensor` with TorchMX's constructor, and its parts in the bytes that TorchMX stores.
 
-Inside it is the same tensor, codes and scales as pt2mx has them; `_data` and `_scale_e8m0` are translated when they are
-read (`PRESETS["torchmx"]`: the first of two FP4 codes in the high nibble, an FP6 code a byte, whole numbers as int8).
+Inside, it is pt2mx's tensor, with pt2mx's codes and scales. Reading `_data` and `_scale_e8m0` converts them
+(`PRESETS["torchmx"]`: the first of two FP4 codes in the high nibble, an FP6 code a byte, whole numbers as int8).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pt2mx.tensor import mx_tensor as core
 from pt2mx.torchmx.dtypes import DType, dtype_of
 from pt2mx.torchmx.errors import MXAssertionError, asserts
 from pt2mx.torchmx.operators import as_bytes, as_stored
-from pt2mx.torchmx.operators import dequantize_mx as dequantize_mx  # where TorchMX has them too
+from pt2mx.torchmx.operators import dequantize_mx as dequantize_mx  # under the names of TorchMX too
 from pt2mx.torchmx.operators import quantize_mx as quantize_mx
 
 _TORCHMX = PRESETS["torchmx"]
@@ -32,15 +32,15 @@ class MXTensor(core.MXTensor):
 
     Args:
         scale_e8m0_bits: (..., blocks, ...) uint8.
-        data_bits: as `quantize_mx` gives them.
+        data_bits: codes as `quantize_mx` returns them.
         elem_dtype: a `DType`, or the element format as `pt2mx.parse_element` takes it.
         block_size: values that share a scale.
         orig_dtype: of the values: float32, float16 or bfloat16.
-        padding: values by which the last block is shorter.
+        padding: the number of values that the last block lacks.
         block_dim: the dimension along which blocks run, by default the last.
 
     Raises:
-        MXError: where these do not fit each other.
+        MXError: if the arguments do not match each other.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ class MXTensor(core.MXTensor):
 
 aten = torch.ops.aten
 
-#: operators that assert what they take
+#: operators that check their arguments with `assert`
 _ASSERTED = (aten.view.default, aten._to_copy.default)
 
 
@@ -196,8 +196,8 @@ def _sum(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs:
 
 
 class ToMXConstrFunc(torch.autograd.Function):
-    """Quantize with `apply(data_hp, elem_dtype, block_size)`; the gradient passes unchanged. Further arguments are
-    those of `MXTensor.to_mx`."""
+    """Quantize with `apply(data_hp, elem_dtype, block_size)`; the gradient passes unchanged. `apply` has the arguments
+    of `MXTensor.to_mx`."""
 
     @staticmethod
     @asserts

@@ -1,5 +1,5 @@
 """Quantize and dequantize in TorchMX's storage format, as functions and as the operators `torch.ops.torchmx.*`.
-Importing this module registers the latter, in the place of TorchMX's own where it was imported before."""
+Importing this module registers the operators. It replaces TorchMX's own operators if TorchMX was imported before."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple
         data: (..., n) uint8, int8 for integers; (..., ceil(n / 2)) for FP4.
 
     Raises:
-        MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot say.
+        MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot represent.
 
     Example:
         >>> import torch
@@ -63,10 +63,10 @@ def dequantize_mx(
         block_dim: the dimension along which blocks run.
 
     Returns:
-        (..., n, ...) in `target_dtype`; an odd number of FP4 codes comes with the one that fills their last byte.
+        (..., n, ...) in `target_dtype`; an odd number of FP4 codes includes the code that fills the last byte.
 
     Raises:
-        MXError: for shapes that do not fit each other, or other dtypes.
+        MXError: for shapes that do not match each other, or other dtypes.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ def as_stored(data: Tensor, spec: MXSpec) -> Tensor:
 
 
 def as_bytes(data: Tensor) -> Tensor:
-    """Return codes as TorchMX stores them as uint8.
+    """Return TorchMX's stored codes as uint8.
 
     Raises:
         MXError: for another dtype.

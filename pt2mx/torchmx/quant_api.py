@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
     """Replace every `nn.Linear` in a model by an `MXInferenceLinear`, in place, as TorchMX's `quantize_linear_` does:
-    all of them, or none where one fails.
+    all layers, or none if one fails.
 
-    Other modules stay as they are, subclasses of `nn.Linear` included.
+    Other modules do not change, including subclasses of `nn.Linear`.
 
     Args:
         model: the model.
@@ -47,14 +47,14 @@ def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
 
 
 def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_config: QLinearConfig) -> None:
-    """Quantize a Llama or Qwen2 of transformers in place, as TorchMX's `quantize_llm_` does: all of it, or nothing
-    where something fails.
+    """Quantize a Llama or Qwen2 of transformers in place, as TorchMX's `quantize_llm_` does: the whole model, or
+    nothing if a layer fails.
 
-    The projections of attention follow `qattention_config.projection_config`; all other `nn.Linear`s, the head
-    included, `qmlp_config`. Where the attention config has formats for queries, keys, values and attention weights, the
-    model computes its attention by `pt2mx.torchmx.layers.mx_attention`; otherwise by the function it had. A head that
-    was tied to the embedding gets a weight of its own. To save the model save its `state_dict`; `save_pretrained` does
-    not take weights that are `MXTensor`s.
+    The projections of attention have the formats of `qattention_config.projection_config`. All other `nn.Linear`s,
+    including the head, have the formats of `qmlp_config`. If the attention config has formats for queries, keys, values
+    and attention weights, `pt2mx.torchmx.layers.mx_attention` computes the attention; otherwise the model keeps its
+    function. A head that was tied to the embedding gets its own weight. Save the `state_dict` of the model:
+    `save_pretrained` does not support `MXTensor` weights.
 
     Args:
         model: the model.
@@ -62,7 +62,7 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
         qmlp_config: the formats of all other linear layers.
 
     Raises:
-        MXError: for other models, and as `quantize_linear_` does; where transformers is not installed.
+        MXError: for other models, without transformers, and as `quantize_linear_` does.
 
     Example:
         >>> from pt2mx import torchmx
@@ -107,8 +107,8 @@ def mx_dynamic_activation_mx_weights(
     activation_elem_dtype: object = dtypes.float8_e4m3,
     activation_block_size: int = 32,
 ) -> MXDynamicActivationMXWeightsConfig:
-    """Return what torchao's `quantize_(model, ...)` takes to quantize the weights of linear layers once, and their
-    inputs at each call, as TorchMX's function of this name does.
+    """Return a config for torchao's `quantize_(model, ...)`, as TorchMX's function of this name does. It quantizes the
+    weights of linear layers once, and their inputs at each call.
 
     Args:
         weight_elem_dtype: the element of weights: a `DType`, or as `pt2mx.parse` takes it.

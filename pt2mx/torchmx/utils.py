@@ -32,8 +32,8 @@ def get_logger(
     format_string: str = "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
     console_output: bool = True,
 ) -> logging.Logger:
-    """Return a logger that writes to the console and to the file that the environment variable `LOG_FILE` names, from
-    the level on that `LOG_LEVEL` names (by default INFO). Asked for twice, it writes each line once.
+    """Return a logger that writes to the console and to the file of the environment variable `LOG_FILE`, from the level
+    of `LOG_LEVEL` on (by default INFO). A second call returns a logger that still writes each line once.
 
     Args:
         logger_name: its name.
@@ -75,7 +75,7 @@ def tensor_size_hp_to_fp4x2(orig_size: Sequence[int], packing_dim: int) -> list[
         packing_dim: the dimension along which a byte holds two.
 
     Returns:
-        The size in bytes, an odd number of codes filling a last byte.
+        The size in bytes; an odd number of codes fills the last byte.
 
     Example:
         >>> from pt2mx.torchmx.utils import tensor_size_hp_to_fp4x2
@@ -118,7 +118,7 @@ def pack_uint4(uint8_data: Tensor, packing_dim: int = -1) -> Tensor:
         (..., ceil(n / 2), ...) uint8.
 
     Raises:
-        MXError: for another dtype, or a dimension that is not there.
+        MXError: for another dtype, or a dimension that the codes do not have.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """Attention with quantized matmuls, as an attention function of transformers.
 
-Models choose it by `config._attn_implementation`, so their own modules keep projecting, rotating and caching. The cache
-holds keys and values in high precision.
+Models choose it with `config._attn_implementation`. Their own modules still project, rotate and cache. The cache holds
+keys and values in high precision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ATTENTION = "pt2mx"
 
 
 def register_attention() -> None:
-    """Make transformers know `mx_attention`, which takes the masks of its eager attention."""
+    """Register `mx_attention` with transformers. It accepts the masks of the eager attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
@@ -48,7 +48,7 @@ def mx_attention(
         key, value: (B, KV, K, D); H is a multiple of KV.
         attention_mask: (B, 1, Q, K), added to the scores.
         scaling: by default 1 / sqrt(D).
-        unused: what the model says to other attention functions; windows and causality are in the mask.
+        unused: the model's arguments for other attention functions; the mask expresses windows and causality.
 
     Returns:
         output: (B, Q, H, D).
@@ -56,7 +56,7 @@ def mx_attention(
     """
     of_query, of_key, of_value, of_weights = _configs(getattr(module, "qconfig", None))
     query = _quantized(query, of_query, -1)
-    # before they are repeated for the heads that share them: the same values, computed once
+    # quantize before repeating for the heads that share them: the same values, computed once
     key = _repeated(_quantized(key, of_key, -1), query)
     value = _repeated(_quantized(value, of_value, -2), query)
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

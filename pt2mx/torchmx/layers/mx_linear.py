@@ -16,8 +16,8 @@ class MXInferenceLinear(nn.Linear):
     """The layer `MXInferenceLinear` of TorchMX: `nn.Linear` whose weight, (out, in), is an `MXTensor` in blocks along
     `in`, and whose input is quantized along its last dimension at each call.
 
-    The output is `F.linear` of the dequantized two, to the bit. `from_float` makes such layers. The constructor is that
-    of `nn.Linear`: the layers that it makes have no config yet.
+    The output is `F.linear` of both after dequantization, to the bit. `from_float` makes such layers. The constructor
+    has the arguments of `nn.Linear`, and makes a layer without a config.
 
     Args:
         in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
@@ -47,7 +47,7 @@ class MXInferenceLinear(nn.Linear):
             The quantized layer, in the mode (training or evaluation) of `mod`.
 
         Raises:
-            MXError: for a weight of another dtype than float32, float16 or bfloat16, and for one quantized already.
+            MXError: for a weight that is already quantized, or of another dtype than float32, float16 or bfloat16.
         """
         if not isinstance(mod, nn.Linear) or not isinstance(qconfig, QLinearConfig):
             raise MXError(
