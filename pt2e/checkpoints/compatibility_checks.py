@@ -35,7 +35,9 @@ def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: Pr
         if module.scheme is None:
             continue
         if module.scheme.inputs is not None:
-            raise MXError(f"loaders of checkpoints quantize no inputs of experts: leave those of {name} alone")
+            raise MXError(
+                f"loaders of checkpoints quantize no inputs of experts: leave the inputs of {name} in high precision"
+            )
         if layout.only_experts and not layers[name].is_transposed:
             raise MXError(f"{layout.name} is read for experts as gpt-oss has them alone: {name} are others")
         if name in whole and not layout.only_experts:

@@ -117,8 +117,8 @@ def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
     """Raise an `MXError` where the layout cannot hold a weight."""
     if kind not in (LINEAR, EMBEDDING, EXPERTS):
         raise MXError(
-            f"{name} is the weight of a {kind}: checkpoints hold those of linear layers, embeddings and experts; leave "
-            "it in high precision (set_module_name_regex)"
+            f"{name} is the weight of a {kind}: checkpoints hold weights of linear layers, embeddings and experts; "
+            "leave it in high precision (set_module_name_regex)"
         )
     if layout.only_experts and kind != EXPERTS:
         raise MXError(f"{layout.name} holds experts alone: leave {name} in high precision (set_module_name_regex)")

@@ -28,11 +28,11 @@ from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 
-#: describes the conversion; in the output until that is complete
+#: the file that describes the conversion; the output contains it until the conversion is complete
 MANIFEST = ".pt2mx-conversion.json"
 #: suffixes of weights in other formats, which are not copied
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
-#: a file that `whole_file` leaves where a process is killed
+#: a file that `whole_file` leaves if a process is killed
 _PARTIAL = re.compile(r"\.[0-9a-f]{16}\.(safetensors|json)")
 
 
@@ -68,13 +68,13 @@ def convert_checkpoint(
     """Quantize the checkpoint of a transformers model shard by shard, in a few hundred megabytes of memory.
 
     The recipe selects linear layers, as it would in the exported model, and experts. Their weights are rounded to
-    nearest and hold the bytes of `quantize_mx`; GPTQ rounds those with statistics of their inputs. Embeddings are not
-    quantized, nor heads that share their weight. An interrupted run continues when it is called again; config.json is
-    written last.
+    nearest, with the bytes of `quantize_mx`; GPTQ rounds weights with statistics of their inputs. Embeddings are not
+    quantized, nor heads that share their weight. A second call continues an interrupted run; it writes config.json
+    last.
 
     Args:
         source: the folder of the checkpoint: config.json and safetensors, sharded or not.
-        output: the folder to write; new, empty, or that of an interrupted run.
+        output: the folder to write; new, empty, or the output of an interrupted run.
         recipe: a shipped recipe, the path of one, or a quantizer.
         layout: "compressed-tensors", "quark", "modelopt", "fp8", or "mxfp4" of gpt-oss's experts.
         dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
@@ -84,7 +84,7 @@ def convert_checkpoint(
         finished: called with each finished shard and the number of shards.
 
     Returns:
-        The tensors that were quantized, and the reasons why others were not.
+        The quantized tensors, and for others the reasons why they are not.
 
     Raises:
         MXError: for a checkpoint that cannot be read or is quantized already; for a tensor that the index or the model
@@ -107,7 +107,7 @@ def convert_checkpoint(
     quantizer = recipe if isinstance(recipe, MXQuantizer) else MXQuantizer.from_recipe(recipe)
     check_weights_only(quantizer, () if statistics is None else (GPTQ,))
     if not source.is_dir():
-        raise MXError(f"{str(source)!r} is no folder: give that of a checkpoint")
+        raise MXError(f"{str(source)!r} is no folder: give the folder of a checkpoint")
     plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
     _check_statistics(statistics, plan)
     formats = {name: str(spec) for name, spec in plan.chosen.items()}
@@ -154,7 +154,7 @@ def _write_errors(output: Path) -> Iterator[None]:
 
 
 def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> set[str]:
-    """Begin an output, or continue that of an interrupted run; return its finished shards.
+    """Begin an output, or continue the output of an interrupted run; return its finished shards.
 
     Raises:
         MXError: where the output holds anything else.
@@ -199,7 +199,7 @@ def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None
 
 
 def _others(source: Path, output: Path) -> list[Path]:
-    """Return the files to copy, also from subfolders, except hidden files and those of the output."""
+    """Return the files to copy, also from subfolders, except hidden files and files of the output."""
     files = [path for path in sorted(source.rglob("*")) if path.is_file() and not path.name.endswith(_WEIGHTS)]
     relative = [path.relative_to(source) for path in files if output.resolve() not in path.resolve().parents]
     return [path for path in relative if path != Path(CONFIG) and not any(part.startswith(".") for part in path.parts)]

@@ -38,7 +38,7 @@ class Coverage:
 
     Args:
         modules: top-level module -> its share.
-        lost: top-level module -> the tensors that are left out and are no unused head.
+        lost: top-level module -> the tensors that are left out, except unused heads.
         read: the tensors of the model that the program reads.
     """
 
@@ -68,7 +68,7 @@ class Coverage:
         return f"{text}: " + ", ".join(f"{name} {_percent(*share[:2])}" for name, share in self.modules.items())
 
     def check(self, part: str | None, allow_partial: bool) -> None:
-        """Raise an `MXError` where more than unused heads is left out.
+        """Raise an `MXError` if other parts than unused heads are left out.
 
         Args:
             part: a top-level module that must be held; all others may be left out.

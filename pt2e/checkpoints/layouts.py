@@ -18,7 +18,7 @@ from pt2mx.spec import MXSpec
 
 #: values that share a scale, in every layout
 BLOCK = 32
-#: a scale of this byte is NaN by the specification; libraries that load these checkpoints take it for 2**128
+#: a scale of this byte is NaN by the specification; libraries that load these checkpoints read it as 2**128
 _NAN_SCALE = 255
 
 
@@ -29,7 +29,7 @@ class Stored:
     data: str
     scale: str
     dtype: torch.dtype = torch.uint8
-    #: the codes of a block have a dimension of their own: (..., N, K / 32, bytes of 32)
+    #: the codes of a block have their own dimension: (..., N, K / 32, bytes of 32)
     by_block: bool = False
 
 
@@ -154,7 +154,7 @@ class Layout:
             element: the element of its weight.
 
         Raises:
-            MXError: naming what they accept.
+            MXError: naming the elements that libraries accept.
         """
         if element not in self.embeddings:
             able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
@@ -168,11 +168,13 @@ class Layout:
             spec: the spec of its inputs; None: high precision.
 
         Raises:
-            MXError: naming what they do.
+            MXError: naming the quantization that libraries apply.
         """
         if spec is None:
             if self.always_inputs:
-                raise MXError(f"{self.name} quantizes inputs too: quantize those of {module} to {self._inputs_text()}")
+                raise MXError(
+                    f"{self.name} quantizes inputs too: quantize the inputs of {module} to {self._inputs_text()}"
+                )
             return
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")

@@ -82,9 +82,9 @@ def load_checkpoint(
 ) -> LanguageModel:
     """Load a checkpoint in MX formats with its codes and scales to the bit, without a float copy of the model.
 
-    Supported are compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), and FP8 in
-    blocks of [1, 32] with E8M0 scales. Inputs are quantized as the checkpoint says. The last layout leaves them in high
-    precision, as transformers does without its kernel.
+    The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), and
+    FP8 in blocks of [1, 32] with E8M0 scales. The checkpoint decides the formats of inputs. In the last layout inputs
+    stay in high precision, as in transformers without its kernel.
 
     Args:
         folder: the folder of the checkpoint.
@@ -97,8 +97,8 @@ def load_checkpoint(
         A model that generates and can be saved; its `coverage` is the share of the checkpoint's values that it holds.
 
     Raises:
-        MXError: for a checkpoint that cannot be read or holds other formats; for one whose program leaves out more than
-            unused heads.
+        MXError: for a checkpoint that cannot be read or holds other formats; for a checkpoint whose program leaves out
+            other parts than unused heads.
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx

@@ -40,10 +40,10 @@ METHOD = "pt2mx"
 class PT2MXConfig(QuantizationConfigMixin):
     """The `quantization_config` with which `from_pretrained` quantizes linear layers and embeddings as it loads them.
 
-    Each weight is quantized when it is loaded and stays packed, so no float copy of the model exists. Inputs are
-    quantized at each call where the recipe says so. `save_pretrained` writes codes and scales. `from_pretrained` reads
-    them back to the bit, once `pt2mx.PT2MXConfig` has been imported. A head that shares the weight of the embedding
-    gets codes of its own. Other matmuls, such as those of attention, and experts stay in high precision.
+    Each weight is quantized when it is loaded and stays packed, so no float copy of the model exists. Each call
+    quantizes inputs that have a format in the recipe. `save_pretrained` writes codes and scales. `from_pretrained`
+    reads them back to the bit, once `pt2mx.PT2MXConfig` has been imported. A head that shares the weight of the
+    embedding gets its own codes. Other matmuls, such as in attention, and experts stay in high precision.
 
     Args:
         recipe: the name of a shipped recipe, the path of one, an `MXQuantizer`, or its `to_dict()`.
@@ -57,7 +57,7 @@ class PT2MXConfig(QuantizationConfigMixin):
 
     Raises:
         MXError: for neither or both of a recipe and formats; for invalid ones; for a recipe with algorithms or a format
-            of a cache. Loading raises one for a model that leaves out more of the checkpoint than unused heads.
+            of a cache. Loading raises one for a model that leaves out other parts of the checkpoint than unused heads.
 
     Example:
         >>> import tempfile, torch, transformers
@@ -145,7 +145,7 @@ def _plain(recipe: object) -> dict[str, Any]:
 class MXHfQuantizer(HfQuantizer):
     """The quantizer that transformers calls while it loads a model with a `PT2MXConfig`.
 
-    It replaces layers by packed ones: at once where the checkpoint holds codes, otherwise as each weight is loaded."""
+    It replaces layers by packed ones: at once if the checkpoint holds codes, otherwise as each weight is loaded."""
 
     requires_calibration = False
 
@@ -210,10 +210,10 @@ class MXHfQuantizer(HfQuantizer):
 
 
 def _untie(model: PreTrainedModel, chosen: dict[str, LayerSpecs]) -> dict[str, set[str]]:
-    """Untie an embedding and a head that share a weight: each gets codes of its own, since their formats may differ.
+    """Untie an embedding and a head that share a weight: each gets its own codes, because their formats may differ.
 
     Weights of more than two modules stay tied and are removed from `chosen`, because encoder-decoder models scale
-    outputs only where weights are tied.
+    outputs only if weights are tied.
 
     Returns:
         Parameter -> the names under which its weight is quantized.

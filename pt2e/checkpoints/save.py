@@ -44,19 +44,18 @@ def save_checkpoint(
 ) -> None:
     """Write a converted model as a checkpoint that transformers, vLLM and other libraries load.
 
-    Codes, scales and float tensors equal those of the converted model to the bit. The folder appears complete or not at
-    all.
+    Codes, scales and float tensors have the bits of the converted model. The folder appears complete or not at all.
 
     Args:
         converted: the result of `convert_pt2e`, the program exported from it, or a `LanguageModel`.
-        model: the float model of transformers that was converted, for its configuration and its names. It may be on the
-            meta device where the converted model holds all weights.
+        model: the float model of transformers before conversion, for its configuration and its names. It may be on the
+            meta device if the converted model holds all weights.
         folder: the folder to write, new or empty.
         layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
             these that has the formats of the weights.
         unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
             values in the model's dtype, because the layout cannot hold their codes.
-        tokenizer: the tokenizer to write; None: that of a `LanguageModel`, if it has one.
+        tokenizer: the tokenizer to write; None: the tokenizer of a `LanguageModel`, if it has one.
         max_shard_size: the size of a file of tensors.
 
     Raises:
@@ -97,7 +96,7 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Make a temporary folder to write to, and rename it when the block ends. If the block fails, delete it.
 
     Raises:
-        MXError: where no folder can be written there, or where it exists and is not empty.
+        MXError: if no folder can be written there, or if it exists and is not empty.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise MXError(f"cannot write to {folder!r}: give the path of a folder")
@@ -125,7 +124,7 @@ def _graph_of(converted: Any) -> GraphModule:
     program = getattr(converted, "program", converted)
     if isinstance(program, ExportedProgram):
         if is_shard(program):
-            raise MXError("the program is that of one of several ranks: save what was quantized for one")
+            raise MXError("the program belongs to one of several ranks: save a model quantized for one rank")
         return program.module(check_guards=False)
     if not isinstance(program, GraphModule):
         raise MXError(
@@ -135,7 +134,7 @@ def _graph_of(converted: Any) -> GraphModule:
 
 
 def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
-    """Return the first layout that has the formats of all packed weights; for transposed experts one of experts.
+    """Return the first layout that has the formats of all packed weights; for transposed experts a layout of experts.
 
     Raises:
         MXError: where there is none.
@@ -155,7 +154,7 @@ def _supported(layout: Layout) -> str:
 
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
-    """Write tensors to one file, or to several with an index where they exceed the size of one."""
+    """Write tensors to one file, or to several with an index if they exceed the size of one."""
     safetensors = import_extra("safetensors.torch", "hf")
     hub = import_extra("huggingface_hub", "hf")
     pattern = "model{suffix}.safetensors"
@@ -176,7 +175,7 @@ def _write_configs(contents: Contents, generation_config: Any, folder: Path) -> 
     quantization = contents.config.quantization_config
     if quantization["quant_method"] == "modelopt":
         write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", folder / MODELOPT)
-    if generation_config is None:  # an encoder has none
+    if generation_config is None:  # an encoder has no generation config
         return
     try:
         generation_config.save_pretrained(folder)

@@ -55,10 +55,10 @@ def select_weights(
 ) -> Selection:
     """Ask a quantizer for the formats of a model's weights, as if the model had been exported.
 
-    "First" and "last" refer to the order in which modules were defined.
+    "First" and "last" refer to the order in which the model defines its modules.
 
     Args:
-        model: a model of transformers, or another.
+        model: a model of transformers or another library.
         quantizer: the quantizer.
         skipped: names of modules to skip.
         tied: True: select a weight that several modules share, for each of them; False: skip it.

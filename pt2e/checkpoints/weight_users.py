@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: what rounding and folding append to a parameter's name
+#: the suffixes that rounding and folding append to a parameter's name
 _DATA = re.compile(r"(_rounded)?_data(_\d+)?$")
 
 
@@ -57,7 +57,7 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
     """Return each operator of a converted model that multiplies or gathers a packed weight.
 
     Raises:
-        MXError: where anything except such weights and their inputs is quantized.
+        MXError: if anything except such weights and their inputs is quantized.
     """
     inner = [node for graph in graph_modules(model)[:-1] for node in graph.graph.nodes if is_ours(node)]
     users, explained = [], set()

@@ -1,6 +1,6 @@
 """`export_onnx`: write a converted model to an ONNX file that any onnxruntime runs.
 
-The file records which value comes from which node of the float model, so that stages can be compared with it.
+The file records the source node of each value in the float model, so that `compare_stages` can compare them.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def export_onnx(
     """Write a converted model as an ONNX file, with its weights packed.
 
     Each quantized activation and each packed weight is one node. The file contains a function of standard operators for
-    it, so that any onnxruntime runs the file and gives the bits of pt2mx's operators. Rows of packed embeddings are
-    decoded when they are looked up. The file replaces `path` when it is complete and onnx's checker has passed it.
+    it, so that any onnxruntime runs the file and gives the bits of pt2mx's operators. A lookup decodes the rows of a
+    packed embedding. The file replaces `path` when it is complete and has passed onnx's checker.
 
     Args:
-        model: what `convert_pt2e` returned, or an ExportedProgram of it. It is not changed.
+        model: the result of `convert_pt2e`, or its ExportedProgram. It does not change.
         path: the path of the file; by custom its name ends in .onnx.
-        example_inputs: a tuple of inputs, or a mapping of keyword inputs; by default those of a program.
-        dynamic_shapes: as `torch.export.export` takes them; by default those of a program, or none.
-        opset: 18 to 25; by default that of torch's exporter.
+        example_inputs: a tuple of inputs, or a mapping of keyword inputs; by default the program's example inputs.
+        dynamic_shapes: as `torch.export.export` takes them; by default the program's dynamic shapes, or none.
+        opset: 18 to 25; by default the opset of torch's exporter.
         target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"quark"` for AMD Quark's nodes with functions,
             `"standard"` for DequantizeLinear with E8M0 scales and native elements, for runtimes that have them.
 
@@ -69,7 +69,7 @@ def export_onnx(
     Raises:
         MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
             operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
-            buffers that the model writes), for a file above 2 GB, and where no file can be written.
+            buffers that the model writes), for a file above 2 GB, and for a path at which no file can be written.
 
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
@@ -110,7 +110,7 @@ def rewriter_of(target: object) -> Callable[[Any], Any]:
 
 
 def source_nodes_of(model: ModelProto) -> dict[str, str]:
-    """Return the value in a model of each source node in the float graph; empty where the file does not record it."""
+    """Return the value in a model of each source node in the float graph; empty if the file does not record it."""
     recorded = [prop.value for prop in model.metadata_props if prop.key == _SOURCE_NODES]
     return json.loads(recorded[0]) if recorded else {}
 
@@ -135,7 +135,7 @@ def _model(program: ExportedProgram, opset: int | None) -> Any:
                 custom_translation_table=module.translations(module.emit),
                 verbose=False,
             )
-        except Exception as error:  # such as an operator without a translation, under pages of advice
+        except Exception as error:  # such as an operator without a translation; pages of advice follow it
             raise MXError(f"could not export the program to ONNX: {one_line(_cause(error))}") from error
     if exported is None or exported.exported_program is None:
         raise MXError("torch.onnx.export returned no model")

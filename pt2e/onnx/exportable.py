@@ -46,8 +46,8 @@ _NODES = (ops.fake_quantize_mx, ops.dequantize_mx)
 def drop_size_assertions(model: GraphModule) -> None:
     """Erase the assertions on sizes of codes and scales, and the nodes that only they use.
 
-    Export writes them where blocks run along a dynamic dimension. `quantize_mx` always meets them, and a pair of codes
-    and scales with another user could not be fused.
+    Export writes them if blocks run along a dynamic dimension. `quantize_mx` always fulfils them, and they would
+    prevent the fusion of codes and scales, because these would have another user.
     """
     for node in model.graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
         if _is_size_of_codes(node):
@@ -76,8 +76,8 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
         dynamic_shapes: as `torch.export.export` takes them; None for the program's own.
 
     Raises:
-        MXError: for another model, one with an operator without ONNX form or that writes to its inputs, inputs that are
-            missing or that the model does not take, and dynamic shapes that it does not have.
+        MXError: for another model; for an operator without ONNX form; for a model that writes to its inputs; for
+            missing or unknown inputs and dynamic shapes.
     """
     graph, (args, kwargs), shapes = _export_arguments(model, inputs, dynamic_shapes)
     graph = copy_sharing_tensors(graph)
@@ -100,7 +100,7 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
 
 
 def _check_inputs_stay(program: ExportedProgram) -> None:
-    """Raise an MXError for a program that writes to its inputs: an ONNX file would lose what it writes."""
+    """Raise an MXError for a program that writes to its inputs, because an ONNX file would lose these writes."""
     written = {node.name for node in written_nodes(program.graph) if node.op == "placeholder"}
     for name in program.graph_signature.user_inputs:
         if name in written:
@@ -125,8 +125,8 @@ def _export_arguments(
         raise MXError("give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs")
     _check_converted(graph)
     args, kwargs = call
-    # torch.export reads keyword inputs in the order of the mapping, whatever their names: bring them into that of the
-    # signature
+    # torch.export reads keyword inputs in the order of the mapping and ignores their names, so sort them as the
+    # signature does
     named = {name: kwargs[name] for name in inspect.signature(graph.forward).parameters if name in kwargs}
     return graph, (args, named | kwargs), shapes
 
@@ -154,7 +154,8 @@ def _check_converted(model: GraphModule) -> None:
 
 
 def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:
-    """Raise an MXError for an input of another dtype than the model's: fused operators would compute in it."""
+    """Raise an MXError for an input of another dtype than the model's, because fused operators would compute in that
+    dtype."""
     inputs = list(program.graph.find_nodes(op="placeholder"))[-len(program.graph_signature.user_inputs) :]
     for node, exported in zip(model.graph.find_nodes(op="placeholder"), inputs, strict=True):
         x, original = value_of(exported), value_of(node)

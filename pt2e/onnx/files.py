@@ -25,11 +25,11 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
     """Read an ONNX file, with its external data.
 
     Raises:
-        MXError: where the file is no ONNX model, or its external data is missing.
+        MXError: if the file is no ONNX model, or its external data is missing.
     """
     try:
         model = onnx.load(os.fspath(path))
-    except Exception as error:  # protobuf's for a damaged file, or onnx's for missing data
+    except Exception as error:  # protobuf's error for a damaged file, or onnx's error for missing data
         raise MXError(f"{str(path)!r} is no ONNX file that can be read: {first_line(error)}") from None
     if not model.graph.node:
         raise MXError(f"{os.fspath(path)!r} holds no graph: give the ONNX file of a model")
@@ -45,7 +45,7 @@ def raise_opset(model: ModelProto, opset: int = OPSET) -> ModelProto:
     """Return a model of at least this opset: the model itself, or a conversion of it.
 
     Raises:
-        MXError: where ONNX's converter fails.
+        MXError: if ONNX's converter fails.
     """
     nodes = (node for graph in graphs_in(model.graph) for node in graph.node)
     for entry in (*model.opset_import, *nodes):
@@ -107,7 +107,7 @@ def write_model(model: ModelProto, path: str | os.PathLike[str]) -> None:
 def _exceeds_file(model: ModelProto) -> bool:
     try:
         return model.ByteSize() > _LIMIT
-    except Exception:  # protobuf's EncodeError: it does not even count beyond
+    except Exception:  # protobuf's EncodeError, for a model that is too large to count its bytes
         return True
 
 

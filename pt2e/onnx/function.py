@@ -65,7 +65,7 @@ class Function:
 class Blocks:
     """Blocks of `size` values along `axis`: -1, or the dimension counted from the front.
 
-    `length` is the size of that dimension, -1 where it is dynamic.
+    `length` is the size of that dimension, -1 if it is dynamic.
     """
 
     axis: int
@@ -85,7 +85,7 @@ class Blocks:
 
     @property
     def name(self) -> str:
-        """Return a name that differs wherever the function's body does."""
+        """Return a name that two functions share only if their bodies are equal."""
         if not self._whole:
             length = f"_n{self.length}" if self.length > 0 else "_any"
             return f"b{self.size}{length}" + (f"_axis{self.axis}" if self.axis != -1 else "")
@@ -124,7 +124,7 @@ class Blocks:
     def reshape(self, f: Function, x: str, like: str, *along: Input) -> str:
         """Reshape x to the shape of another tensor, with `along` in the position of the axis.
 
-        No size is -1, to be inferred: that fails where another one is 0.
+        No size is -1: ONNX cannot infer it if another size is 0.
         """
         behind = [] if self.axis == -1 else [f.op("Shape", like, start=self.axis + 1)]
         shape = f.op("Concat", f.op("Shape", like, end=self.axis), *along, *behind, axis=0)

@@ -1,6 +1,6 @@
 """The two nodes of the domain `pt2mx`: they mark the tensors of an ONNX graph that are in an MX format.
 
-The attributes of a node say everything about it; the other dialects are written from them alone.
+The attributes of a node describe it completely; the other dialects are written from them alone.
 
 `FakeQuantizeMX`: X float32, float16 or bfloat16 -> Y of X's type and shape, `fake_quantize_mx` of X to the bit.
 `DequantizeMX`: codes uint8, packed along the axis as `quantize_mx` stores them, and scales uint8, E8M0 -> Y,
@@ -111,7 +111,7 @@ def graphs_in(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def subgraphs_of(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the subgraphs of a node (If, Loop, Scan), and those of their nodes."""
+    """Yield the subgraphs of a node (If, Loop, Scan), and their own subgraphs."""
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):
             if graph.node:

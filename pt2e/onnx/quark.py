@@ -1,8 +1,8 @@
 """AMD Quark's nodes: the target "quark" writes them instead of ours, `onnx_functions` adds functions to Quark's files.
 
-Stock onnxruntime runs the functions. Where Quark's library of custom operators is registered, its kernels run instead.
-Weights stay packed in front of `DequantizeMX`: Quark stores float weights in front of its nodes, up to eight times as
-large, and its nodes would not change values that are quantized already.
+Stock onnxruntime runs the functions. If Quark's library of custom operators is registered, its kernels run instead.
+Weights stay packed in front of `DequantizeMX`. Quark stores float weights in front of its nodes, up to eight times as
+large; its nodes would not change weights that are already quantized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pt2mx.spec import MXSpec
 
 #: the names of Quark's operator, the newer first, and their domains
 OPERATORS = {"MXQuantizeDequantize": "com.amd.quark", "MXFixNeuron": "com.vai.quantize"}
-#: rounding modes of integers, that of Quark's ready-made configs first
+#: rounding modes of integers, first the mode of Quark's ready-made configs
 _ROUNDING_MODES = (2, 0, 1)
 _DEFAULTS = tuple(quark.MX_OP_DEFAULT_ATTRS.items())
 
@@ -38,15 +38,15 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
 
     Args:
         path: the path of the file. A file of an opset below 18 is converted to 18.
-        output: the path of the file to write; by default `path`, which is replaced.
+        output: the path of the file to write; by default it replaces `path`.
 
     Returns:
         The number of MX nodes.
 
     Raises:
         MXError: for a file that is no ONNX model or cannot be converted, one without such nodes, attributes that
-            Quark's operator does not have, nodes of Quark that are not MX and would not run, and where no file can be
-            written.
+            Quark's operator does not have, nodes of Quark that are not MX and would not run, and a path at which no
+            file can be written.
 
     Example:
         >>> import tempfile, numpy, onnx, onnxruntime, pt2mx
@@ -81,7 +81,7 @@ def to_quark(model: Any) -> Any:
     """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model.
 
     Raises:
-        MXError: for a spec that Quark's node has no attributes for; it names the node.
+        MXError: for a spec without attributes of Quark's node; the error names the node.
     """
     op_type, domain = next(iter(OPERATORS.items()))
     for node, ours in FakeQuantizeMX.nodes_in(model):
@@ -122,7 +122,7 @@ def add_quark_functions(model: Any) -> Any:
     The nodes of the most frequent spec are not changed; the `overload` of the others names their function.
 
     Raises:
-        MXError: for attributes that Quark's operator does not have; it names the node.
+        MXError: for attributes that Quark's operator does not have; the error names the node.
     """
     types = tensor_types(model, lambda node: OPERATORS.get(node.op_type) == node.domain)
     ranks = {name: len(known.shape) for name, known in types.items() if known.shape is not None}

@@ -32,7 +32,7 @@ def quantize_model(
     config: QuantizationConfig,
     batches: Iterable[Mapping[str, np.ndarray]] | None,
 ) -> tuple[ModelProto | None, OnnxReport]:
-    """Quantize a float model, or the file of one, by a config of Quark.
+    """Quantize a float model, or its file, with a config of Quark.
 
     Args:
         model: the model, or the path of its file.
@@ -44,7 +44,7 @@ def quantize_model(
         The quantized model if `output` is None, else None; and the report.
 
     Raises:
-        MXError: as `quantize_onnx`, and where the config names nodes or types that the model does not have.
+        MXError: as `quantize_onnx`, and if the config names nodes or types that the model does not have.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "float.onnx") if isinstance(model, onnx.ModelProto) else model
@@ -77,7 +77,8 @@ def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
 
 
 def _names(path: str | os.PathLike[str]) -> set[str]:
-    """Return the names of the nodes in a file, and those that `quantize_onnx` gives to nodes without a name."""
+    """Return the names of the nodes in a file, including the names that `quantize_onnx` gives to nodes without a
+    name."""
     models = read_model(path), read_float(path)
     return {node.name for model in models for node in model.graph.node if node.name}
 

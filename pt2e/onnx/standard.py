@@ -1,6 +1,7 @@
 """The target "standard": QuantizeLinear and DequantizeLinear with native elements and E8M0 scales (opset 24).
 
-It is for runtimes with kernels for these. onnx's reference evaluator has them, onnxruntime's CPU provider does not.
+It is for runtimes with kernels for these operators. onnx's reference evaluator has the kernels, onnxruntime's CPU
+provider lacks them.
 
 FP4 and FP8 codes are tensors of FLOAT4E2M1, FLOAT8E4M3FN and FLOAT8E5M2 with FLOAT8E8M0 scales. Integers are INT8 with
 float scales, because their unit is 2**-6. A function of standard operators computes the scale of an activation. Nodes
@@ -43,12 +44,12 @@ _NATIVE = {
 
 
 def to_standard(model: Any) -> Any:
-    """Replace the nodes of the domain `pt2mx` by ONNX's own where these are exact, and return the model.
+    """Replace the nodes of the domain `pt2mx` by ONNX's own operators if these are exact, and return the model.
 
     The others get functions. A model of a lower opset is converted to 24.
 
     Raises:
-        MXError: where that conversion fails.
+        MXError: if that conversion fails.
     """
     if not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
@@ -63,7 +64,7 @@ def to_standard(model: Any) -> Any:
 
 
 def _dequantize_weights(graph: Any, used: set[str]) -> None:
-    """Replace each dequantized constant by DequantizeLinear, followed by the gather of rows where there is one."""
+    """Replace each dequantized constant by DequantizeLinear, followed by the gather of rows, if there is one."""
     constants = _NativeConstants(graph, used)
     producers = {name: node for node in graph.node for name in node.output}
     nodes: list[Any] = []

@@ -87,7 +87,7 @@ def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[
         rounding: str = "even",
         seed: Any = None,
     ) -> Any:
-        """Emit nothing, since no ONNX node gives codes: their dequantization becomes a fake quantization of x."""
+        """Emit nothing, because no ONNX node returns codes: their dequantization becomes a fake quantization of x."""
         scale, codes = onnx_ir.Value(), onnx_ir.Value()
         codes.meta[_QUANTIZED] = x, element, block_size, axis, scale_mode, rounding
         return scale, codes
@@ -106,7 +106,7 @@ def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[
 
 
 def _along(x: Any, axis: int) -> tuple[int, int]:
-    """Return the axis as nodes have it, and the size along it, -1 where it is dynamic."""
+    """Return the axis as nodes count it, and the size along it, -1 if it is dynamic."""
     if not x.shape:  # a scalar is treated as shape (1,)
         return -1, 1
     length = x.shape[axis]

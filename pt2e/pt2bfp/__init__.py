@@ -1,8 +1,8 @@
 """pt2-bfp's API: the names of d-Matrix's block floating point quantizer (`dmx.compressor.pt2bfp`) over this flow.
 
 A program written for it runs with its imports changed to `pt2mx.pt2e.pt2bfp`. Blocks run along the axis of the format,
-or the one that an operator reduces. The scale of a block comes from its values: observers of block formats change no
-number, and `eps`, `qscheme` and similar arguments have no effect.
+or along the axis that an operator reduces. The scale of a block comes from its values, so observers of block formats
+change no number, and `eps`, `qscheme` and similar arguments have no effect.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,7 @@ BFPQuantizationAnnotation = QuantizationAnnotation
 SharedBFPQuantizationSpec = SharedQuantizationSpec
 BFPOperatorConfig = OperatorConfig
 _annotate_input_qspec_map, _annotate_output_qspec = annotate_input_qspec_map, annotate_output_qspec
-_ObserverConstructor = Callable  # programs annotate with it
+_ObserverConstructor = Callable  # programs use it in annotations
 Format = SimpleNamespace(from_shorthand=parse)
 
 PlaceholderObserver = MXObserver

@@ -41,7 +41,7 @@ def _quantize_bfp(
         A tensor of A's shape and dtype.
 
     Raises:
-        MXError: for another A, no axis of it or several, another rounding or number of bits.
+        MXError: for another A, no axis or several axes, another rounding or number of bits.
     """
     if elem_format is None:
         return A

@@ -47,7 +47,8 @@ def _operands(operator: str) -> tuple[Operand, ...]:
     return row
 
 
-#: operands of recurrent layers, whose parameters are named as a cell's with a suffix; the hidden state is not quantized
+#: operands of recurrent layers. Their parameters have the names of a cell's, with a suffix. The hidden state is not
+#: quantized
 _RECURRENT = (*_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
 
 #: type of a layer -> its operands
@@ -56,7 +57,7 @@ LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
 }
 _INPUTS = ("input", "hidden")
-#: the suffix in a recurrent layer of the name of a cell's parameter
+#: the suffix that a recurrent layer adds to the name of a cell's parameter
 _SUFFIX = re.compile(r"_l\d+(_reverse)?$")
 
 
@@ -67,7 +68,7 @@ class _Layer(nn.Module, ABC):
 
     def __init__(self, layer: nn.Module, parameters: dict[str, nn.Parameter | None], training: bool) -> None:
         super().__init__()
-        self._skeleton = (layer,)  # in a tuple, so that it is no submodule; it has no tensors
+        self._skeleton = (layer,)  # a tuple hides it from the submodules; it has no tensors
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
         self.train(training)
@@ -148,12 +149,12 @@ class ObservedLayer(_Layer):
     names.
 
     Args:
-        layer: a layer of a type in `LAYERS`, whose parameters are shared.
+        layer: a layer of a type in `LAYERS`. The new layer shares its parameters.
         config: the config of its operands.
 
     Raises:
-        MXError: for another type, a layer that computes its weight from parameters of other names, as old weight norms
-            do, and for affine quantization.
+        MXError: for another type, for a layer that computes its weight from parameters with other names (old weight
+            norms), and for affine quantization.
     """
 
     def __init__(self, layer: nn.Module, config: MXQuantizationConfig) -> None:

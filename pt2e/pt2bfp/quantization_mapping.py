@@ -1,7 +1,7 @@
 """Mappings from the type of a layer to the class that replaces it when an eager model is converted.
 
 MX scales come from the values of each call. Static and dynamic quantization are therefore the same, and one class
-replaces all layers. A program can add classes of its own to a mapping.
+replaces all layers. A program can add its own classes to a mapping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CLASS = """Return the class that replaces a layer in {kind} quantization.
 
     Args:
         float_module_class: the type of the layer.
-        additional_{kind}_quant_mapping: entries that override those of the mapping.
+        additional_{kind}_quant_mapping: entries that override the mapping's.
 
     Returns:
         A class with `from_float`.

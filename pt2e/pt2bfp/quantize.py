@@ -15,7 +15,7 @@ from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_M
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.settings import checked_config
 
-#: module -> the attribute, and its value, with which torch calls the layers in it instead of using their weights
+#: module -> an attribute and its value; with it torch calls the layers inside the module instead of using their weights
 _CALLING: dict[type[nn.Module], tuple[str, object]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -31,7 +31,7 @@ def prepare(
 ) -> nn.Module:
     """Insert observers into the layers of an eager model, after torch.ao's function of this name, which pt2-bfp has.
 
-    A module without a `qconfig` has that of the module around it. None leaves a module in high precision.
+    A module without a `qconfig` inherits the `qconfig` of the module around it. None keeps a module in high precision.
 
     Args:
         model: a module whose modules have a `qconfig`, as `QConfig` or `BFPQuantizationConfig` returns it.
@@ -44,8 +44,8 @@ def prepare(
         computes as the converted model will.
 
     Raises:
-        MXError: where no layer has a `qconfig`, for another `qconfig` or type of layer, for affine quantization, and
-            for custom modules.
+        MXError: if no layer has a `qconfig`, for another `qconfig` or type of layer, for affine quantization, and for
+            custom modules.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ def convert(
     """Replace the layers of a prepared eager model by quantized ones, after torch.ao's function of this name.
 
     Args:
-        module: what `prepare` or `prepare_qat` returned. Layers with a `qconfig` of their own are replaced too.
+        module: the result of `prepare` or `prepare_qat`. The function also replaces layers with their own `qconfig`.
         mapping: type of a layer -> class whose `from_float` makes the quantized one; None for the mapping of static
             quantization. Prepared layers of other types become float layers again.
         inplace: whether to change the module itself instead of a copy.
@@ -155,7 +155,7 @@ def quantize(
     """Prepare an eager model, calibrate it and convert it, after torch.ao's function of this name.
 
     Args:
-        model: as `prepare` takes it. It is set to evaluation mode.
+        model: as in `prepare`. The function sets it to evaluation mode.
         run_fn: called with the prepared model and `run_args`.
         run_args: the other arguments.
         mapping: as in `convert`.

@@ -92,15 +92,15 @@ def prepare_fx(
 ) -> GraphModule:
     """Insert observers for post-training quantization, after torch.ao's function of this name, which pt2-bfp has.
 
-    The model is exported, and prepared by `prepare_pt2e`. The mapping selects modules by their names and types in the
-    model, and operators. A graph that `torch.fx.symbolic_trace` returned has the same names of modules.
+    The function exports the model and calls `prepare_pt2e`. The mapping selects modules by their names and types in the
+    model, and operators. A graph from `torch.fx.symbolic_trace` has the same module names.
 
     Args:
-        model: a module in evaluation mode, or what `torch.fx.symbolic_trace` returned. It is not changed, and the
+        model: a module in evaluation mode, or a graph from `torch.fx.symbolic_trace`. It does not change, and the
             prepared model shares its parameters.
         qconfig_mapping: a `QConfigMapping`, or a dictionary as torch.ao takes it: `{"": qconfig, "object_type": [(type,
             qconfig), ...], "module_name": [...], "module_name_regex": [...]}`.
-        example_inputs: the model's positional inputs. Their sizes become dynamic where the model allows it.
+        example_inputs: the model's positional inputs. Their sizes become dynamic if the model allows it.
         prepare_custom_config, _equalization_config: None.
         backend_config: without effect, since pt2mx quantizes the same operators on all devices.
 
@@ -108,7 +108,7 @@ def prepare_fx(
         The prepared model, for calibration and `convert_fx`.
 
     Raises:
-        MXError: for another model or mapping, inputs that it does not take, and custom configs.
+        MXError: for another model or mapping, inputs that the model does not accept, and custom configs.
 
     Example:
         >>> import torch
@@ -136,8 +136,7 @@ def prepare_qat_fx(
     """Insert fake quantization for training, after torch.ao's function of this name.
 
     Args:
-        model: a module in training or evaluation mode, as it will be trained, or what `torch.fx.symbolic_trace`
-            returned.
+        model: a module in training or evaluation mode, as in the training, or a graph from `torch.fx.symbolic_trace`.
         qconfig_mapping, example_inputs, prepare_custom_config, backend_config: as in `prepare_fx`.
 
     Returns:
@@ -169,8 +168,8 @@ def convert_fx(
     """Convert a prepared model, after torch.ao's function of this name.
 
     Args:
-        graph_module: what `prepare_fx` or `prepare_qat_fx` returned.
-        convert_custom_config, qconfig_mapping: None; what is quantized was chosen by `prepare_fx`.
+        graph_module: the result of `prepare_fx` or `prepare_qat_fx`.
+        convert_custom_config, qconfig_mapping: None; `prepare_fx` has chosen the tensors to quantize.
         _remove_qconfig, backend_config: without effect.
 
     Returns:

@@ -1,4 +1,4 @@
-"""`BFPQuantizer`, an `MXQuantizer` with affine roles, and the annotations for an `annotate` of one's own."""
+"""`BFPQuantizer`, an `MXQuantizer` with affine roles, and the annotations for a subclass's own `annotate`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from pt2mx.spec import MXSpec
 class BFPQuantizer(MXQuantizer):
     """An `MXQuantizer` whose configs may quantize some roles affinely, by torchao's own observers and fake quantizers.
 
-    It is pt2-bfp's `BFPQuantizer` and `QConfigMapping`. Set configs on it, or subclass it with an `annotate` of your
-    own.
+    It is pt2-bfp's `BFPQuantizer` and `QConfigMapping`. Set configs on it, or subclass it with your own `annotate`.
 
     Example:
         >>> import torch
@@ -40,7 +39,7 @@ class BFPQuantizer(MXQuantizer):
         """Annotate as `MXQuantizer.annotate` does, and add the affine roles.
 
         Args:
-            model: the exported graph; the meta of its nodes is changed.
+            model: the exported graph; the meta of its nodes changes.
 
         Returns:
             The same graph module.
@@ -72,7 +71,7 @@ _DOCSTRING = """Return the annotation of {tensor} for a config, after `{name}` o
 
     Args:
         config: the config of the operator, or None.
-        axis: the dimension along which blocks run; by default that of the config's format.
+        axis: the dimension along which blocks run; by default the axis of the config's format.
 
     Returns:
         The spec as torchao's `QuantizationSpec`; None where {tensor} stays in high precision.

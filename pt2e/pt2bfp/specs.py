@@ -25,9 +25,9 @@ from pt2mx.pt2e.torchao_pt2e import (
 )
 from pt2mx.spec import MXSpec, parse
 
-#: the format of a spec that names none
+#: the default format of a spec
 DEFAULT_FORMAT = parse("BFP[8|8]{64}(SN)")
-#: dtypes of affine quantization, those of torch.ao's observers among them
+#: dtypes of affine quantization; they include the dtypes of torch.ao's observers
 _AFFINE = {torch.uint8: torch.uint8, torch.quint8: torch.uint8, torch.int8: torch.int8, torch.qint8: torch.int8}
 
 
@@ -41,12 +41,13 @@ def unwrapped(constructor: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _with(constructor: Any, **changed: Any) -> Any:
-    """Apply `with_args` to the class itself: torchao does not take one over another."""
+    """Apply `with_args` to the class itself: torchao does not support nested `with_args`."""
     observer, keywords = unwrapped(constructor)
     return observer.with_args(**keywords | changed) if keywords | changed else observer
 
 
-# torchao's have the dtypes of quantized tensors; these have those of exported graphs, with their whole range
+# torchao's fake quantizers have the dtypes of quantized tensors; these have the dtypes of exported graphs, with the
+# whole range
 #: for activations: uint8, one scale and zero point
 default_fake_quant = _with(fake_quantize.default_fake_quant, dtype=torch.uint8, reduce_range=False)
 #: for weights: int8, one scale

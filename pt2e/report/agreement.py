@@ -1,4 +1,4 @@
-"""Compare results: `check_diff` raises where they differ, `fidelity` measures by how much."""
+"""Compare results: `check_diff` raises if they differ, and `fidelity` measures the difference."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Fidelity(NamedTuple):
 
 
 def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
-    """Compare outputs with those of a reference.
+    """Compare outputs with the outputs of a reference.
 
     Only floating-point tensors are compared, and only values that are finite in the reference (not masked scores).
 

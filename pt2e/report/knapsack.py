@@ -26,12 +26,11 @@ class Option:
 def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
     """Return the index of one option per item, with the least total noise and at most `budget` bytes.
 
-    None if even the smallest options take more.
+    Return None if even the smallest options take more.
 
-    Dynamic programming over the bytes beyond those of the smallest options, in units of their greatest common divisor,
-    so
-    that the result is exact. If that makes more than 65,536 steps, larger units are used and costs are rounded up to
-    them: the budget is respected, and at most a 65,536th of it per item is unused.
+    Dynamic programming over the bytes beyond the total of the smallest options, in units of their greatest common
+    divisor, so that the result is exact. If that makes more than 65,536 steps, larger units are used and costs are
+    rounded up to them: the budget is respected, and at most a 65,536th of it per item is unused.
     """
     floors = [min(option.bytes for option in options) for options in items]
     spare = budget - sum(floors)

@@ -1,7 +1,7 @@
-"""Operators that a report must know by name: every matmul-like operator, and those of lowered models.
+"""Operators that a report must know by name: matmul-like operators, and the operators of lowered models.
 
-A matmul-like operator is recognized by the words of its name, so that custom ones (`mylib::grouped_mm`) and those of
-later versions of torch are found too.
+Words in its name mark a matmul-like operator. They also match custom operators (`mylib::grouped_mm`) and operators of
+later versions of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = frozenset({
     "dot", "vdot", "vecdot", "inner", "tensordot", "einsum", "linear", "bilinear", "trilinear", "cdist", "euclidean",
     "conv", "conv1d", "conv2d", "conv3d", "convolution", "lstm", "gru", "rnn", "attention", "transformer",
 })  # fmt: skip
-#: ... unless it also has one of these: it prepares one, or belongs to its derivative
+#: ... unless its name also has one of these: it prepares a matmul, or belongs to the derivative of one
 _HELPERS = frozenset({"backward", "flatten", "reorder", "prepack", "pack", "quantize", "search"})
 
 

@@ -150,7 +150,7 @@ class QuantizationReport:
             path: of the file; None: no file is written.
             model: the name of the model on the page.
             recipe: the model's recipe, shown to be copied: the name of a shipped one, a YAML file, or the quantizer.
-            quality: metric name -> number, the most important first; by default that of `recipe` in `comparison`.
+            quality: metric name -> number, the most important first; by default `recipe`'s quality in `comparison`.
             comparison: the result of `pt2mx.compare_recipes`, for the plot of quality against bytes.
             sensitivity: the result of `pt2mx.sensitivity`, for the operators of each module.
             before, after: the exported float model, and the converted or lowered one, for the graph around an operator.
@@ -159,7 +159,7 @@ class QuantizationReport:
             The text.
 
         Raises:
-            MXError: for other objects, an unknown recipe, and where no file can be written at `path`.
+            MXError: for other objects, an unknown recipe, and a path at which no file can be written.
 
         Example:
             >>> import torch, pt2mx
@@ -178,7 +178,7 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
     """Report the formats, noise and bytes of a model's operators, and why others are not quantized.
 
     Args:
-        model: what `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e` returned.
+        model: the result of `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e`.
 
     Returns:
         A `QuantizationReport`: `operators`, one row for each; `values`, `bytes_before` and `bytes_after` of all

@@ -40,11 +40,11 @@ class OperandReport:
     Args:
         role: "activation", "weight", "bias" or "output".
         spec: its format; None: high precision.
-        statistics: what calibration saw.
+        statistics: the statistics of calibration.
         candidates: the same for each candidate of an `MXFormatObserver`.
         values, bytes_before, bytes_after: of a constant; 0 for a computed operand, and for one that an earlier operator
             shares.
-        storage: why it takes more bits than its format, if it does.
+        storage: the reason why it takes more bits than its format, if it does.
     """
 
     role: str
@@ -66,8 +66,8 @@ class OperatorReport:
         module: the module that calls it.
         operator: its name.
         operands: its operands.
-        reason: why it, or an operand, stays in high precision; None if nothing does.
-        remark: what the user should know about the way it is quantized.
+        reason: the reason why it, or an operand, stays in high precision; None if nothing does.
+        remark: a note for the user about its quantization.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Count the bytes of a model's tensors, in the float model and in the converted one.
 
 Each tensor counts by the memory that it occupies, and a packed weight by its codes and scales. A float weight stays in
-the converted model where an operator still uses it.
+the converted model if an operator still uses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
     Args:
         name: of the parameter or buffer, else of the node that computes the operand.
-        tensors: name -> size of each parameter and buffer that it is computed from.
+        tensors: name -> size of each parameter and buffer from which the operand is computed.
     """
 
     name: str
@@ -131,8 +131,8 @@ def tensors_of(model: GraphModule) -> dict[str, Tensor]:
 def float_size(model: GraphModule) -> Size:
     """Return the size of the float model.
 
-    Preparation notes it. Else it is the size of the tensors of `model`, where a packed weight counts as the parameter
-    that it was computed from.
+    Preparation notes it. Otherwise it is the size of the tensors of `model`; a packed weight counts as the parameter
+    before quantization.
     """
     if FLOAT_SIZE_KEY in model.meta:
         return model.meta[FLOAT_SIZE_KEY]

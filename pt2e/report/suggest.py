@@ -35,21 +35,21 @@ def suggest_config(
     """Suggest the quantizer with the least noise whose weights take at most `target_bits` bits per value on average.
 
     With `objective="tensors"` it minimizes the total noise-to-signal ratio of the weights: the sum of
-    10 ** (-SQNR / 10). A linear operator passes this ratio on to its output, so each weight counts alike whatever its
-    size or scale. Whether a later layer amplifies or hides the noise is not considered. With `objective="output"` it
-    minimizes the sum of the modules' costs to the model's output, as measured by `sensitivity`. The minimum within the
-    budget is exact (`pt2mx.pt2e.report.knapsack`); it does not guarantee model accuracy, so evaluate the result.
+    10 ** (-SQNR / 10). A linear operator passes this ratio on to its output, so weights of any size and scale count
+    alike. The sum ignores that later layers amplify or hide noise. With `objective="output"` it minimizes the sum of
+    the modules' costs to the model's output, as measured by `sensitivity`. The minimum within the budget is exact
+    (`pt2mx.pt2e.report.knapsack`); it does not guarantee model accuracy, so evaluate the result.
 
     Settings are by module name: the operators of one module, and modules that share a weight, get the same formats.
-    Specs of outputs and biases do not change, nor do those of weights and activations without an `MXFormatObserver` or
-    without a batch; such weights count towards the average.
+    Specs of outputs and biases do not change. Weights and activations without an `MXFormatObserver` or without a batch
+    also keep their specs; such weights count towards the average.
 
     Args:
         prepared: a calibrated model that `prepare_pt2e` returned for a config with
             `observer=MXFormatObserver.with_args(...)`.
         target_bits: bits per value, scales and packing included, like `QuantizationReport.weight_bits`.
         min_activation_sqnr: in dB. The activations of each module get the smallest candidate with at least this SQNR
-            for all of them; if none has it, the best one, with a warning. None: they keep their spec.
+            for all of them; if none has it, the best one, with a warning. None: the activations keep their spec.
         objective: "tensors" or "output".
         sensitivity: the result of `pt2mx.sensitivity`, for "output", with the candidates of the observers and operands
             "weights" (or "both").
@@ -123,7 +123,7 @@ def _check(prepared: object, target_bits: object, min_activation_sqnr: object) -
 def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: dict[str, str]) -> MXQuantizationConfig:
     """Return a module's config with the specs that were `chosen` by role, also for single operands.
 
-    `roles` are those of the operands that the module has.
+    `roles`: the roles of the module's operands.
     """
     kept = [(name, spec) for name, spec in config.operands if name in roles]
     kept = [(name, spec) for name, spec in kept if spec is None or roles[name] not in chosen]

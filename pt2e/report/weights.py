@@ -31,7 +31,7 @@ _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
 
 
 def note_weights(prepared: GraphModule) -> None:
-    """Note at each observer of a constant what the report of the converted model will say about it."""
+    """Note the report's facts about a constant at its observers, for the converted model."""
     captured = captured_operands(prepared)
     for graph in graph_modules(prepared):
         constants = constants_of(graph)
@@ -78,10 +78,10 @@ def is_constant(node: Node, constants: set[Node]) -> bool:
 
 
 def weight_statistics(observer: MXObserver, source: Node, captured: CapturedOperands) -> dict[str, Any]:
-    """Return the meta that a report reads for a constant: what an observer saw of it.
+    """Return the meta that a report reads for a constant: its observer's statistics.
 
-    If it saw nothing, or the constant was trained since, the noise of the formats is computed instead. Nothing is known
-    about a constant that is traced.
+    If the observer saw nothing, or the constant was trained since, the function computes the noise of the formats
+    instead. A traced constant has no statistics.
     """
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):

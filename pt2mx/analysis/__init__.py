@@ -1,1 +1,1 @@
-"""Measurements of what quantization does to tensors: sums of errors, statistics, comparisons of formats."""
+"""Measure the quantization errors of tensors: sums of errors, statistics, comparisons of formats."""

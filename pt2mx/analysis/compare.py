@@ -13,16 +13,16 @@ from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
 from pt2mx.spec import MXSpec
 
-#: The six formats of the OCP specification, with blocks of 32, by the names that pychop gives them.
+#: The six formats of the OCP specification, with blocks of 32, by pychop's names.
 MX_FORMATS: dict[str, MXSpec] = {f"mx{name}": MXSpec(element) for name, element in FORMATS.items()}
 
 
 @dataclass(frozen=True)
 class MXComparison:
-    """A comparison of what several formats make of the same data. `str` is the table.
+    """The errors of several formats on the same data. `str` is the table.
 
     Args:
-        rows: a row a format, in the order asked for.
+        rows: one row per format, in the order of the request.
 
     Example:
         >>> import io, torch, pt2mx
@@ -43,7 +43,7 @@ class MXComparison:
         header = ("format", "bits", "SQNR dB", "max abs error", "mean abs error", "saturated %", "flushed %", "ratio")
         return text_table([header, *map(_comparison_row, self.rows)], left=1)
 
-    def __repr__(self) -> str:  # short, for a notebook shows it below the table that was printed
+    def __repr__(self) -> str:  # short, because a notebook shows it below the printed table
         return f"<MXComparison of {len(self.rows)} formats: {', '.join(row.format for row in self.rows)}>"
 
 
@@ -62,7 +62,7 @@ def compare_mx_formats(
     Args:
         data: (...) as `mx_quantize` takes it.
         formats: in any spelling that `pt2mx.parse` takes; by default `MX_FORMATS`.
-        block_size: values that share a scale, in all formats; by default that of each, 32 where it names none.
+        block_size: values that share a scale, in all formats; by default each format's own block size, or 32.
         axis: the dimension along which blocks run, in all formats; as in `mx_quantize`.
         file: where the table is printed; by default the standard output.
 
@@ -109,7 +109,7 @@ def print_mx_format_table(file: TextIO | None = None) -> None:
 
 
 def format_table(names: Iterable[str] = MX_FORMATS) -> str:
-    """Return the table that `print_mx_format_table` prints, of the formats of these names."""
+    """Return the table of `print_mx_format_table` for the formats with these names."""
     header = "format,bits,exponent,mantissa,bias,emax,max,min normal,min subnormal,special,block,scale,bits/value"
     return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, names)])
 

@@ -9,14 +9,14 @@ from torch import Tensor
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the divergence of q from p, the sum of p (log p - log q), in nats.
 
-    An outcome of probability 0 by p (a masked logit: log p = -inf) adds nothing, also where q gives it 0. One of
-    probability 0 by q alone makes the divergence Inf.
+    An outcome with probability 0 in p (a masked logit: log p = -inf) adds nothing, even if q gives it 0 too. An outcome
+    with probability 0 in q alone makes the divergence Inf.
 
     Args:
         log_p, log_q: (..., n), logarithms of probabilities that sum to 1 along the last dimension.
 
     Returns:
-        (...,), NaN where either holds NaN.
+        (...,), NaN if either contains NaN.
 
     Example:
         >>> import torch

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class MXStorage:
     """The size of a tensor in an MX format, in bits of codes and scales (packing may round lines up).
 
-    Fields have the names of pychop's `MXTensor.statistics()`: `exp_bits` is 0 for an integer element, and `sig_bits`
-    counts the other bits except the sign. A last block may be shorter; pychop pads it.
+    The fields have the names of pychop's `MXTensor.statistics()`: `exp_bits` is 0 for an integer element, and
+    `sig_bits` counts the other bits except the sign. A last block may be shorter; pychop pads it.
     """
 
     format: str
@@ -77,14 +77,14 @@ class MXStorage:
 
 @dataclass(frozen=True)
 class MXStatistics(MXStorage):
-    """The size of a tensor in an MX format, and what is lost.
+    """The size of a tensor in an MX format, and its quantization errors.
 
     Errors are quantized minus original values, `sqnr` is in dB, `saturated` (beyond the largest value of its block's
     scale) and `flushed` (not zero, but zero in the format) are shares of the values.
 
-    `compression_ratio` is that over `dtype`, the dtype of the data. `scale_exponents` counts the blocks by their shared
-    exponent; its least and largest are None where no block is finite. `nan_blocks` counts those with an Inf or a NaN,
-    which become NaN, and with them SQNR and errors.
+    `compression_ratio` compares with `dtype`, the dtype of the data. `scale_exponents` counts the blocks by their
+    shared exponent; `scale_exponent_min` and `scale_exponent_max` are None if no block is finite. `nan_blocks` counts
+    the blocks with an Inf or a NaN. They become NaN, and so do SQNR and errors.
     """
 
     dtype: str
@@ -108,26 +108,27 @@ def mx_statistics(
     axis: int | EllipsisType | None = ...,
     **fields: Any,
 ) -> MXStatistics:
-    """Measure what `mx_quantize` with the same arguments makes of `data`.
+    """Measure the size and the errors of `data` after `mx_quantize` with the same arguments.
 
-    Of stochastic rounding, SQNR and squared error are of one draw, the other errors of another.
+    With stochastic rounding, SQNR and squared error use one draw, and the other errors another.
 
     Args:
         data: (...) float32, float16 or bfloat16, as `mx_quantize` takes it.
         format: as `pt2mx.parse` takes it.
-        block_size: values that share a scale; by default that of `format`, 32 where it names none.
-        axis: the dimension along which blocks run; by default that of `format`, -1 where it names none. None lets them
-            run over the flattened array.
+        block_size: values that share a scale; by default `format`'s block size, or 32.
+        axis: the dimension along which blocks run; by default `format`'s axis, or -1. None: blocks run over the
+            flattened array.
         fields: further fields of `MXSpec`.
 
     Returns:
-        An `MXStatistics`. Of the size, under the names that pychop's `MXTensor.statistics()` has: `format`, `exp_bits`,
-        `sig_bits`, `block_size`, `scale_exp_bits`, `scale_sig_bits`, `original_shape`, `num_blocks`, `total_elements`,
-        `bits_per_element`, `compression_ratio_fp32`, `compression_ratio_fp16`, and `compression_ratio` over `dtype`,
-        that of `data`. Of the loss: `sqnr` in dB; `mean_squared_error`, `mean_abs_error` and `max_abs_error`; the
-        shares of the values that `saturated` (beyond the largest value of their block's scale) and were `flushed` to
-        zero; `scale_exponents`, the count of blocks by shared exponent, with `scale_exponent_min` and
-        `scale_exponent_max`; and `nan_blocks`, the count of blocks that hold an Inf or a NaN.
+        An `MXStatistics`. It describes the size under the names of pychop's `MXTensor.statistics()`: `format`,
+        `exp_bits`, `sig_bits`, `block_size`, `scale_exp_bits`, `scale_sig_bits`, `original_shape`, `num_blocks`,
+        `total_elements`, `bits_per_element`, `compression_ratio_fp32`, `compression_ratio_fp16`, and
+        `compression_ratio` compared with `dtype`, the dtype of `data`. It describes the errors: `sqnr` in dB;
+        `mean_squared_error`, `mean_abs_error` and `max_abs_error`; the shares of the values that `saturated` (beyond
+        the largest value of their block's scale) and were `flushed` to zero; `scale_exponents`, the count of blocks by
+        shared exponent, with `scale_exponent_min` and `scale_exponent_max`; and `nan_blocks`, the count of blocks with
+        an Inf or a NaN.
 
     Raises:
         MXError: as `mx_quantize`; for a traced JAX array, data without values, and `scale_exp_bits` above 8.
@@ -148,7 +149,7 @@ def mx_statistics(
     error = fake_quantize_mx(x, spec).double().sub_(x).abs_()
     sums = quantization_sums(x, spec)
     seen = QuantizationStatistics.of(sums)
-    whole = seen.nan_blocks == 0  # the sums are over the other blocks; a mean over all values is NaN as they are
+    whole = seen.nan_blocks == 0  # the sums leave out blocks with NaN, but the mean over all values is NaN
     measured: dict[str, Any] = {
         "dtype": str(x.dtype).removeprefix("torch."),
         "sqnr": seen.sqnr if whole else math.nan,

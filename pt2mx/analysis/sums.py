@@ -19,17 +19,17 @@ from pt2mx.spec import MXSpec
 
 
 def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
-    """Return sums over one tensor; those over several tensors add up.
+    """Return the sums over one tensor. Add them up for several tensors.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16.
         spec: the format of x.
 
     Returns:
-        0-d tensors `tensors` (1), `empty` (1 where x has no value), `values` (count), `nonfinite` (count of Inf and
-        NaN), and over the blocks that hold neither: `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2),
-        `saturated` (count of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0). Also
-        `exponents`: (256,) blocks of each scale byte. Counts are int64, powers float64.
+        0-d tensors: `tensors` (1), `empty` (1 if x has no value), `values` (count), `nonfinite` (count of Inf and NaN);
+        and over the blocks without Inf and NaN: `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2),
+        `saturated` (count of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0).
+        `exponents`: (256,), the count of blocks for each scale byte. Counts are int64, powers float64.
 
     Raises:
         MXError: for a scale of more than 8 exponent bits.
@@ -47,8 +47,8 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
 def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
     scale = scales(x, spec).to(torch.int64)
-    # in float64, where 2**-127 is no subnormal and max * 2**127 no Inf. A block with an Inf or a NaN has NaN: no
-    # comparison with it is true
+    # in float64, where 2**-127 is normal and max * 2**127 is finite. A block with an Inf or a NaN gets NaN, and
+    # comparisons with NaN are false
     powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
     power = torch.tensor(powers, dtype=torch.float64).to(x.device)[scale]
     power = power.repeat_interleave(min(spec.block_size, x.shape[spec.axis]), spec.axis)
@@ -70,7 +70,7 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
 
 def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationStatistics:
     """Return the statistics of tensors, without the slow counts: `saturated` and `flushed` are NaN, and `exponents` is
-    empty. Tensors with an Inf or a NaN get all statistics, because these leave such blocks out.
+    empty. Tensors with an Inf or a NaN get all statistics, because only `quantization_sums` leaves such blocks out.
 
     Args:
         tensors: at least one, each as in `quantization_sums`.
@@ -110,7 +110,7 @@ def _norm(x: Tensor) -> float:
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Return the signal to quantization noise ratio in dB of two powers; inf without noise."""
+    """Return the ratio of signal power to quantization noise power in dB; inf without noise."""
     if noise == 0:
         return math.inf
     if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade

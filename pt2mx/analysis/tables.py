@@ -12,7 +12,7 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
     """Return a table with aligned columns.
 
     Args:
-        rows: the cells, the first row being the header.
+        rows: the cells; the first row is the header.
         left: the number of first columns to align on the left; the others contain numbers. By default all.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -30,7 +30,7 @@ def worst_rows(rows: Sequence[Row], worst: int | None) -> Sequence[Row]:
         worst: the number of rows; None for all.
 
     Raises:
-        MXError: for an object that is no number of rows.
+        MXError: if `worst` is not a number of rows.
     """
     if worst is not None and (isinstance(worst, bool) or not isinstance(worst, int) or worst < 0):
         raise MXError(f"worst={worst!r} must be a number of rows, or None for all")

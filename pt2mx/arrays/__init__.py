@@ -1,4 +1,4 @@
-"""`mx_quantize`: the arrays of torch, NumPy and JAX, quantized and dequantized by the same kernels."""
+"""`mx_quantize`: quantize and dequantize arrays of torch, NumPy and JAX with the same kernels."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def mx_quantize(
     """Quantize an array of torch, NumPy or JAX to an MX format, and dequantize it, as `fake_quantize_mx` does.
 
     Args:
-        data: (...) float32, float16 or bfloat16; a torch tensor, a NumPy array (bfloat16 being that of `ml_dtypes`) or
-            a JAX array. The kernels read its memory in place, save that of a NumPy array that torch cannot describe
+        data: (...) float32, float16 or bfloat16 (in NumPy from `ml_dtypes`); a torch tensor, a NumPy array or a JAX
+            array. The kernels read its memory in place. They copy only a NumPy array that torch cannot describe
             (negative strides, another byte order).
-        format: as `pt2mx.parse` takes it: a key of `MX_FORMATS` or another spelling, an `MXSpec`, or a pair
-            `(exponent bits, significand bits)`, `(0, 7)` being int8.
-        block_size: values that share a scale; by default that of `format`, 32 where it names none.
-        axis: the dimension along which blocks run; by default that of `format`, -1 where it names none. None lets them
-            run over the flattened array, as pychop does.
-        scale_mode: how the shared exponent follows from the block's values; by default that of `format`.
-        rounding: how values are rounded to the element's grid; by default that of `format`.
-        scale_exp_bits: bits of the shared exponent; by default those of `format`.
-        scale_sig_bits: bits of a scale's significand; by default those of `format`.
+        format: as `pt2mx.parse` takes it: a key of `MX_FORMATS` or another spelling, an `MXSpec`, or a pair `(exponent
+            bits, significand bits)`; `(0, 7)` is int8.
+        block_size: values that share a scale; by default `format`'s block size, or 32.
+        axis: the dimension along which blocks run; by default `format`'s axis, or -1. None: blocks run over the
+            flattened array, as in pychop.
+        scale_mode: how the shared exponent follows from the block's values; by default `format`'s scale mode.
+        rounding: how values are rounded to the element's grid; by default `format`'s rounding.
+        scale_exp_bits: bits of the shared exponent; by default as in `format`.
+        scale_sig_bits: bits of a scale's significand; by default as in `format`.
         seed: of `rounding="stochastic"`: an integer, a torch generator, or None for another draw each call. For a JAX
-            array also an integer JAX scalar; under `jax.jit` and `jax.vmap`, whose functions must be pure, one of the
-            two integers is needed.
+            array, an integer JAX scalar too. `jax.jit` and `jax.vmap` need one of the two integers, because their
+            functions must be pure.
 
     Returns:
-        The library, shape, dtype and device of `data`, in memory of its own. Of a torch tensor and of a JAX array the
-        gradient is straight-through: it passes unchanged. JAX arrays may be traced (`jit`, `vmap`, `grad`, `jvp`);
+        An array of the library, shape, dtype and device of `data`, in its own memory. The gradient of a torch tensor or
+        a JAX array is straight-through: it passes unchanged. JAX may trace the array (`jit`, `vmap`, `grad`, `jvp`);
         compiled programs call back to the host.
 
     Raises:
@@ -84,8 +84,8 @@ def mx_quantize(
 
 
 def resolve(format: object, axis: int | EllipsisType | None, **fields: Any) -> tuple[MXSpec, bool]:
-    """Return the spec that `format` names, with the `fields` that are not None, and True if its blocks run over the
-    flattened array (`axis=None`; the spec's axis is then -1)."""
+    """Return the spec of `format`, with the `fields` that are not None; and whether its blocks run over the flattened
+    array (`axis=None`; the spec's axis is then -1)."""
     fields = {name: value for name, value in fields.items() if value is not None}
     if axis is not ...:
         fields["axis"] = -1 if axis is None else axis
@@ -93,10 +93,11 @@ def resolve(format: object, axis: int | EllipsisType | None, **fields: Any) -> t
 
 
 def as_torch(data: object) -> Tensor:
-    """Return a torch tensor (...) of the values of an array of any library, in its memory if torch can describe that.
+    """Return the values of an array of any library as a torch tensor (...), which shares memory if torch can describe
+    it.
 
     Raises:
-        MXError: for another type or dtype, and for a JAX array that is traced.
+        MXError: for another type or dtype, and for a traced JAX array.
     """
     if isinstance(data, Tensor):
         return data.detach()
@@ -108,5 +109,5 @@ def as_torch(data: object) -> Tensor:
 
 
 def _is_jax(data: object) -> bool:
-    """True if `data` is of JAX, found out without importing it."""
+    """Return whether `data` is a JAX array, without importing JAX."""
     return type(data).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -1,4 +1,5 @@
-"""`mx_quantize` of JAX arrays: torch's kernels under JAX's transformations. Imported where a JAX array comes in."""
+"""`mx_quantize` for JAX arrays: torch's kernels under JAX's transformations. The first JAX array imports this
+module."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
-#: of stochastic rounding; a scalar of JAX is allowed, too
+#: the seed of stochastic rounding, which may be a JAX scalar
 Seed = int | torch.Generator | None
 
 
 def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: Seed | jax.Array) -> jax.Array:
-    """Return `fake_quantize_mx` of a JAX array (...), traced or not; over the flattened array where `flat`.
+    """Return `fake_quantize_mx` of a JAX array (...), traced or not; `flat`: blocks run over the flattened array.
 
     Raises:
         MXError: as `mx_quantize`.
@@ -30,7 +31,7 @@ def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: Seed | jax.Array
     _check(x)
     if isinstance(seed, jax.Array) and not (seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer)):
         raise MXError(f"a seed of shape {seed.shape} and dtype {seed.dtype} must be an integer scalar")
-    # at least one dimension: a batch dimension of vmap, which goes in front, must never become the blocks'
+    # at least one dimension: vmap adds its batch dimension in front, and blocks must never run along it
     lines = x.reshape(-1) if flat or x.ndim == 0 else x
     if isinstance(seed, jax.Array):
         return _straight_through(lines, seed, _Kernel(spec, None)).reshape(x.shape)
@@ -38,7 +39,7 @@ def fake_quantize(x: jax.Array, spec: MXSpec, flat: bool, seed: Seed | jax.Array
 
 
 def as_torch(x: jax.Array) -> Tensor:
-    """Return a torch tensor (...) of the values of a JAX array, sharing its memory where torch can reach it."""
+    """Return the values of a JAX array as a torch tensor (...), which shares memory if torch can read it."""
     _check(x)
     if isinstance(x, jax.core.Tracer):
         raise MXError("a traced JAX array has no values yet: call this outside jit, vmap and grad")
@@ -53,7 +54,7 @@ def _check(x: object) -> None:
 
 @dataclass(frozen=True)
 class _Kernel:
-    """The quantization of an array: compared by value, so that JAX finds again what it compiled with it."""
+    """The quantization of an array. Equal ones compare equal, so that JAX reuses its compiled programs."""
 
     spec: MXSpec
     seed: Seed
@@ -73,7 +74,7 @@ class _Kernel:
                 f"seed={self.seed!r} must be an integer or an integer JAX scalar for stochastic rounding under jit or "
                 "vmap: a traced function is pure, and draws the same numbers from the same seed"
             )
-        # the arguments are checked now, on a tensor without values: in the callback JAX would wrap the error
+        # check the arguments now, on a tensor without values: in the callback JAX would wrap the error
         fake_quantize_mx(torch.empty(x.shape, device="meta"), self.spec, seed=self.seed)
         axis = self.spec.axis
         host = _Kernel(self.spec.replace(axis=axis if axis < 0 else axis - x.ndim), self.seed)
@@ -81,8 +82,8 @@ class _Kernel:
             host,
             jax.ShapeDtypeStruct(x.shape, x.dtype),
             *((x,) if seed is None else (x, seed)),
-            # batch dimensions go in front, where an axis counted from the end does not see them; random numbers belong
-            # to positions, so that with them each example is a call of its own
+            # batch dimensions go in front, and the axis counts from the end. Random numbers depend on positions, so
+            # with them each example is a separate call
             vmap_method="sequential" if random else "expand_dims",
         )
 
@@ -99,12 +100,12 @@ def _straight_through(x: jax.Array, seed: jax.Array | None, kernel: _Kernel) -> 
 
 @_straight_through.defjvp
 def _identity(kernel: _Kernel, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    """The derivative: tangents, and therefore gradients, pass unchanged."""
+    """Return tangents unchanged, and therefore gradients."""
     return _straight_through(*primals, kernel), tangents[0]
 
 
 def _shares_memory(x: jax.Array) -> bool:
-    """True if torch can read x where it lies."""
+    """Return whether torch can read x in place."""
     devices = x.devices()
     platforms = {device.platform for device in devices}
     return len(devices) == 1 and (platforms == {"cpu"} or (platforms == {"gpu"} and torch.cuda.is_available()))

@@ -1,4 +1,4 @@
-"""NumPy arrays as torch tensors, and back."""
+"""Convert NumPy arrays to torch tensors, and back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TAKEN = "torch tensors, NumPy arrays and JAX arrays of dtype float32, float16 o
 def fake_quantize_numpy(x: np.ndarray, spec: MXSpec, seed: int | torch.Generator | None) -> np.ndarray:
     """Return `fake_quantize_mx` of a NumPy array (...) of an allowed dtype, in the same shape and dtype."""
     y = fake_quantize_mx(torch_from_numpy(x), spec, seed=seed)
-    if y.dtype == torch.bfloat16:  # NumPy itself has none
+    if y.dtype == torch.bfloat16:  # NumPy itself has no bfloat16
         return y.view(torch.int16).numpy().view(x.dtype)
     return y.numpy().astype(x.dtype, copy=False)
 
 
 def check_dtype(name: str) -> None:
-    """Raise `MXError` for the name of a dtype whose arrays are not quantized."""
+    """Raise `MXError` if the dtype of that name cannot be quantized."""
     if name not in ("float32", "float16", "bfloat16"):
         raise MXError(
             f"cannot quantize an array of dtype {name} to an MX format: allowed are float32, float16 and bfloat16; "
@@ -47,10 +47,9 @@ def as_numpy(data: object) -> np.ndarray:
 
 
 def torch_from_numpy(x: np.ndarray) -> Tensor:
-    """Return x as a torch tensor, in place if torch can describe its memory. Nobody may write to it: x may be
-    read-only."""
+    """Return x as a torch tensor, in place if torch can describe its memory. Do not write to it: x may be read-only."""
     if any(stride < 0 for stride in x.strides):
-        x = x.copy()  # before torch sees it: its DLPack import ends the process
+        x = x.copy()  # raise before torch reads it, because torch's DLPack import ends the process
     bits = x.view(np.int16) if x.dtype.name == "bfloat16" else x
     try:
         shared = torch.from_dlpack(bits)

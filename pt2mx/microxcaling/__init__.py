@@ -1,8 +1,8 @@
-"""microxcaling's surface: MX quantization emulated in eager models, forward and backward, by `mx_specs` dictionaries.
+"""microxcaling's surface: emulate MX quantization in eager models, forward and backward, with `mx_specs` dictionaries.
 
-A program written for microxcaling runs with its imports changed from `mx` to `pt2mx.microxcaling`, as far as it
-multiplies and convolves. The numbers are those of `PRESETS["microxcaling"]` in `pt2mx.compat`. A layer that only
-computes with narrower floats, and what patches torch, is refused by name.
+A program written for microxcaling that multiplies and convolves runs with its imports changed from `mx` to
+`pt2mx.microxcaling`. `PRESETS["microxcaling"]` in `pt2mx.compat` gives the numbers. Layers that only compute with
+narrower floats, and functions that patch torch, raise an error that names them.
 """
 
 import sys
@@ -51,7 +51,7 @@ __all__ = [
     "quantize_mx_op",
 ]
 
-#: modules of microxcaling -> the module here that has their names
+#: module of microxcaling -> the module here with its names
 _MODULES = {
     "bmm": "matmul",
     "formats": "mx_ops",
@@ -72,7 +72,7 @@ _COMPUTES_IN_FLOATS = """
     simd_add simd_sub simd_mul simd_div simd_split simd_sqrt simd_square simd_exp simd_log simd_reduce_sum
     simd_reduce_mean simd_norm
 """
-#: names of microxcaling that are not offered -> why, and what to do
+#: names of microxcaling that pt2mx lacks -> the reason, and what to use
 NOT_OFFERED = {
     **dict.fromkeys(_COMPUTES_IN_FLOATS.split(), _FLOATS),
     "LSTM": "computes its gates in narrower floats: build it of linear, or quantize an exported one with MXQuantizer",

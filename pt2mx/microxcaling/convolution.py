@@ -1,7 +1,7 @@
-"""Convolve, also transposed.
+"""Convolve, and convolve transposed.
 
-As in microxcaling, MX blocks are rounded "nearest", and the backward pass has the formats of the forward pass: other
-keys of the specs change nothing.
+As in microxcaling, the rounding of MX blocks is "nearest", and the backward pass has the formats of the forward pass.
+Other keys of the specs change nothing.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Function(Protocol):
 
 
 _FUNCTION = """Convolve, as `mx.conv{n}d` of microxcaling does: `torch.nn.functional.conv{n}d` with input and weight in
-    MX blocks along the input channels, and gradients whose operands are in blocks along the batch (the weight's) and
-    the output channels (the input's).
+    MX blocks along the input channels. Blocks of the operands run along the batch for the weight's gradient, and along
+    the output channels for the input's gradient.
 
     Args:
         input: (batch, channels in, {sizes}).
@@ -72,7 +72,7 @@ _FUNCTION = """Convolve, as `mx.conv{n}d` of microxcaling does: `torch.nn.functi
         name: a label that changes nothing.
 
     Returns:
-        (batch, channels out, {sizes}), the sizes being those of torch.
+        (batch, channels out, {sizes}), with torch's sizes.
 
     Raises:
         MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for an input without a batch; for padding "same" that
@@ -211,8 +211,8 @@ _CONV_TRANSPOSE = QuantizedOp(
 
 class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
     """The layer `mx.ConvTranspose2d` of microxcaling: `torch.nn.ConvTranspose2d` with input and weight in MX blocks
-    along the input channels, and gradients whose operands are in blocks along the batch (the weight's) and the output
-    channels (the input's).
+    along the input channels. Blocks of the operands run along the batch for the weight's gradient, and along the output
+    channels for the input's gradient.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups, bias: as
@@ -264,7 +264,7 @@ class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
             inputs,
             output_size,
             list(self.stride),
-            list(self.padding),  # type: ignore[arg-type]  # a word is for the other convolutions only
+            list(self.padding),  # type: ignore[arg-type]  # the other convolutions alone use it
             list(self.kernel_size),
             2,
             list(self.dilation),

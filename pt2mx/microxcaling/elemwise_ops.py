@@ -22,16 +22,16 @@ def quantize_elemwise_op(A: Tensor, mx_specs: Mapping[str, object] | None, round
     A value that rounds beyond the largest one becomes Inf; Inf and NaN stay.
 
     Args:
-        A: (...) floating-point. No gradient passes; that of `quantize_bfloat` does.
-        mx_specs: `bfloat`, `fp`, `bfloat_subnorms` and `round` of it are read; None for A as it is.
-        round: "nearest", "floor", "even" or "dither"; by default that of the specs.
+        A: (...) floating-point. No gradient passes; `quantize_bfloat` has a gradient.
+        mx_specs: the function reads `bfloat`, `fp`, `bfloat_subnorms` and `round`; None returns A.
+        round: "nearest", "floor", "even" or "dither"; by default the specs' `round`.
 
     Returns:
-        (...) in the dtype of A; A itself where the specs name no floats.
+        (...) in the dtype of A; A itself if the specs name no floats.
 
     Raises:
-        MXError: where both widths are given, or one leaves no mantissa (`bfloat` up to 9, `fp` up to 6); for a tensor
-            without floats; for an unknown rounding.
+        MXError: for two widths, for a width that leaves no mantissa (`bfloat` up to 9, `fp` up to 6), for a tensor
+            without floats, and for an unknown rounding.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def quantize_elemwise_op(A: Tensor, mx_specs: Mapping[str, object] | None, round
 
 
 def _round_floats(A: Tensor, exponent_bits: int, mantissa_bits: int, rounding: str, subnormals: bool) -> Tensor:
-    """In float64, in which every step is exact."""
+    """Round in float64, where every step is exact."""
     bias = 2 ** (exponent_bits - 1) - 1
     x = A.double()
     if not subnormals:
@@ -73,7 +73,7 @@ def _round_floats(A: Tensor, exponent_bits: int, mantissa_bits: int, rounding: s
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-    """2**exponent in float64, from its bits."""
+    """Return 2**exponent in float64, made from its bits."""
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
@@ -82,9 +82,8 @@ def quantize_bfloat(x: Tensor, mx_specs: Mapping[str, object] | None, round: str
 
     Args:
         x: (...) floating-point.
-        mx_specs: those of `quantize_elemwise_op`; where `quantize_backprop` is true, the gradient is rounded too. None
-            for x as it is.
-        round: "nearest", "floor", "even" or "dither"; by default that of the specs.
+        mx_specs: as in `quantize_elemwise_op`; true `quantize_backprop` rounds the gradient too. None returns x.
+        round: "nearest", "floor", "even" or "dither"; by default the specs' `round`.
 
     Returns:
         (...) in the dtype of x.

@@ -40,16 +40,16 @@ def linear(
     name: str | None = None,
 ) -> Tensor:
     """Compute a linear layer, as `mx.linear` of microxcaling does: `torch.nn.functional.linear` with operands in MX
-    blocks along the dimension that it reduces, and gradients whose operands are in blocks along those that they reduce
-    (of the input's rows: its last but one).
+    blocks along the reduced dimension, forward and in the gradients. The weight's gradient reduces the input's last but
+    one dimension, its rows.
 
     Args:
         input: (..., in).
         weight: (out, in).
         bias: (out,).
         mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
-        prequantized_weights: true where weight and bias are bfloat16, as `Linear.prequantize_weights` makes them; they
-            get no gradient.
+        prequantized_weights: true if weight and bias are bfloat16, as `Linear.prequantize_weights` makes them; they get
+            no gradient.
         name: a label that changes nothing.
 
     Returns:
@@ -115,10 +115,10 @@ class Linear(MxLayer, nn.Linear):
         self.prequantized_weights = False
 
     def prequantize_weights(self) -> None:
-        """Keep weight and bias in bfloat16, to which the specs round them, for inference; without specs, do nothing.
+        """Round weight and bias to bfloat16, as the specs do, and keep them so for inference. Do nothing without specs.
 
         Raises:
-            MXError: where the specs do not round to bfloat16 with subnormals, ties to even.
+            MXError: if the specs do not round to bfloat16 with subnormals, ties to even.
         """
         if self.mx_none:
             return

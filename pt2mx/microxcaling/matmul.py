@@ -14,7 +14,7 @@ from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
 
 
 def _quantized_matmul(first: str, second: str) -> QuantizedOp:
-    """Return the matmul whose operands are activations, "a", or weights, "w"."""
+    """Return the matmul of operands that are activations ("a") or weights ("w")."""
     in_first, in_second = (
         [f"{operand}_elem_format", "round_mx_input_grad_input", f"{operand}_elem_format_bp"]
         for operand in (first, second)
@@ -52,7 +52,7 @@ def matmul(
         bias: (columns,).
         mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
         name: a label that changes nothing.
-        mode_config: whose formats the two have: "aa", "aw" or "wa", of activations or weights.
+        mode_config: the formats of the two operands, of activations ("a") or weights ("w"): "aa", "aw" or "wa".
 
     Returns:
         (..., rows, columns) in the dtype of the operands.

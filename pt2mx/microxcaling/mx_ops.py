@@ -26,14 +26,14 @@ def quantize_mx_op(
 ) -> Tensor:
     """Quantize to MX blocks and dequantize, as `mx.quantize_mx_op` of microxcaling does.
 
-    No gradient passes: layers and `linear`, `matmul`, ... define theirs.
+    No gradient passes: the layers, `linear`, `matmul`, ... define their own gradients.
 
     Args:
         A: (..., n, ...) float32, float16 or bfloat16.
-        mx_specs: `scale_bits`, `block_size`, `shared_exp_method` and `mx_flush_fp32_subnorms` of it are read.
-        elem_format: the format, or None, for A as it is.
-        block_size: instead of that of the specs; 0 for the whole dimension.
-        axes: the dimension along which blocks run, or a sequence of that one.
+        mx_specs: the function reads `scale_bits`, `block_size`, `shared_exp_method` and `mx_flush_fp32_subnorms`.
+        elem_format: the format; None returns A.
+        block_size: replaces the specs' block size; 0 for the whole dimension.
+        axes: the dimension along which blocks run, or a sequence with that one dimension.
         round: "nearest", "floor", "even" or "dither".
         expand_and_reshape: changes nothing.
 
@@ -108,7 +108,7 @@ class RoundingMode(IntEnum):
 class ElemFormat(Enum):
     """microxcaling's `ElemFormat`: element formats by number; a number may have several names.
 
-    The 16-bit floats are here for their numbers: they are no elements of MX blocks.
+    The 16-bit floats only reserve their numbers: MX blocks have no such elements.
 
     Example:
         >>> from pt2mx import microxcaling as mx

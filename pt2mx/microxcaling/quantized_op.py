@@ -1,4 +1,4 @@
-"""Define the base of layers and functions: a matmul or convolution with quantized operands, forward and backward.
+"""Define the base of layers and functions: a matmul or convolution that quantizes its operands, forward and backward.
 
 An operator computes three matmuls: the forward one and one for each gradient. It rounds every tensor to the floats of
 the specs (`quantize_elemwise_op`), quantizes both operands of each matmul along the dimension that the matmul reduces,
@@ -24,7 +24,7 @@ from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_s
 class Role:
     """The quantization of one operand of one matmul: keys of the specs, and the dimension of its blocks.
 
-    Without a key for the rounding, it is "nearest".
+    Without a key for the rounding, the rounding is "nearest".
     """
 
     format: str
@@ -42,12 +42,13 @@ class QuantizedOp:
 
     Args:
         forward: (first, second, bias or None, **call) -> the result.
-        first, second: their roles there.
+        first, second: the roles of the operands in `forward`.
         first_gradient: (gradient, second, the first's shape, **call) -> the first's gradient.
-        first_gradient_roles: those of the gradient and of the second operand in it.
+        first_gradient_roles: the roles of the gradient and of the second operand in `first_gradient`.
         second_gradient: (gradient, first, the second's shape, **call) -> the second's gradient.
-        second_gradient_roles: those of the gradient and of the first operand in it.
-        is_weight: true if the second operand is a weight, by the keys for its and its gradient's rounding.
+        second_gradient_roles: the roles of the gradient and of the first operand in `second_gradient`.
+        is_weight: true if the second operand is a weight. It decides the keys for the rounding of the operand and of
+            its gradient.
         adds_bias: true if the bias is added after the result was rounded; else `forward` adds it to the channels, the
             second dimension of the result.
     """
@@ -66,8 +67,8 @@ class QuantizedOp:
     def __call__(
         self, first: Tensor, second: Tensor, bias: Tensor | None, specs: MxSpecs, call: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """`specs`: complete, as `apply_mx_specs` gives them; `call`: further arguments of `forward`. torch.compile
-        leaves it to eager mode."""
+        """`specs`: complete, as `apply_mx_specs` returns them; `call`: further arguments of `forward`. torch.compile
+        runs it in eager mode."""
         return _Function.apply(first, second, bias, self, specs, call or {})
 
 
@@ -112,7 +113,8 @@ def _round(x: Tensor, specs: MxSpecs, what: str) -> Tensor:
 
 
 class MxLayer:
-    """Before a class of torch's layers: that layer with `mx_specs`; with None it computes as torch's.
+    """A base class in front of one of torch's layers: the layer with `mx_specs`. With None it computes as torch's
+    layer.
 
     `name` is a label that changes nothing.
     """
@@ -128,7 +130,7 @@ class MxLayer:
         """Take other specs.
 
         Args:
-            mx_specs: as the layer's own.
+            mx_specs: as in the constructor.
 
         Raises:
             MXError: for an unknown key.
@@ -141,6 +143,6 @@ class MxLayer:
         """Add to the label.
 
         Args:
-            postfix: what is added at its end.
+            postfix: the text to append.
         """
         self.name = (self.name or "") + postfix

@@ -14,7 +14,7 @@ from pt2mx.errors import MXError, nearest
 _FORMAT = "element of MX blocks, a name of ElemFormat; without one nothing is quantized"
 _ROUND = "rounding: nearest (ties away from zero), floor (toward zero), even or dither (stochastic)"
 
-#: key -> (default, what it means)
+#: key -> (default, meaning)
 _SPECS: dict[str, tuple[object, str]] = {
     "scale_bits": (0, "bits of the shared exponent; 0 for 8"),
     "w_elem_format": (None, f"weights: {_FORMAT}"),
@@ -49,7 +49,7 @@ _SPECS: dict[str, tuple[object, str]] = {
 }
 _FORMATS = tuple(key for key in _SPECS if "elem_format" in key)
 
-#: key -> the key whose value it takes where it is not given, in this order
+#: key -> the key whose value is its default, in this order
 _FOLLOWS = {
     "w_elem_format_bp": "w_elem_format",
     **dict.fromkeys(("a_elem_format_bp", "a_elem_format_bp_os", "a_elem_format_bp_ex"), "a_elem_format"),
@@ -60,9 +60,10 @@ _FOLLOWS = {
 
 
 class MxSpecs(collections.UserDict[str, Any]):
-    """microxcaling's `MxSpecs`: a dictionary of every key, with defaults for those that are not given.
+    """microxcaling's `MxSpecs`: a dictionary of every key, with defaults for missing keys.
 
-    The defaults quantize nothing. `help_strings` has a sentence for each key. Arguments are those of `dict`.
+    The defaults quantize nothing. `help_strings` has a sentence for each key. The constructor has the arguments of
+    `dict`.
 
     Raises:
         MXError: for an unknown key.
@@ -83,7 +84,7 @@ class MxSpecs(collections.UserDict[str, Any]):
         self.help_strings = {key: meaning for key, (_, meaning) in _SPECS.items()}
 
     def safe_json(self, indent: int | None = None) -> str:
-        """Return the dictionary as JSON; a value that JSON cannot hold is named by its type.
+        """Return the dictionary as JSON; the type's name replaces a value that JSON cannot represent.
 
         Args:
             indent: spaces a level; None for one line.
@@ -123,10 +124,10 @@ def get_backwards_mx_specs(specs: MxSpecs) -> MxSpecs:
     """Return the specs of the backward pass, as `mx.get_backwards_mx_specs` of microxcaling does.
 
     Args:
-        specs: the specs of a layer, which are left as they are.
+        specs: the specs of a layer; they do not change.
 
     Returns:
-        A copy; where `quantize_backprop` is false, one that quantizes nothing.
+        A copy; if `quantize_backprop` is false, specs that quantize nothing.
 
     Example:
         >>> from pt2mx import microxcaling as mx
@@ -144,8 +145,8 @@ def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSp
     """Return complete specs, as `mx.apply_mx_specs` of microxcaling does.
 
     Args:
-        mx_specs: values that are not None win over the defaults.
-        default_mx_specs: the defaults, which are changed in place; None for those that quantize nothing.
+        mx_specs: values that replace the defaults, except None.
+        default_mx_specs: the defaults, which change in place; None for defaults that quantize nothing.
 
     Returns:
         A dictionary of every key.
@@ -166,15 +167,15 @@ def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSp
 
 
 def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> MxSpecs | None:
-    """Return specs in which formats of the backward pass, and roundings, that are not given follow those that are, as
+    """Complete the formats of the backward pass and the roundings of specs from the passed ones, as
     `mx.finalize_mx_specs` of microxcaling does.
 
     Args:
-        specs: a dictionary of some keys, which is left as it is.
-        early_exit: false for complete specs also where no format is given.
+        specs: a dictionary of some keys; it does not change.
+        early_exit: false returns complete specs even if no format is given.
 
     Returns:
-        A dictionary of every key; or None, which every function and layer takes for "quantize nothing".
+        A dictionary of every key; or None, which means "quantize nothing" to every function and layer.
 
     Raises:
         MXError: for an unknown key, or specs that are no dictionary.
@@ -200,8 +201,8 @@ def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> M
 def add_mx_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options of the specs to a parser, as `mx.add_mx_args` of microxcaling does.
 
-    They are one for each key, `--no_key` where its default is true, and `--skip_early_exit`; `--mx_dir` is taken and
-    not used.
+    Each key has an option: `--no_key` if its default is true, else `--key`. `--skip_early_exit` is another option. The
+    parser accepts `--mx_dir` and ignores it.
 
     Args:
         parser: a parser, which is changed in place.
@@ -231,7 +232,7 @@ def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
     """Return the finalized specs of a command line, as `mx.get_mx_specs` of microxcaling does.
 
     Args:
-        parsed_args: what a parser with `add_mx_args` parsed.
+        parsed_args: the result of a parser with `add_mx_args`.
 
     Returns:
         As `finalize_mx_specs`.
@@ -251,14 +252,14 @@ def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
 
 
 def mx_assert_test(mx_specs: object) -> None:
-    """Refuse specs that are None where the environment variable `MX_ASSERT` is `True`, as `mx.mx_assert_test` of
-    microxcaling does, to find layers without specs.
+    """Raise for specs that are None if the environment variable `MX_ASSERT` is `True`, to find layers without specs, as
+    `mx.mx_assert_test` of microxcaling does.
 
     Args:
         mx_specs: specs, or None.
 
     Raises:
-        MXError: for None, by that variable.
+        MXError: for None, if the variable is set.
 
     Example:
         >>> import os

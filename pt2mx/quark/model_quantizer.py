@@ -77,7 +77,7 @@ class ModelQuantizer:
             model_input: of the float model: the path of its file, or the model.
             model_output: the path of the quantized file, or None for the model in memory.
             calibration_data_reader: an object whose `get_next` returns a batch by the names of inputs, and None at the
-                end. Batches serve only to compare the outputs of both models, because scales depend on each block
+                end. Batches are only used to compare the outputs of both models, because scales depend on each block
                 alone.
             calibration_data_path: None; batches come from a reader.
             algorithms: none.

@@ -22,7 +22,7 @@ from pt2mx.pt2e.onnx.nodes import graphs_in, node_attributes
 
 #: domains whose nodes show that a file is quantized already
 _QUANTIZED = ("pt2mx", "com.amd.quark", "com.vai.quantize")
-#: operators whose results are constant where their inputs are. A Transpose is not folded, so that its input keeps its
+#: operators whose results are constant if their inputs are. A Transpose is not folded, so that its input keeps its
 #: other users
 _FOLDED = ("Cast", "CastLike", "Concat", "Flatten", "Reshape", "Squeeze", "Unsqueeze")
 #: convolution -> the dimension of its weight that counts output channels
@@ -37,10 +37,10 @@ _PASSING = frozenset({
 
 
 def read_float(path: str | os.PathLike[str]) -> ModelProto:
-    """Read a float ONNX file, with its external data, and prepare it. Each node gets a name of its own.
+    """Read a float ONNX file, with its external data, and prepare it. Each node gets a unique name.
 
     Raises:
-        MXError: where the file is no valid ONNX model, cannot be converted, or is quantized already.
+        MXError: if the file is no valid ONNX model, cannot be converted, or is already quantized.
     """
     model = read_model(path)
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
@@ -78,7 +78,7 @@ def hoist_constants(model: ModelProto) -> None:
 
 
 def _folded(model: ModelProto, node: NodeProto, constants: dict[str, TensorProto]) -> list[TensorProto]:
-    """Return the constant results of a node; none where they are computed."""
+    """Return the constant results of a node; none if it computes them from inputs."""
     if node.op_type == "Constant":
         value = _constant_value(node)
         return [] if value is None else [_named(value, node.output[0])]
@@ -113,8 +113,8 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 def fold_batch_norms(model: ModelProto) -> None:
     """Fold each batch norm with constant parameters into the convolution in front of it, as PyTorch's flow does.
 
-    The norm must be the only user of the convolution's output, and the convolution that of its constant weight. The
-    computation is in float64.
+    The norm must be the only user of the convolution's output, and the convolution the only user of its constant
+    weight. The computation is in float64.
     """
     graph = model.graph
     inputs = {value.name for value in graph.input}
@@ -186,7 +186,7 @@ class Source:
 
 
 class FloatGraph:
-    """The graph of a model that `read_float` returned.
+    """The graph of a result of `read_float`.
 
     It maps the names of tensors to `constants`, `defaults` (initializers that are also inputs) and `producers`.
     """

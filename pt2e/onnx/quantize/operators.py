@@ -63,7 +63,7 @@ OPERANDS: dict[str, Row] = {
 #: matmuls and convolutions that stay in high precision, for the report
 OTHER_MATMULS = ("Attention", "Einsum", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DeformConv")
 
-#: the operator that `set_operator_type` means, where a file does not say what its node was exported from
+#: the operator that `set_operator_type` means, if a file does not record the source of its node
 ATEN = {
     "MatMul": aten.matmul.default,
     "Gemm": aten.linear.default,

@@ -1,4 +1,5 @@
-"""Plan the quantization of an ONNX file: the settings of each node, the spec of each operand, or why it has none."""
+"""Plan the quantization of an ONNX file: the settings of each node, and the spec of each operand or the reason why it
+has none."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _FLOATS = (*HIGH_PRECISION, TensorProto.DOUBLE)
 @dataclass(frozen=True)
 class QuantizedOperand:
     """A quantized operand: its tensor, the constant behind it, and its spec. The axis counts the dimensions of the
-    constant, or those of a computed tensor."""
+    constant, or of a computed tensor."""
 
     operand: Operand
     tensor: str
@@ -43,7 +44,8 @@ class QuantizedOperand:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The plan of a node: its quantized operands, the spec of its output, why operands are not quantized, a remark."""
+    """The plan of a node: its quantized operands, the spec of its output, the reason why operands are not quantized, a
+    remark."""
 
     node: NodeProto
     module: str
@@ -134,7 +136,7 @@ def _planned(
         if tensor in graph.defaults:
             remarks.append(f"{tensor} is a default of an input, no constant: it is quantized at each call")
         operands.append(QuantizedOperand(operand, tensor, role, _along(graph, spec, axis, tensor, source), source))
-    first = node.output[0]  # empty where the hidden states of a recurrent layer have no user
+    first = node.output[0]  # empty if the hidden states of a recurrent layer have no user
     output = config.output if first and _dtype(graph, first, node) in HIGH_PRECISION else None
     if not (operands or output or reasons):
         reasons.append("the config names no spec for its operands")
@@ -150,7 +152,7 @@ def _module_of(proxy: Node) -> str:
 
 
 def _is_value(graph: FloatGraph, node: NodeProto, operand: Operand, source: Source | None) -> bool:
-    """Return whether an operand is the computed value of an attention, which its probabilities are multiplied with."""
+    """Return whether an operand is the computed value of an attention, the other factor of its probabilities."""
     if node.op_type != "MatMul" or source is not None or len(graph.shape(node.input[operand.position]) or (1, 1)) < 2:
         return False
     other = node.input[1 - operand.position]
@@ -171,14 +173,15 @@ def _along(graph: FloatGraph, spec: MXSpec, axis: int, tensor: str, source: Sour
 def _dtype(graph: FloatGraph, tensor: str, node: NodeProto) -> int | None:
     """Return the data type of an input or output of a node.
 
-    After an operator of another domain it is unknown; the type of the node's constant operand is taken then.
+    The type is unknown after an operator of another domain. The function then returns the type of the node's constant
+    operand.
     """
     constants = (source.constant for name in node.input if (source := graph.source(name)) is not None)
     return graph.dtype(tensor) or next((constant.data_type for constant in constants), None)
 
 
 def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProto, operand: Operand) -> str | None:
-    """Return why a tensor cannot be quantized although a config names a spec for it; None where it can."""
+    """Return the reason why a tensor with a spec cannot be quantized; None if it can."""
     if graph.is_dequantized(tensor):
         return f"{tensor} is quantized already, before a DequantizeLinear"
     dtype = _dtype(graph, tensor, node) if source is None else source.constant.data_type
@@ -205,8 +208,8 @@ class NodeSettings(MXQuantizer):
     """The settings of a quantizer, applied to torch.fx proxies of the nodes of ONNX.
 
     A setting selects a node by the node's name, also with "." instead of "/", by the scopes that torch.onnx.export
-    records in it, and by the module in a weight's name: `conv1` selects the user of `conv1.weight`. Types are those of
-    ONNX ("Conv") and the classes that the exporter records.
+    records in it, and by the module in a weight's name: `conv1` selects the user of `conv1.weight`. A type is an ONNX
+    operator ("Conv") or a class that the exporter records.
 
     Raises:
         MXError: for settings that are not for ONNX files.

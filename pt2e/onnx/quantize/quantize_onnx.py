@@ -1,4 +1,4 @@
-"""`quantize_onnx`: quantize a float ONNX file to one in MX formats, and report what became of each node."""
+"""`quantize_onnx`: quantize a float ONNX file to one in MX formats, and report the formats of each node."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OnnxReport(QuantizationReport):
         operators: a row for each node that can be quantized, and for each other matmul, in the order of execution.
         values: the number of values of all constants.
         bytes_before, bytes_after: the bytes of all constants, in the float file and in the quantized one.
-        fidelity: `sqnr` in dB and `cosine` of the outputs to those of the float file; None without batches.
+        fidelity: `sqnr` in dB and `cosine` of the outputs to the float file's outputs; None without batches.
     """
 
     fidelity: Fidelity | None = None
@@ -61,8 +61,8 @@ def quantize_onnx(
     Constant operands of MatMul, Gemm, Conv, ConvTranspose, LSTM, GRU, RNN and embeddings (Gather) become codes and
     scales, which the file decodes. Computed operands are quantized and dequantized at each call. Both are nodes of the
     domain `pt2mx` with functions of standard operators. Blocks run along the dimension that a node reduces. A batch
-    norm right after a convolution is folded into it first. Subgraphs (If, Loop, Scan) are not quantized; the report
-    says so.
+    norm right after a convolution is first folded into the convolution. Subgraphs (If, Loop, Scan) are not quantized;
+    the report says so.
 
     Args:
         input: the path of the float file. A file of an opset below 18 is converted to 18.
@@ -71,7 +71,7 @@ def quantize_onnx(
             MX configuration (`element_dtype`, `block_size`, `rounding_mode`; each node sets the axis, as Quark does)
             for weights and activations. The name of a module selects a node by the node's own name ("/encoder/MatMul",
             also "encoder.MatMul"), by a scope that torch.onnx.export recorded, and by the name of the weight ("conv1"
-            for "conv1.weight"). The type of a module is a node's ("Conv") or a recorded class.
+            for "conv1.weight"). The type of a module is an ONNX operator ("Conv") or a recorded class.
         calibration: batches by the names of inputs, to compare the outputs of both files. Quantization needs none: a
             scale depends on its block alone.
         target: nodes of pt2mx's domain, "quark" or "standard", as `pt2mx.export_onnx` takes it.
@@ -82,8 +82,8 @@ def quantize_onnx(
 
     Raises:
         MXError: for a file that is no float ONNX model or cannot be converted, a setting that is not for ONNX files,
-            weights that are not finite, a batch that the model does not take, and where no file can be written. A
-            warning names settings that select no node.
+            weights that are not finite, a batch that the model does not accept, and a path at which no file can be
+            written. A warning names settings that select no node.
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -132,10 +132,10 @@ def _compared(quantized: bytes, path: str, batches: Iterable[Mapping[str, np.nda
     """Compare the outputs of both files."""
     runtime = import_extra("onnxruntime", "onnx")
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # fatal errors alone: the others are raised
+    options.log_severity_level = 4  # log fatal errors alone: onnxruntime raises the others
     try:
         sessions = [runtime.InferenceSession(m, options, providers=["CPUExecutionProvider"]) for m in (path, quantized)]
-    except Exception as error:  # onnxruntime's, such as an operator that it lacks
+    except Exception as error:  # onnxruntime's error, such as for a missing operator
         raise MXError(f"cannot compare outputs: onnxruntime does not run {path!r}: {first_line(error)}") from None
     return fidelity((got, want) for want, got in _outputs(sessions, batches))
 
@@ -148,7 +148,7 @@ def _outputs(sessions: list[Any], batches: Iterable[Mapping[str, np.ndarray]]) -
         try:
             feeds = {name: np.asarray(value) for name, value in batch.items()}
             outputs = [[torch.from_numpy(np.asarray(y)) for y in session.run(None, feeds)] for session in sessions]
-        except Exception as error:  # onnxruntime's, about names, types and shapes
+        except Exception as error:  # onnxruntime's error about names, types or shapes
             raise MXError(f"batch {number}: {first_line(error)}") from None
         yield outputs
 

@@ -1,7 +1,7 @@
 """Rewrite a float ONNX graph as planned: `DequantizeMX` after packed weights, `FakeQuantizeMX` after activations.
 
-A constant is packed and dequantized once for each spec that its users ask for. Rows of an embedding are gathered before
-they are dequantized. Float constants that become unused are removed.
+Each constant is packed and dequantized once for each spec of its users. Rows of an embedding are gathered before they
+are dequantized. Float constants that become unused are removed.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Rewriter:
 
     def _gather(self, node: NodeProto, operand: QuantizedOperand) -> None:
         """Gather rows of codes and of scales, and dequantize these."""
-        assert operand.source is not None  # an embedding's rows are constant
+        assert operand.source is not None  # the rows of an embedding are constant
         constant, rows = operand.source.constant, []
         for packed in self._codes(constant, operand.spec):
             rows.append(fresh_name(f"{node.output[0]}_{packed}", self._used))
@@ -132,7 +132,7 @@ class Rewriter:
 def as_torch(constant: TensorProto) -> torch.Tensor:
     """Return the values of a float constant."""
     values = numpy_helper.to_array(constant)
-    if constant.data_type == TensorProto.BFLOAT16:  # NumPy has it as a dtype of ml_dtypes
+    if constant.data_type == TensorProto.BFLOAT16:  # NumPy has bfloat16 only as a dtype of ml_dtypes
         return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(values))
 

@@ -71,10 +71,10 @@ class PageContext:
         return recipes.text(self.recipe) if self.recipe_name else ""
 
     def known_quality(self) -> dict[str, float]:
-        """Return the quality that was passed, else that of the recipe in the comparison.
+        """Return the passed quality, else the recipe's quality in the comparison.
 
         Raises:
-            MXError: where a quality is no number.
+            MXError: if a quality is no number.
         """
         if self.quality or self.comparison is None:
             return {name: _number(name, value) for name, value in self.quality.items()}
@@ -92,7 +92,7 @@ def _number(name: str, value: SupportsFloat) -> float:
     raise MXError(f"quality[{name!r}] must be a number, not {value!r}")
 
 
-#: an outlier is so many deviations, and so many dB, below the median; fewer operands have no meaningful median
+#: an outlier is this many deviations, and this many dB, below the median; the median needs this many operands
 _DEVIATIONS, _LEAST_DB, _LEAST_COUNT = 3.0, 3.0, 5
 #: the standard deviation of a normal distribution whose median absolute deviation is 1
 _NORMAL = 1.4826

@@ -20,7 +20,7 @@ function doublings(low, high, most) {
   return Array.from({ length }, (_, i) => first * factor ** i);
 }
 
-/** A range slightly larger than that of some numbers. */
+/** A range slightly larger than the range of some numbers. */
 function padded(values, share = 0.08) {
   const low = Math.min(...values);
   const high = Math.max(...values);

@@ -111,7 +111,7 @@ def test_many_tensors_of_one_reason_are_counted(tmp_path, capsys):
 def test_bad_input_is_one_line(llama, tmp_path, capsys):
     out = str(tmp_path / "out")
     for arguments, message in [
-        ([str(tmp_path / "none"), out], "is no folder: give that of a checkpoint"),
+        ([str(tmp_path / "none"), out], "is no folder: give the folder of a checkpoint"),
         ([llama, llama], "holds files already: give a new folder"),
         ([llama, out, "--recipe", "mxint8"], "compressed-tensors cannot hold"),
         ([llama, out, "--recipe", "mxfp5"], "no recipe 'mxfp5'"),
