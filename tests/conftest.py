@@ -41,6 +41,13 @@ def _interrupts():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="module")
+def few_objects():
+    """Leave what earlier modules made out of garbage collection, for tests of functions that collect all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def compiler():
     """torch.compile without what earlier tests compiled."""

@@ -167,6 +167,7 @@ def test_trap_10_subgraphs():
     assert torch.equal(model(x), prepared(x)) and "weight_data" in model.state_dict()
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_trap_16_no_model_is_kept_alive(prepare):

@@ -9,6 +9,8 @@ from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.quantizer import recipe
 from tests.factories import FACTORY
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 #: models that cannot be exported
 NO_EXPORT = """
 import torch

@@ -10,9 +10,11 @@ from pt2mx import MXError
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS, compare_recipes
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 @pytest.fixture(scope="module")
-def net():
+def net(few_objects):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Linear(64, 10)).eval()
     batches = [torch.randn(32, 64) for _ in range(3)]
