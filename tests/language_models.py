@@ -1,11 +1,17 @@
 """Tiny causal language models of transformers, with random weights and a tokenizer of bytes."""
 
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.export import ExportedProgram
 
+from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language import decoder
 
 transformers = import_extra("transformers", "hf")
 
@@ -45,6 +51,26 @@ def tiny_decoder(family: str, **fields):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
+@functools.cache
+def exported_decoder(family: str, **fields) -> tuple[torch.nn.Module, ExportedProgram]:
+    """Return a tiny decoder and its program. They are made once for all tests, which change neither."""
+    model = tiny_decoder(family, **fields)
+    return model, decoder.export_decoder(model)
+
+
+def quantized_decoder(
+    family: str,
+    quantizer: MXQuantizer,
+    texts: Sequence[torch.Tensor] = (),
+    stage: Callable[[str], None] = lambda name: None,
+    **fields,
+) -> LanguageModel:
+    """Quantize a tiny decoder, whose export is made once for all tests."""
+    model, program = exported_decoder(family, **fields)
+    with mock.patch.object(decoder, "export_decoder", lambda model: program):
+        return quantize_language_model(model, quantizer, texts, stage=stage)
+
+
 def divisible_decoder(family: str, **fields):
     """Return a decoder whose sizes two ranks can divide and whose text has no end. Its biases and norms are random, not
     at their initial values."""
@@ -66,9 +92,9 @@ def tokenizer_of_bytes():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
-def checkpoint(family: str, folder: Path, tokenizer: bool = True) -> str:
-    """The folder of a checkpoint, as `save_pretrained` writes it."""
-    tiny_decoder(family).save_pretrained(folder)
+def checkpoint(family: str, folder: Path, tokenizer: bool = True, **fields) -> str:
+    """The folder of a checkpoint, as `save_pretrained` writes it; `fields` take the place of its config's."""
+    tiny_decoder(family, **fields).save_pretrained(folder)
     if tokenizer:
         tokenizer_of_bytes().save_pretrained(folder)
     return str(folder)

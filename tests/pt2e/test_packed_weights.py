@@ -1,7 +1,6 @@
 """`packed_weights`: the values of each are those that quantizing the float weight gives, to the bit."""
 
-import subprocess
-import sys
+import functools
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
 from tests.compare import differing
 from tests.flow import convert, prepare
-from tests.language_models import tiny_decoder
+from tests.fresh_process import run_program
+from tests.language_models import exported_decoder, quantized_decoder
 from tests.models import IDS, IMAGES, Encoder, NormalizedConv, Tied
 from tests.subgraph_models import QUANTIZER, Cond, WhileLoop
 
@@ -67,6 +67,15 @@ CASES = {
 }
 
 
+@functools.cache
+def made(name, fold=True):
+    """The model of a case, and the converted one."""
+    torch.manual_seed(0)
+    make, inputs, quantizer, _ = CASES[name]
+    model = make().eval()
+    return model, convert(model, inputs, quantizer, fold=fold)
+
+
 def check(model, weights, specs=None):
     """`specs`: with the modes, where the program does not know them."""
     for weight in weights:
@@ -88,13 +97,10 @@ def check(model, weights, specs=None):
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
 @pytest.mark.parametrize("name", CASES)
 def test_weights(name):
-    torch.manual_seed(0)
-    make, inputs, quantizer, names = CASES[name]
-    model = make().eval()
     for fold in (True, False):
-        converted = convert(model, inputs, quantizer, fold=fold)
+        model, converted = made(name, fold)
         weights = list(packed_weights(converted))
-        assert sorted(weight.name for weight in weights) == sorted(names)
+        assert sorted(weight.name for weight in weights) == sorted(CASES[name][3])
         check(model, weights)
 
 
@@ -110,14 +116,12 @@ for name in sys.argv[1:]:
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")
 def test_files_in_a_fresh_process(tmp_path):
     models, specs = {}, {}
-    for name, (make, inputs, quantizer, _) in CASES.items():
-        torch.manual_seed(0)
-        models[name] = make().eval()
-        converted = convert(models[name], inputs, quantizer)
+    for name, (_, inputs, *_) in CASES.items():
+        models[name], converted = made(name)
         specs[name] = {weight.name: weight.spec for weight in packed_weights(converted)}
         pt2mx.save_program(torch.export.export(converted, inputs), tmp_path / f"{name}.pt2")
-    result = subprocess.run([sys.executable, "-c", _READ, *CASES], capture_output=True, text=True, cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    result = run_program(_READ, "-c", tmp_path, arguments=list(CASES))
+    assert (result.status, result.err) == (0, "")
     for name, model in models.items():
         read = torch.load(tmp_path / f"{name}.pt")
         weights = [PackedWeight(row[0], pt2mx.MXSpec(*row[1:4]), *row[4:]) for row in read]
@@ -158,8 +162,9 @@ def test_minilm(minilm):
 
 def test_experts():
     """Weights of three dimensions, which the graph transposes before they are quantized."""
-    model, recipe = tiny_decoder("mixtral"), MXQuantizer.from_recipe("mxfp4_weight_only")
-    weights = list(packed_weights(pt2mx.quantize_language_model(model, recipe).program.module()))
+    model, _ = exported_decoder("mixtral", num_hidden_layers=1)
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    weights = list(packed_weights(quantized_decoder("mixtral", quantizer, num_hidden_layers=1).program.module()))
     assert {weight.name.rpartition(".")[2] for weight in weights if len(weight.shape) == 3} == {
         "gate_up_proj",
         "down_proj",
@@ -184,10 +189,7 @@ def test_a_batch_norm_is_folded_into_the_weight():
 @pytest.mark.parametrize("name", ["readme", "tied", "cond"])
 def test_lowered(name):
     """What is stored in another form says so in its name."""
-    torch.manual_seed(0)
-    make, inputs, quantizer, _ = CASES[name]
-    model = make().eval()
-    converted = convert(model, inputs, quantizer)
+    (_, converted), inputs = made(name), CASES[name][1]
     values = {weight.name: weight.dequantized() for weight in packed_weights(converted)}
     lowered = pt2mx.lower_to_inductor(converted)
     for program in (lowered, torch.export.export(lowered, inputs)):

@@ -47,7 +47,7 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
 def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
     """The error about its program names an option, and that option works."""
     monkeypatch.chdir(tmp_path)
-    checkpoint("llama", tmp_path / "float32")
+    checkpoint("llama", tmp_path / "float32", num_hidden_layers=1)
     quantize = ["quantize", "--model", "hf:float32", "--recipe", "mxfp4_weight_only"]
     rest = ["--float", "float32", "--output", "mx", "--unpack", ".*embed_tokens"]
     assert main([*quantize, "--output", "wide"]) == 0

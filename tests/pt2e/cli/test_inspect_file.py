@@ -16,7 +16,7 @@ from pt2mx.pt2e.inspect.schema import TensorInfo
 from pt2mx.pt2e.inspect.text import _histogram
 from pt2mx.pt2e.packed_weights import packed_weights
 from tests.flow import convert
-from tests.language_models import tiny_decoder, tokenizer_of_bytes
+from tests.language_models import quantized_decoder, tokenizer_of_bytes
 
 BATCH = ({0: torch.export.Dim("batch", max=64)},)
 
@@ -113,8 +113,7 @@ def test_programs_without_packed_weights(files, capsys):
 
 def test_the_folder_of_a_language_model(tmp_path, capsys):
     """Experts are weights with three dimensions."""
-    model = tiny_decoder("mixtral", num_hidden_layers=1)
-    model = pt2mx.quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only"))
+    model = quantized_decoder("mixtral", MXQuantizer.from_recipe("mxfp4_weight_only"), num_hidden_layers=1)
     model.tokenizer = tokenizer_of_bytes()
     model.save_pretrained(tmp_path / "model")
     (result,) = inspect_file(tmp_path / "model")

@@ -1,5 +1,6 @@
 """The commands for language models, from a checkpoint's folder to text."""
 
+import functools
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pt2mx import LanguageModel
 from pt2mx.pt2e.cli.command import main
 from tests.language_models import checkpoint, transformers
 
@@ -18,11 +20,22 @@ QUANTIZE = ("quantize", "--recipe", "mxfp8", "--model")
 def place(tmp_path_factory):
     """A folder with a checkpoint, "llama", and the folder "quantized" that `pt2mx quantize` writes."""
     path = tmp_path_factory.mktemp("language")
-    checkpoint("llama", path / "llama")
+    checkpoint("llama", path / "llama", num_hidden_layers=1)
     (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 10)
     model, output = f"hf:{path}/llama", str(path / "quantized")
     assert main(["quantize", "--model", model, "--recipe", "mxfp4_weight_only", "--output", output]) == 0
     return path
+
+
+@pytest.fixture(scope="module")
+def load_once():
+    return functools.cache(LanguageModel.from_pretrained)
+
+
+@pytest.fixture
+def loaded_once(load_once, monkeypatch):
+    """Load a folder once for all tests: generating and evaluating change no model."""
+    monkeypatch.setattr(LanguageModel, "from_pretrained", load_once)
 
 
 @pytest.fixture
@@ -42,9 +55,10 @@ def test_the_folder(place):
     names = {"config.json", "generation_config.json", "program.pt2", "report.json", "tokenizer.json"}
     assert names <= {file.name for file in (place / "quantized").iterdir()}
     report = json.loads((place / "quantized" / "report.json").read_text())
-    assert sum(any(operand["spec"] for operand in row["operands"]) for row in report["operators"]) == 16
+    assert sum(any(operand["spec"] for operand in row["operands"]) for row in report["operators"]) == 9
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_generate(run):
     arguments = ("generate", "quantized", "--prompt", "Hello", "--max-new-tokens", "12")
     status, out, err = run(*arguments)
@@ -54,6 +68,7 @@ def test_generate(run):
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_generate_answers_all_prompts(run):
     lengths = ("--max-new-tokens", "8", "--json")
     alone = [json.loads(run("generate", "quantized", "--prompt", each, *lengths)[1])["answers"] for each in "ab"]
@@ -85,6 +100,7 @@ def test_options_of_sampling_are_checked_before_the_model_is_loaded(run, option,
     assert (status, out, err) == (2, "", f"pt2mx: error: {option} {value} must be {allowed}\n")
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_generate_asks_for_prompts(run, monkeypatch, tmp_path):
     (tmp_path / "prompts").write_text("Hello\n\nWorld\n")
     with open(tmp_path / "prompts") as file:
@@ -123,6 +139,7 @@ def test_perplexity_says_what_a_program_leaves_out(place, run):
         assert status == 0 and err.count("the program holds") == 1 and "vision_tower 0%" in err
 
 
+@pytest.mark.usefixtures("loaded_once")
 def test_perplexity(run):
     recipes = ("mxint8", "mxfp4_weight_only")
     text = ("--text", "text.txt", "--tokens", "200")
@@ -159,7 +176,7 @@ def test_errors(run, arguments, text):
 
 
 def test_a_checkpoint_without_a_tokenizer(run, place):
-    checkpoint("gpt2", place / "gpt2", tokenizer=False)
+    checkpoint("gpt2", place / "gpt2", tokenizer=False, num_hidden_layers=1)
     status, _, err = run(*QUANTIZE, "hf:gpt2", "--output", "tokens")
     assert status == 0 and "holds no tokenizer" in err
     status, _, err = run("generate", "tokens", "--prompt", "x")

@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -9,6 +7,7 @@ from torch import nn
 from pt2mx import MXError
 from pt2mx.pt2e.debug.bisect import bisect
 from pt2mx.pt2e.debug.errors import relative_error
+from tests.fresh_process import run_program
 from tests.stage_models import IDS, stages
 from tests.subgraph_models import Branches
 
@@ -29,6 +28,14 @@ def broken(converted, name, factor=1.5):
     return model
 
 
+def printed_by(path, folder):
+    """The lines that the program of a subgraph prints."""
+    run_path = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = run_program(run_path, "-c", folder, arguments=[str(path)])
+    assert done.status == 0, done.err
+    return done.out.splitlines()
+
+
 def test_another_graph(net, tmp_path):
     _, forms = net
     assert bisect(forms["converted"], forms["lowered"], IDS) is None
@@ -36,8 +43,7 @@ def test_another_graph(net, tmp_path):
     worst = bisect(forms["converted"], broken(forms["converted"], "linear_3"), IDS, path=path)
     assert (worst.nodes, worst.modules, worst.path) == (("linear_3",), ("wide",), path)
     assert 0.4 < worst.error < 0.6  # with a bias
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True)
-    *code, last = done.stdout.splitlines()
+    *code, last = printed_by(path, tmp_path)
     assert last == f"relative error: {worst.error}" and any("linear" in line for line in code)
 
 
@@ -57,8 +63,7 @@ def test_a_form_that_is_made_of_subgraphs(net, tmp_path):
 
     worst = bisect(forms["lowered"], wrong_gelu, IDS, bound=1e-5, path=tmp_path / "gelu.py")
     assert worst.nodes == ("gelu",) and 1e-5 < worst.error < 1e-2
-    done = subprocess.run([sys.executable, str(worst.path)], capture_output=True, text=True, check=True)
-    assert f"relative error: {worst.error}" in done.stdout
+    assert f"relative error: {worst.error}" in printed_by(worst.path, tmp_path)
 
 
 @pytest.mark.slow

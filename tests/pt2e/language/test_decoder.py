@@ -1,5 +1,3 @@
-import functools
-
 import pytest
 import torch
 
@@ -7,28 +5,28 @@ from pt2mx import MXError
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
-from tests.language_models import FAMILIES, padded, tiny_decoder, transformers
+from tests.language_models import FAMILIES, exported_decoder, padded, tiny_decoder, transformers
 
 #: families that differ in the program: one mask, two masks, eager attention with sinks and experts, no RoPE
 DEFAULT = ("llama", "gemma3", "gpt_oss", "gpt2")
 EACH = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 
 
-@functools.cache
 def exported(family):
-    """A model and its program; the export does not change the model."""
-    model = tiny_decoder(family)
-    before, usual = {k: v.clone() for k, v in model.state_dict().items()}, model.config._attn_implementation
-    program = export_decoder(model).module()
-    assert model.config._attn_implementation == usual
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return model, program
+    """A model, and its program as a module."""
+    model, program = exported_decoder(family)
+    return model, program.module()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", EACH)
 def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
+    """The export does not change the model."""
     model, program = exported(family)
+    fresh = tiny_decoder(family)
+    assert model.config._attn_implementation == fresh.config._attn_implementation
+    values = fresh.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     ids = torch.randint(256, (3, 76))
     expected = model(ids).logits
     call = inputs(layers_of(model), torch.device("cpu"), ids)

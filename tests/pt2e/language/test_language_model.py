@@ -1,4 +1,5 @@
-import copy
+import functools
+import shutil
 
 import pytest
 import torch
@@ -7,10 +8,15 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import runtime
-from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.quantize import quantize_language_model
-from tests.language_models import padded, tiny_decoder, tokenizer_of_bytes, transformers
+from tests.language_models import (
+    exported_decoder,
+    padded,
+    quantized_decoder,
+    tiny_decoder,
+    tokenizer_of_bytes,
+    transformers,
+)
 
 RECIPE = "mxfp4_weight_only"
 #: options of `generate`
@@ -21,8 +27,8 @@ MODES = {
 }
 
 
-def quantized(family, tokenizer=None):
-    return quantize_language_model(tiny_decoder(family), MXQuantizer.from_recipe(RECIPE), tokenizer=tokenizer)
+def quantized(family):
+    return quantized_decoder(family, MXQuantizer.from_recipe(RECIPE))
 
 
 def another(model):
@@ -30,9 +36,10 @@ def another(model):
     return LanguageModel(model.program, model.config, model.generation_config)
 
 
+@functools.cache
 def with_rounded_weights(family):
     """The eager model with the rounded weights of linear layers and embeddings."""
-    model, spec = copy.deepcopy(tiny_decoder(family)), pt2mx.MXSpec("mxfp4", scale_mode="even")
+    model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -42,7 +49,17 @@ def with_rounded_weights(family):
 
 @pytest.fixture(scope="module")
 def llama():
-    return quantized("llama", tokenizer=tokenizer_of_bytes())
+    model = quantized("llama")
+    model.tokenizer = tokenizer_of_bytes()
+    return model
+
+
+@pytest.fixture(scope="module")
+def saved(llama, tmp_path_factory):
+    """Its folder, with a recipe."""
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    llama.save_pretrained(folder, MXQuantizer.from_recipe(RECIPE))
+    return folder
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -50,7 +67,7 @@ def test_generate_gives_the_tokens_of_transformers(llama, family):
     model, eager = llama if family == "llama" else quantized(family), with_rounded_weights(family)
     ids, mask = padded()
     for options in MODES.values():
-        calls = {"attention_mask": mask, "max_new_tokens": 20, **options}
+        calls = {"attention_mask": mask, "max_new_tokens": 12, **options}
         torch.manual_seed(1)
         expected = eager.generate(ids, **calls)
         torch.manual_seed(1)
@@ -122,19 +139,18 @@ def test_text(llama):
         another(llama).generate(text="Hello")
 
 
-def test_a_folder_holds_all(llama, tmp_path):
-    llama.save_pretrained(tmp_path / "model", MXQuantizer.from_recipe(RECIPE))
-    loaded = LanguageModel.from_pretrained(tmp_path / "model")
+def test_a_folder_holds_all(llama, saved, tmp_path):
+    loaded = LanguageModel.from_pretrained(saved)
     ids, mask = padded()
     assert torch.equal(loaded(ids, attention_mask=mask).logits, llama(ids, attention_mask=mask).logits)
     text = llama.generate(text="Hello", max_new_tokens=8, do_sample=False)
     assert loaded.generate(text="Hello", max_new_tokens=8, do_sample=False) == text
     assert loaded.generation_config.eos_token_id == llama.generation_config.eos_token_id
-    assert "fp4_e2m1" in pt2mx.provenance_of(tmp_path / "model" / "program.pt2").recipe
+    assert "fp4_e2m1" in pt2mx.provenance_of(saved / "program.pt2").recipe
     with pytest.raises(MXError, match=r"holds no program\.pt2"):
         LanguageModel.from_pretrained(tmp_path)
     with pytest.raises(MXError, match="cannot write to"):
-        llama.save_pretrained(tmp_path / "model" / "config.json")
+        llama.save_pretrained(saved / "config.json")
 
 
 @pytest.mark.slow
@@ -147,11 +163,9 @@ def test_compiled(llama, compiler):
 
 
 def test_a_float_program_serves_too():
-    model, ids = tiny_decoder("llama"), torch.randint(256, (2, 10))
+    (model, program), ids = exported_decoder("llama"), torch.randint(256, (2, 10))
     with torch.no_grad():
-        assert torch.allclose(
-            LanguageModel(export_decoder(model), model.config)(ids).logits, model(ids).logits, atol=2e-6
-        )
+        assert torch.allclose(LanguageModel(program, model.config)(ids).logits, model(ids).logits, atol=2e-6)
 
 
 def test_a_program_of_another_kind_is_refused():
@@ -209,15 +223,20 @@ def test_which_logits_are_kept(llama, monkeypatch):
         llama(ids, logits_to_keep=torch.tensor([20]))
 
 
-def test_a_folder_is_written_anew(llama, tmp_path):
-    llama.save_pretrained(tmp_path)
+def test_a_folder_is_written_anew(llama, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     another(llama).save_pretrained(tmp_path)
     assert LanguageModel.from_pretrained(tmp_path).tokenizer is None
-    for name, content in (("config.json", "{"), ("generation_config.json", "[]"), ("tokenizer.json", "{")):
-        llama.save_pretrained(tmp_path)
-        (tmp_path / name).write_text(content)
-        with pytest.raises(MXError, match=r"(could not|cannot) read"):
-            LanguageModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("config.json", "{"), ("generation_config.json", "[]"), ("tokenizer.json", "{")]
+)
+def test_a_folder_with_a_broken_file(saved, tmp_path, name, content):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(MXError, match=r"(could not|cannot) read"):
+        LanguageModel.from_pretrained(tmp_path)
 
 
 def test_what_is_no_input(llama):
@@ -256,7 +275,6 @@ def test_prompts_that_a_compiled_reader_fills_up(llama):
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
-def test_a_device_that_is_not_there(llama, device, tmp_path):
-    llama.save_pretrained(tmp_path)
+def test_a_device_that_is_not_there(saved, device):
     with pytest.raises(MXError, match=f"device='{device}' must be"):
-        LanguageModel.from_pretrained(tmp_path, device)
+        LanguageModel.from_pretrained(saved, device)

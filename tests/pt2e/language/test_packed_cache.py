@@ -1,5 +1,3 @@
-import functools
-
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -9,7 +7,7 @@ from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import empty_cache, layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from tests.language_models import padded, tiny_decoder, transformers
+from tests.language_models import exported_decoder, padded, quantized_decoder, transformers
 
 #: bytes of the codes and the scales of a head's 16 values
 BYTES = {"mxfp8": (16, 1), "mxint8": (16, 1), "mxfp6": (12, 1), "mxfp4": (8, 1), "mxfp8{8}": (16, 2)}
@@ -31,20 +29,14 @@ def steps(model, layers, ids, mask):
     return torch.cat(result, 1), (call["keys"], call["values"])
 
 
-@functools.cache
-def exported(family, layers):
-    """Return the layers of a model's cache, and its program."""
-    model = tiny_decoder(family, num_hidden_layers=layers)
-    return layers_of(model), decoder.export_decoder(model)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "layers", "kv_cache"), [("gemma3", 2, "mxfp8"), ("gpt2", 2, "mxfp8"), *(("llama", 1, f) for f in BYTES)]
+    ("family", "fields", "kv_cache"),
+    [("gemma3", {}, "mxfp8"), ("gpt2", {}, "mxfp8"), *(("llama", {"num_hidden_layers": 1}, name) for name in BYTES)],
 )
-def test_codes_give_the_bits_of_the_prepared_model(family, layers, kv_cache):
-    layers, program = exported(family, layers)
-    graph = program.module()
+def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
+    model, program = exported_decoder(family, **fields)
+    layers, graph = layers_of(model), program.module()
     prepared = pt2mx.prepare_pt2e(graph, quantizer(kv_cache))
     ids, mask = padded()
     steps(prepared, layers, ids, mask)
@@ -64,7 +56,7 @@ def test_codes_give_the_bits_of_the_prepared_model(family, layers, kv_cache):
 
 @pytest.fixture(scope="module")
 def quantized():
-    return quantize_language_model(tiny_decoder("llama"), quantizer())
+    return quantized_decoder("llama", quantizer())
 
 
 @torch.no_grad()
@@ -134,7 +126,7 @@ def test_a_model_without_a_cache_is_warned_about():
 
 def test_first_and_last_do_not_count_the_cache():
     config = pt2mx.MXQuantizationConfig(weight="mxfp8")
-    graph = decoder.export_decoder(tiny_decoder("llama")).module()
+    graph = exported_decoder("llama")[1].module()
     chosen = quantizer().set_first(config, 2).set_operator_type("aten.embedding", None)
     prepared = pt2mx.prepare_pt2e(graph, chosen)
     rows = [row for row in pt2mx.quantization_report(prepared).operators if row.quantized]

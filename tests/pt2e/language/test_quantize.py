@@ -6,14 +6,14 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
-from tests.language_models import tiny_decoder, transformers
+from tests.language_models import exported_decoder, quantized_decoder, tiny_decoder, transformers
 
 
 @pytest.mark.parametrize(("family", "quantized"), [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)])
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
-    model = tiny_decoder(family, num_hidden_layers=1)
+    model, _ = exported_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
+    result = quantized_decoder(family, MXQuantizer.from_recipe("mxfp8"), num_hidden_layers=1)
     operators = pt2mx.quantization_report(result.program.module()).operators
     assert sum(operator.quantized for operator in operators) == quantized
     left = {operator.operator for operator in operators if not operator.quantized}
@@ -22,11 +22,10 @@ def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
 
 
 def test_the_report_of_the_program_is_that_of_the_converted_model():
-    model = tiny_decoder("llama", num_hidden_layers=1)
+    model, _ = exported_decoder("llama", num_hidden_layers=1)
     before = sum(parameter.nbytes for parameter in model.parameters())
-    report = pt2mx.quantization_report(
-        quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).program.module()
-    )
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    report = pt2mx.quantization_report(quantized_decoder("llama", quantizer, num_hidden_layers=1).program.module())
     weights = [operand for operator in report.operators for operand in operator.operands if operand.spec]
     assert len(weights) == 9 and all(15 < weight.statistics.sqnr < 21 for weight in weights)
     assert before <= report.bytes_before < 1.1 * before and "no SQNR" not in report.summary
@@ -34,28 +33,29 @@ def test_the_report_of_the_program_is_that_of_the_converted_model():
 
 
 def test_converted_equals_prepared():
-    model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
+    (model, program), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
     quantizer = without_activation_matmuls(MXQuantizer.from_recipe("mxfp8"))
-    prepared = pt2mx.prepare_pt2e(decoder.export_decoder(model).module(), quantizer)
+    prepared = pt2mx.prepare_pt2e(program.module(), quantizer)
 
-    def call(program):
-        return program(**decoder.inputs(layers_of(model), torch.device("cpu"), ids))
+    def call(graph):
+        return graph(**decoder.inputs(layers_of(model), torch.device("cpu"), ids))
 
     with torch.no_grad():
         call(prepared)
         pt2mx.disable_observer(prepared)
         pt2mx.enable_fake_quant(prepared)
         expected = call(prepared)
-        assert torch.equal(call(quantize_language_model(model, quantizer).program.module()), expected)
+        converted = quantized_decoder("llama", quantizer, num_hidden_layers=1).program.module()
+        assert torch.equal(call(converted), expected)
 
 
 def test_algorithms_lower_the_error():
-    model, ids = tiny_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
+    (model, _), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
     errors = []
     for algorithms in (None, "balanced"):
         quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms(algorithms)
         stages = []
-        result = quantize_language_model(model, quantizer, [ids], stage=stages.append)
+        result = quantized_decoder("llama", quantizer, [ids], stages.append, num_hidden_layers=1)
         assert stages == ["export", *["optimize"] * (algorithms is not None), "calibrate", "convert"]
         with torch.no_grad():
             errors.append((result(ids).logits - model(ids).logits).square().mean())
@@ -64,7 +64,7 @@ def test_algorithms_lower_the_error():
 
 def test_a_filter_of_the_users_stays():
     quantizer = MXQuantizer.from_recipe("mxfp8").set_filter_function(lambda node: "lm_head" not in str(node.meta))
-    result = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), quantizer)
+    result = quantized_decoder("llama", quantizer, num_hidden_layers=1)
     (head,) = [o for o in pt2mx.quantization_report(result.program.module()).operators if "lm_head" in o.module]
     assert not head.quantized
 
