@@ -147,7 +147,13 @@ def shapes_of(batch):
     return {key: tuple(value.shape) for key, value in batch.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: models whose inputs others have too: images, texts, and both
+SIMILAR = ("Dinov2Model", "CLIPTextModel", "SiglipModel", "OwlViTForObjectDetection")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in MODELS]
+)
 def test_checkpoints_come_with_inputs(name, checkpoint):
     config, fields, inputs, output = MODELS[name]
     loaded = load_model(f"hf:{checkpoint(name, config, fields)}")

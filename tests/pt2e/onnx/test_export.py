@@ -1,3 +1,5 @@
+import functools
+
 import onnx
 import pytest
 import torch
@@ -99,6 +101,18 @@ def exported_to(path, model, inputs, recipe="mxfp4", shapes=None, **options):
     return converted, onnx.load(path)
 
 
+@pytest.fixture(scope="module")
+def exported_by(tmp_path_factory):
+    """Export one of `MODELS` with a recipe, once for all tests."""
+
+    @functools.cache
+    def made(name, recipe):
+        model, inputs, shapes, *_ = MODELS[name]
+        return exported_to(tmp_path_factory.mktemp(name) / "net.onnx", model, inputs, recipe, shapes)
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [(name, "mxfp4") for name in MODELS]
@@ -107,9 +121,9 @@ def exported_to(path, model, inputs, recipe="mxfp4", shapes=None, **options):
         for case in (("attention", "mxfp8"), ("images", "mxint8"), ("matmul", "mxfp6"))
     ],
 )
-def test_every_node_gives_the_bits_of_its_operator(name, recipe, tmp_path):
-    model, inputs, shapes, others, count = MODELS[name]
-    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, recipe, shapes)
+def test_every_node_gives_the_bits_of_its_operator(name, recipe, exported_by):
+    _, inputs, _, others, count = MODELS[name]
+    converted, written = exported_by(name, recipe)
     names = [value.name for value in written.graph.input]
     for batch in (inputs, *others):
         wrong = differences(written, dict(zip(names, (x.numpy() for x in batch), strict=True)))
@@ -119,9 +133,9 @@ def test_every_node_gives_the_bits_of_its_operator(name, recipe, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
-def test_outputs_with_packed_weights_only(name, tmp_path):
-    model, inputs, shapes, others, _ = MODELS[name]
-    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4_weight_only", shapes)
+def test_outputs_with_packed_weights_only(name, exported_by):
+    _, inputs, _, others, _ = MODELS[name]
+    converted, written = exported_by(name, "mxfp4_weight_only")
     assert not list(FakeQuantizeMX.nodes_in(written))
     for batch in (inputs, *others):
         with torch.no_grad():
@@ -157,9 +171,8 @@ def test_branches(tmp_path):
         assert sqnr(run(written, x)[0], converted(x)) > 100
 
 
-def test_weights_have_the_bytes_of_the_converted_model(tmp_path):
-    model, inputs, shapes, *_ = MODELS["attention"]
-    converted, written = exported_to(tmp_path / "net.onnx", model, inputs, "mxfp4", shapes)
+def test_weights_have_the_bytes_of_the_converted_model(exported_by):
+    converted, written = exported_by("attention", "mxfp4")
     constants = {c.name: torch.from_numpy(onnx.numpy_helper.to_array(c).copy()) for c in written.graph.initializer}
     for name, buffer in converted.named_buffers():
         if name.endswith(("_data", "_scale")):
@@ -189,9 +202,9 @@ def test_size_of_the_file(recipe, ratio, tmp_path):
 
 
 @pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.slow), "matmul"])
-def test_a_saved_program_has_its_inputs_and_shapes(name, tmp_path):
-    model, inputs, shapes, others, count = MODELS[name]
-    converted = convert(model, inputs, "mxfp4", shapes=shapes)
+def test_a_saved_program_has_its_inputs_and_shapes(name, exported_by, tmp_path):
+    _, inputs, shapes, others, count = MODELS[name]
+    converted, _ = exported_by(name, "mxfp4")
     program = reloaded(torch.export.export(converted, inputs, dynamic_shapes=shapes))
     assert export_onnx(program, tmp_path / "net.onnx") == count
     for batch in others:
