@@ -42,3 +42,15 @@ def assert_unchanged(model: GraphModule, before: tuple[str, dict[str, tuple[Tens
     assert code == before[0] and tensors.keys() == before[1].keys()
     for name, (value, requires_grad) in tensors.items():
         assert torch.equal(value, before[1][name][0]) and requires_grad == before[1][name][1]
+
+
+def graph_after_sin(function: Callable[..., object]) -> tuple[GraphModule, Node]:
+    """Return the graph of `function(torch.sin(x))`, x: (4, 6), and the node of the sine."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(torch.sin(x))
+
+    model = torch.export.export(Model(), (torch.randn(4, 6),)).module()
+    (node,) = model.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    return model, node

@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
-from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view, settle_order, takes_any_order
+from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.cpu import bf16_matmul
 from pt2mx.kernels.select import runs_triton
@@ -50,7 +51,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
         operator, operands, options = call
         if not all(_holds_bfloat16(operand, written) for operand in operands):
             continue
-        if operator is attention_bfloat16 and not takes_any_order(node, writes):
+        if operator is attention_bfloat16 and not accepts_any_order(node, writes):
             continue
         with model.graph.inserting_before(node):
             dtype = dtype_of(node)

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
 from pt2mx.fx.graph.node import (
     Dequantize,
     FakeQuantize,
@@ -31,7 +32,6 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import settle_order, takes_any_order
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
 from pt2mx.kernels.cpu.linear import has_bf16_isa, has_isa, isa_supports
 from pt2mx.ops.convolution import conv2d_mx
@@ -92,9 +92,11 @@ def use_matmuls_for_convolutions(model: GraphModule) -> None:
     buffers: dict[tuple[str, int], str] = {}  # codes or scales of a weight -> the buffer with channels last
     for node in [n for n in model.graph.nodes if n.target in _DIMENSIONS]:
         convolution = _convolution(node)
-        if convolution is None or not constants.issuperset((convolution.codes, convolution.scale)):
+        if convolution is None:
             continue
-        if any(n.op != "get_attr" for n in (convolution.codes, convolution.scale)) or not takes_any_order(node, writes):
+        if any(n.op != "get_attr" or n not in constants for n in (convolution.codes, convolution.scale)):
+            continue
+        if not accepts_any_order(node, writes):
             continue
         if convolution.x not in quantized:
             quantized[convolution.x] = _channels_last(model, convolution)

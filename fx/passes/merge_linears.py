@@ -16,7 +16,7 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import LinearMX, name_of, register_buffer, set_value, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import allow_any_strides, may_be_strided
+from pt2mx.fx.graph.views import accepts_any_strides, allow_any_strides
 from pt2mx.ops import linear
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def merge_linears(model: GraphModule) -> None:
     for node, call in LinearMX.calls_in(model.graph):
         tensors = [n for n in (call.codes, call.scale, call.bias) if n is not None]
         is_constant = all(n.op == "get_attr" and n in constants and len(n.users) == 1 for n in tensors)
-        if is_constant and written.isdisjoint((call.x, node)) and may_be_strided(node):
+        if is_constant and written.isdisjoint((call.x, node)) and accepts_any_strides(node):
             in_tiles = len(tensor_of(model, call.codes)) % _TILE_ROWS == 0
             key = (
                 call.x,

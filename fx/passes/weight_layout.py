@@ -10,10 +10,11 @@ from pt2mx import ops
 from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import accepts_order_of
 from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, name_of, register_buffer, set_value, shape_of, tensor_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as
+from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_matmuls import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton
@@ -52,7 +53,7 @@ def _is_new_order(model: GraphModule, dequantize: Node, axis: int) -> bool:
     if codes.transpose(axis, -1).is_contiguous():
         return axis != codes.dim() - 1
     value = dequantize.meta.get("val")
-    return value is not None and may_be_ordered_as(dequantize, _transposed(value, axis).transpose(axis, -1))
+    return value is not None and accepts_order_of(dequantize, _transposed(value, axis).transpose(axis, -1))
 
 
 def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> None:

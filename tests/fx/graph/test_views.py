@@ -3,20 +3,10 @@ import operator
 import pytest
 import torch
 
-from pt2mx.fx.graph.views import allow_any_strides, may_be_ordered_as, may_be_strided
+from pt2mx.fx.graph.views import accepts_any_strides, allow_any_strides
+from tests.graph import graph_after_sin
 
 aten = torch.ops.aten
-X = torch.randn(4, 6)
-
-
-def graph_of(after):
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            return after(torch.sin(x))
-
-    model = torch.export.export(Model(), (X,)).module()
-    (node,) = model.graph.find_nodes(op="call_function", target=aten.sin.default)
-    return model, node
 
 
 @pytest.mark.parametrize(
@@ -31,16 +21,16 @@ def graph_of(after):
         (lambda x: x.view(torch.int32) + 1, False),
         (lambda x: x.as_strided((4,), (1,)) + 1, False),
         (lambda x: aten.as_strided_copy(x, (4,), (1,)) + 1, False),
-        (lambda x: torch.nn.functional.dropout(x, training=False) + 1, False),  # may give what it was given
+        (lambda x: torch.nn.functional.dropout(x, training=False) + 1, False),  # may return its input
     ],
 )
-def test_who_takes_other_strides(after, may):
-    _, node = graph_of(after)
-    assert may_be_strided(node) == may
+def test_users_that_accept_other_strides(after, may):
+    _, node = graph_after_sin(after)
+    assert accepts_any_strides(node) == may
 
 
-def test_views_become_copies_and_are_told_as_they_are():
-    model, node = graph_of(lambda x: (x.view(2, 12).transpose(0, 1) + 1, x.split(2)[0] + 1))
+def test_views_become_copies_and_get_new_values():
+    model, node = graph_after_sin(lambda x: (x.view(2, 12).transpose(0, 1) + 1, x.split(2)[0] + 1))
     with node.meta["val"].fake_mode:
         node.meta["val"] = torch.empty(6, 4).T
     allow_any_strides(node)
@@ -50,23 +40,3 @@ def test_views_become_copies_and_are_told_as_they_are():
     first = model.graph.find_nodes(op="call_function", target=operator.getitem)[0]
     assert view.meta["val"].stride() == (12, 1) and moved.meta["val"].stride() == (1, 12)  # a copy, and a view of it
     assert first.meta["val"].stride() == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("after", "may"),
-    [
-        (lambda x: x @ torch.ones(6, 3), True),  # a matmul has an order of its own
-        (lambda x: x.T @ torch.ones(4, 3), True),
-        (lambda x: x.sum(), True),
-        (lambda x: x + 1, False),  # the sum would be transposed too
-        (lambda x: x.T + 1, False),
-        (lambda x: x, False),
-        (lambda x: x.view(24) @ torch.ones(24), False),
-        (lambda x: x.as_strided((4,), (1,)) @ torch.ones(4), False),
-        (lambda x: torch.sort(x)[0].sum(), False),
-    ],
-)
-def test_who_takes_another_order(after, may):
-    _, node = graph_of(after)
-    with node.meta["val"].fake_mode:
-        assert may_be_ordered_as(node, torch.empty(6, 4).T) == may
