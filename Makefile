@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SCHEMAS := tests/torchvision_schemas
+# where it is set, every process compiles every module anew
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test sweep lint types bench clean
 

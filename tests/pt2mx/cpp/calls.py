@@ -1,13 +1,11 @@
 """Call the operators of the C++ library in a process without pt2mx, and compare them with Python's to the bit."""
 
-import subprocess
-import sys
-
 import torch
 
 import pt2mx
 from pt2mx import MXSpec, cpp
 from tests.compare import differing
+from tests.fresh_process import Finished, run_program
 
 ours = torch.ops.pt2mx
 
@@ -23,15 +21,18 @@ with torch.no_grad():
 """
 
 
+def run_calls(calls, tmp_path) -> Finished:
+    """The process, after it ran the calls; their results are in tmp_path / "outputs.pt"."""
+    torch.save(calls, tmp_path / "inputs.pt")
+    arguments = str(cpp.library_path()), "inputs.pt", "outputs.pt"
+    return run_program(CALLS, "calls.py", tmp_path, [("error",)], arguments)
+
+
 def check(calls, tmp_path):
     """Check that each call (name, arguments) returns the same in both processes."""
-    inputs, outputs = tmp_path / "inputs.pt", tmp_path / "outputs.pt"
-    torch.save(calls, inputs)
-    command = [sys.executable, "-W", "error", "-c", CALLS, str(cpp.library_path()), str(inputs), str(outputs)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    for (name, args), results in zip(calls, torch.load(outputs), strict=True):
+    result = run_calls(calls, tmp_path)
+    assert (result.status, result.err) == (0, "")
+    for (name, args), results in zip(calls, torch.load(tmp_path / "outputs.pt"), strict=True):
         expected = getattr(ours, name)(*args)
         if torch.is_tensor(expected):
             results, expected = [results], [expected]

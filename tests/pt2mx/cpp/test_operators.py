@@ -1,8 +1,6 @@
 """The operators of the C++ library in a process without pt2mx, compared with Python's to the bit."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ from pt2mx import MXSpec, cpp
 from pt2mx.cpp import tables
 from pt2mx.ops.bf16_matmul import NOT_QUANTIZED
 from pt2mx.ops.contract import schema_of
-from tests.pt2mx.cpp.calls import CALLS, check, ours, packed
+from tests.fresh_process import run_program
+from tests.pt2mx.cpp.calls import check, ours, packed, run_calls
 
 _ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp5_e2m2", "int4", "int3_full")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -235,8 +234,8 @@ torch.ops.load_library({str(cpp.library_path())!r})
 assert torch._C._dispatch_dump("pt2mx::linear_mx") == before
 assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m1", 32, 0) == 64).all()
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
+    result = run_program(code, "-c", tmp_path)
+    assert (result.status, result.err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +254,5 @@ def test_bad_arguments_are_errors(change, message, tmp_path):
     args = [torch.ones(5, 64), data, scale, None, "fp4_e2m1", 32, 0]
     for position, value in change.items():
         args[position] = value
-    torch.save([("linear_mx", args)], tmp_path / "inputs.pt")
-    command = [sys.executable, "-c", CALLS, str(cpp.library_path()), str(tmp_path / "inputs.pt"), "outputs.pt"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1 and re.search(message, result.stderr)
+    result = run_calls([("linear_mx", args)], tmp_path)
+    assert result.status == 1 and re.search(message, result.err)

@@ -1,8 +1,7 @@
 """The C++ kernels that quantize activations and layer norms: the same bits as an activation and its quantization in two
 steps, and activations as close to exact values as torch's."""
 
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from pt2mx.kernels.cpu import quantize
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import differing, same
-from tests.cpu_kernels import DTYPES, environment
+from tests.cpu_kernels import DTYPES
 from tests.oracle import NARROW
 from tests.random_values import random_values
 
@@ -130,10 +129,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
 
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(capability, tmp_path):
-    variables = environment(tmp_path, ATEN_CPU_CAPABILITY=capability)
-    result = subprocess.run([sys.executable, "-c", _CHECKS], env=variables, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def test_other_processors(capability, run_python):
+    """The kernels for processors with fewer vector instructions, built once for each state of the sources."""
+    run_python(_CHECKS, env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
 
 
 @pytest.mark.parametrize("length", [1, 17, 33, 768])
