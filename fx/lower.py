@@ -96,7 +96,7 @@ def lower_to_inductor(
     Args:
         converted: the model that `convert_pt2e` returned, or the module of a program that was exported from it, saved
             or loaded. It does not change; the result shares the tensors that the passes leave unchanged.
-        device: the device on which the result runs; by default that of `converted`.
+        device: the device on which the result runs; by default `converted`'s device.
         scaled_mm: use MX tensor cores, where the GPU has them (`use_scaled_mm`); untested on hardware.
             False by default.
         unpack: dequantize weights once (`unpack_weights`). They then take the memory of the float model. This is

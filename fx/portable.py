@@ -59,7 +59,7 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
 
 
 def is_portable(model: GraphModule) -> bool:
-    """Return whether a graph is that of a program from `make_portable`, also after saving and loading."""
+    """Return whether a graph belongs to a program from `make_portable`, also after saving and loading."""
     return any(_MARK.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
 
 

@@ -33,10 +33,10 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
             the float weights. With False the converted model quantizes its weights in every call.
 
     Returns:
-        The converted model, another graph module. In eager mode its output is bit-identical to that of `model` with
-        fake quantization on. It can be exported, saved, compiled and moved, but not trained: its parameters require no
-        gradient. Buffers that calibration wrote (a cache) have their values from the preparation. A warning names
-        weights with a NaN or an Inf.
+        The converted model, another graph module. In eager mode its output is bit-identical to the output of `model`
+        with fake quantization on. It can be exported, saved, compiled and moved, but not trained: its parameters
+        require no gradient. Buffers that calibration wrote (a cache) have their values from the preparation. A warning
+        names weights with a NaN or an Inf.
 
     Raises:
         MXError: for a model that is not prepared, or was cast to another dtype since.

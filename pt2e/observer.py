@@ -248,8 +248,8 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
 
 def observed_value(node: Node) -> object:
-    """Return the fake tensor that an observer sees: that of the nearest node before it that has one. torchao gives none
-    to its observers, nor to the nodes that replace them."""
+    """Return the fake tensor that an observer sees: the value of the nearest node before it that has one. torchao
+    stores no values for its observers, nor for the nodes that replace them."""
     while node.meta.get("val") is None and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.meta.get("val")

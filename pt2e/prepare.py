@@ -184,7 +184,7 @@ def _insert_observers(
                 done[graph] = _insert_observers(graph, quantizer, done)
             setattr(model, name, done[graph])
     model = torchao_pt2e.insert_observers(model, quantizer)
-    _configure_observers(model)  # moves them, too: torchao puts all on one device, that of the outer graph
+    _configure_observers(model)  # moves them, too: torchao puts all on the device of the outer graph
     return model
 
 
@@ -214,7 +214,7 @@ def check_exported(model: object) -> None:
     if any(node.target is ops.dequantize_mx for node in model.graph.nodes):
         raise MXError("the model is converted already: prepare the exported float model instead")
     if is_portable(model):
-        raise MXError("the model is that of a portable program, which is converted already: prepare the float model")
+        raise MXError("the model belongs to a portable program, which is already converted: prepare the float model")
     if holds_observers(model.state_dict()):
         raise MXError("the model is an export of a prepared one: prepare the exported float model instead")
     devices = sorted({str(t.device) for t in [*model.parameters(), *model.buffers()]})

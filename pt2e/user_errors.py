@@ -87,7 +87,7 @@ def _log_handlers() -> list[logging.StreamHandler]:
     """Return the handlers that print the records of torch's loggers."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "torch"]
     handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
-    return [handler for handler in handlers if type(handler) is logging.StreamHandler]  # not those of files and traces
+    return [handler for handler in handlers if type(handler) is logging.StreamHandler]  # not files and traces
 
 
 def one_line(error: BaseException) -> str:
@@ -127,7 +127,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _locations(error: BaseException) -> Iterator[Location]:
-    """Yield the locations of a traceback, outermost first; those of a node of an exported graph come from its meta."""
+    """Yield the locations of a traceback, outermost first. The locations of a node of an exported graph come from its
+    meta."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if os.path.exists(file):

@@ -89,7 +89,7 @@ def _warn(old: str, new: str) -> None:
 
 
 def _renamed_module(name: str) -> str | None:
-    """Return the new name of a module: by its own row, or by that of a package around it."""
+    """Return the new name of a module: by its own row, or by the row of a package around it."""
     package, tail = name, ""
     while package:
         if package in MODULES:

@@ -23,7 +23,7 @@ def start(arguments: list[str]) -> None:
     """Run a command that needs no torch, refuse a wrong command line, or announce that torch is imported.
 
     Args:
-        arguments: those of the process, after its name.
+        arguments: the process's arguments, after its name.
 
     Raises:
         SystemExit: with the exit status, where the command has run or the command line is wrong.

@@ -24,8 +24,8 @@ def stub_names(package_file: str) -> dict[str, str]:
 
 
 def attach_lazy(package: ModuleType, names: Mapping[str, str] | None = None) -> None:
-    """Import the modules of `package` when they are first used as its attributes, and those of its subpackages too. A
-    `__getattr__` that the package has already answers for other names.
+    """Import the modules of `package` and its subpackages at their first use as attributes. The package's own
+    `__getattr__` answers for other names.
 
     Args:
         names: name -> the module that defines it, for attributes of `package` that other modules define.

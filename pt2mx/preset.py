@@ -78,7 +78,7 @@ class Preset:
             fields: fields of `MXSpec`, which override both.
 
         Returns:
-            The spec. If the preset's axis is None, the spec's axis is -1, that of the flattened tensor.
+            The spec. If the preset's axis is None, the spec's axis is -1, the axis of the flattened tensor.
 
         Raises:
             MXError: for an unknown element or field, and a number that the library does not have.
@@ -250,7 +250,7 @@ class Preset:
         return not is_packed(spec.element.bits) or spec.element.bits in self.packed_widths
 
     def _shifts_scale(self, spec: MXSpec) -> bool:
-        """Return whether scale bytes differ: those of 8-bit integers, the only integers of such a library."""
+        """Return whether scale bytes differ. They do for 8-bit integers, the only integers of such a library."""
         return self.int_scale_offset != 0 and spec.element.is_int and spec.element.bits == 8
 
 

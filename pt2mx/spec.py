@@ -196,9 +196,9 @@ def parse(spelling: object, **overrides: Any) -> MXSpec:
             and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`); a block
             floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
             rounding N, S, U or D: nearest, stochastic, up or down); or d-Matrix's name of one. `"BFP16_64"` is
-            `BFP[8|8]{64}`, its number that of the bits of an element and of the exponent; `"BFP16A_64"` has the full
-            range of two's complement; `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format:
-            16 bits without the exponent.)
+            `BFP[8|8]{64}`: 16 counts the bits of an element and of the exponent; `"BFP16A_64"` has the full range of
+            two's complement; `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format: 16 bits
+            without the exponent.)
         overrides: fields of `MXSpec`, which win over the spelling.
 
     Returns:

@@ -126,8 +126,8 @@ def normalizes_outputs(layer: Node, norm: Node) -> bool:
     """Return whether a batch norm normalizes the output channels of a convolution or linear layer by running
     statistics, all in one dtype.
 
-    A batch norm's channels are dimension 1. The outputs of an unbatched convolution are dimension 0, those of a linear
-    layer the last one.
+    A batch norm's channels are dimension 1. Output channels are dimension 0 of an unbatched convolution, and the last
+    dimension of a linear layer.
     """
     _, gamma, _, mean, variance = BatchNorm.of(norm)
     value, weight = value_of(layer), value_of(named_args(layer)["weight"])

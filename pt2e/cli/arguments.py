@@ -137,7 +137,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "--recipes",
             metavar="A,B",
             help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
-            "without those of another task where the model's task is known)",
+            "without recipes for another task if the model's task is known)",
         ),
         argument(
             "--optimize",

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: those of the command; by default the process's own.
+        arguments: the command's arguments; by default the arguments of the process.
 
     Returns:
         The exit status: 0; 2 for bad input; 130 after Ctrl-C; 141 where the output pipe is closed; 1 from

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _modules() -> list[str]:
-    """Return the modules to import, the slowest first: those of the last checks."""
+    """Return the modules to import. The modules of the last checks are the slowest and come first."""
     return [module for checks in CHECKS.values() for check in checks for module in check.imports][::-1]
 
 

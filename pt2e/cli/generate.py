@@ -88,7 +88,7 @@ def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, An
     base = import_extra("transformers", "hf").TextStreamer
 
     class Streamer(base):  # type: ignore[valid-type, misc]
-        """Prints tokens and records their times; the first call is that of the prompt."""
+        """Prints tokens and records their times; the first call passes the prompt."""
 
         def __init__(self) -> None:
             super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=True)

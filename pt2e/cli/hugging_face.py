@@ -62,7 +62,8 @@ def from_pretrained(
 
 
 def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
-    """Return the values of the checkpoint that a model was loaded from; without files on disk, those of the model."""
+    """Return the values of the checkpoint from which a model was loaded; without files on disk, the values of the
+    model."""
     return CheckpointValues(model, sizes_in(files_of(name)) or None)
 
 

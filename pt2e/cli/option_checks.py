@@ -84,7 +84,7 @@ def split_names(text: str) -> list[str]:
 
 
 def check_program_name(path: str) -> None:
-    """Raise an `MXError` where no program can be written at `path`, or its suffix is that of another kind of file."""
+    """Raise an `MXError` where no program can be written at `path`, or its suffix belongs to another kind of file."""
     try:
         check_output(path, suffixes=(".pt2",))
     except MXError as error:

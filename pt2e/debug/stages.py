@@ -40,11 +40,11 @@ def compare_stages(
 ) -> StageComparison:
     """Compare forms of a model with the float one, operator by operator.
 
-    Each operator that a form shares with the float model has two errors. The propagated error is that of its output in
-    a run of the form, where everything before it is quantized too. The isolated error is that of its output for the
-    float model's inputs: only its own operands are quantized, so that a fault shows at the operator that causes it.
-    The source node of each operator identifies it in every stage of the flow, also in a program that was saved.
-    Operators in the branches of conditions and the bodies of loops are compared call by call.
+    Each operator that a form shares with the float model has two errors. The propagated error is the error of its
+    output in a run of the form, where everything before it is quantized too. The isolated error is the error of its
+    output for the float model's inputs: only its own operands are quantized, so that a fault shows at the operator that
+    causes it. The source node of each operator identifies it in every stage of the flow, also in a program that was
+    saved. Operators in the branches of conditions and the bodies of loops are compared call by call.
 
     Args:
         float_model: the exported float model.

@@ -36,8 +36,8 @@ def extract_subgraph(model: GraphModule, nodes: Sequence[Node]) -> tuple[GraphMo
     """Extract nodes, in their order, as a module.
 
     Returns:
-        The module, whose outputs are the values with users outside of it, or that of the last node; and the nodes of
-        `model` whose values are its inputs.
+        The module, whose outputs are the values with users outside of it, or the value of the last node; and the nodes
+        of `model` whose values are its inputs.
     """
     inside, graph, copies = set(nodes), Graph(), {}
     operands = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)

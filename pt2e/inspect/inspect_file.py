@@ -138,8 +138,8 @@ def _operator(node: Node) -> str | None:
 
 
 def _package_info(path: str | os.PathLike[str]) -> FileInfo:
-    """Describe a package. Its packed weights are those of the matmul operators that the code calls; codes and scales of
-    other weights are among the tensors."""
+    """Describe a package. Its packed weights are the weights of matmul operators that the code calls; codes and scales
+    of other weights are among the tensors."""
     records = {name: read_record(path, name) or b"" for name in record_names(path) if name.startswith(_CODE)}
     constants = _constants(records)
     calls = [node["node"] for node in _json(records, ".wrapper.json").get("nodes", [])]

@@ -110,7 +110,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
     def write_packages(self, folder: Folder) -> list[Path]:
         """Compile the model with AOTInductor, for its device, into packages in its folder.
 
-        The packages hold no weights; they use those of the program. `from_pretrained` loads them.
+        The packages hold no weights; they use the program's weights. `from_pretrained` loads them.
 
         Args:
             folder: a folder that `save_pretrained` wrote.

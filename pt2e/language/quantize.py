@@ -49,8 +49,8 @@ def quantize_language_model(
 ) -> LanguageModel:
     """Export a causal language model with its cache, and quantize its weights and the inputs multiplied with them.
 
-    Matmuls of two activations stay in high precision: those of attention, whose blocks would run along the cache and
-    change with each token, and those that compute the angles of positions.
+    Matmuls of two activations stay in high precision. In attention, blocks would run along the cache and change with
+    each token; other such matmuls compute the angles of positions.
 
     Args:
         model: a model of transformers in evaluation mode, or the result of `shard`. It is not changed.

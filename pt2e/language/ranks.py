@@ -31,8 +31,8 @@ def join(ranks: int) -> None:
     running = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if launched else 1
     if running != ranks:
         raise MXError(
-            f"the number of ranks is {ranks} and that of processes {running}: start `torchrun --nproc-per-node {ranks} "
-            "-m pt2mx ...`, or, for one rank, no torchrun"
+            f"the number of ranks is {ranks} and the number of processes {running}: start "
+            f"`torchrun --nproc-per-node {ranks} -m pt2mx ...`, or, for one rank, no torchrun"
         )
     if not dist.is_initialized():
         if torch.cuda.is_available():

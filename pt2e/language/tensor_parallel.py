@@ -174,7 +174,7 @@ def is_shard(program: ExportedProgram) -> bool:
 
 
 def check_blocks(model: GraphModule, quantizer: MXQuantizer) -> None:
-    """Raise an `MXError` where the blocks of a shard would differ from those of the whole model.
+    """Raise an `MXError` if the blocks of a shard would differ from the blocks of the whole model.
 
     Before an all-reduce each rank has some of the columns, which must be whole blocks."""
     reduced = {node.args[0] for node in model.graph.find_nodes(op="call_function", target=_ALL_REDUCE)}

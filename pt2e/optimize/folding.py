@@ -220,7 +220,7 @@ def _matmul(node: Node, factor: Tensor) -> _Ways:
 
 
 def _second(value: Node, shape: tuple[int | str, ...], factor: Tensor) -> _Ways:
-    """Scale the second factor of a matmul, if its other dimensions are those of the result."""
+    """Scale the second factor of a matmul, if its other dimensions are dimensions of the result."""
     before = shape_of(value) or ()
     same = len(before) == len(shape) and before[:-2] == shape[:-2] and before[-1:] == shape[-1:]
     return [[Scaled(value, factor)]] if same and len(before) >= 2 and factor.shape[-2] == 1 else []

@@ -26,7 +26,7 @@ def relative_error(outputs: object, references: object) -> Tensor:
 
 
 def _relative(output: Tensor, reference: Tensor) -> Tensor:
-    """Return the relative error of one tensor. Equal infinities, such as those of a mask, count as no error."""
+    """Return the relative error of one tensor. Equal infinities, such as in a mask, count as no error."""
     reference = reference.detach().float()
     finite = reference.isfinite()
     reference = torch.where(finite, reference, 0.0)

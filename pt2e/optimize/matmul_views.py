@@ -102,7 +102,7 @@ def columns_are_last(matmul: Matmul) -> bool:
 def without_padding(matmul: Matmul, mask: Node) -> Matmul:
     """Return the matmul restricted to the rows where a mask, (batch, sequence), is not zero.
 
-    A matmul whose rows are not those of the mask is returned unchanged.
+    A matmul whose rows differ from the rows of the mask is returned unchanged.
     """
     rows, sizes = matmul.view.rows, value_of(mask).shape
     if not isinstance(rows, Matrices) or rows.groups or rows.rows != tuple(range(len(rows.rows))):

@@ -65,7 +65,7 @@ def optimize(
         quantizer: the `MXQuantizer` that will prepare the result.
         batches: calibration inputs, each a tuple of positional or a dictionary of named arguments, or one tensor.
             `fast` needs none.
-        preset: "fast", "balanced" or "best"; None: that of the quantizer's recipe, or "balanced".
+        preset: "fast", "balanced" or "best"; None: the preset of the quantizer's recipe, or "balanced".
         algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
         padding_mask: the name of an input, (batch, sequence), that is zero at padding, in many models "attention_mask".
@@ -197,7 +197,7 @@ def _report_learned(
 
 
 def _selected_algorithms(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:
-    """Return the requested algorithms, by default those of the quantizer's recipe."""
+    """Return the requested algorithms, by default the algorithms of the quantizer's recipe."""
     if preset is not None and algorithms is not None:
         raise MXError(f"preset={preset!r} and algorithms say the same: give one of them")
     if preset is not None and not isinstance(preset, str):

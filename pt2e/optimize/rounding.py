@@ -87,7 +87,7 @@ def _round_by_parts(target: WeightTarget, value: Tensor, round_part: _Round) -> 
 def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _Round:
     """Return a function that rounds by GPTQ, with fixed scales.
 
-    With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than those of
+    With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than in
     calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
     to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """

@@ -26,7 +26,7 @@ def check_loads(path: str, device: torch.device) -> None:
     if child.returncode < 0:
         raise MXError(
             f"the machine code for {device} crashes while torch {torch.__version__} loads it (signal "
-            f"{-child.returncode}), as that of any model does where the C++ compiler links libstdc++ statically: set "
+            f"{-child.returncode}), as any package does if the C++ compiler links libstdc++ statically: set "
             "CXX to one that links it dynamically, or use torch.compile"
         )
     if child.returncode:

@@ -27,7 +27,7 @@ Call = Callable[..., object]
 #: sizes of some symbols, the others as in the example -> whether compiled code gives the eager program's outputs; None
 #: if the program rejects such inputs
 Probe = Callable[[Mapping[sympy.Symbol, int]], bool | None]
-#: two symbols; the size of the first must be at least that of the second
+#: two symbols; the size of the first must be at least the size of the second
 DimConstraint = tuple[sympy.Symbol, sympy.Symbol]
 
 

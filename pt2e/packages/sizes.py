@@ -30,7 +30,7 @@ Range = tuple[int, int | None]
 
 
 class InputDim(NamedTuple):
-    """A dimension of an input: its size in the example, the index of the input, and that of the dimension."""
+    """A dimension of an input: its size in the example, the index of the input, and the index of the dimension."""
 
     size: int
     input: int
@@ -42,7 +42,7 @@ def ranges(program: ExportedProgram, lower: Mapping[sympy.Symbol, int] | None = 
 
     Args:
         program: an exported program.
-        lower: lower bounds of symbols that replace those of the program.
+        lower: lower bounds of symbols that replace the program's bounds.
     """
 
     def range_of_size(size: int | torch.SymInt) -> Range:
@@ -118,7 +118,7 @@ def symbolic(size: int | torch.SymInt) -> sympy.Expr | None:
 def range_of(
     program: ExportedProgram, expression: sympy.Expr, lower: Mapping[sympy.Symbol, int] | None = None
 ) -> Range:
-    """Return the range of an expression of symbols; lower bounds in `lower` replace those of the program."""
+    """Return the range of an expression of symbols; lower bounds in `lower` replace the program's bounds."""
     bounds = program.range_constraints.get(expression)
     lower = {symbol: n for symbol, n in (lower or {}).items() if symbol in expression.free_symbols}
     if bounds is None or lower:

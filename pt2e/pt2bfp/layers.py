@@ -160,7 +160,7 @@ class ObservedLayer(_Layer):
     def __init__(self, layer: nn.Module, config: MXQuantizationConfig) -> None:
         if type(layer) not in LAYERS:
             allowed = ", ".join(kind.__name__ for kind in LAYERS)
-            raise MXError(f"a layer of the type {type(layer).__name__} is not quantized; those of {allowed} are")
+            raise MXError(f"a layer of the type {type(layer).__name__} is not quantized: allowed are {allowed}")
         if isinstance(config, BFPConfig) and config.affine:
             roles = ", ".join(role for role, _ in config.affine)
             raise MXError(f"{roles}: eager modules have block formats alone; use prepare_fx for affine quantization")

@@ -32,13 +32,13 @@ class MXQuantizationConfig:
         weight: constant operands; `activation=None` with a weight is weight-only quantization.
         output: the result, blocks along its last dimension.
         bias: the bias, where the operator has one.
-        operands: specs (or None) of single operands by name, which override those of their roles, such as
+        operands: specs (or None) of single operands by name, which override the specs of their roles, such as
             `{"query": "mxfp8", "value": None}`. The README of this folder lists the operands of each operator; other
             operators ignore the name. Stored as pairs.
         ste: the gradient in quantization-aware training: "identity" (unchanged) or "clipped" (zero where the value
             saturated).
-        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; that of pt2mx
-            does so by itself.
+        is_qat: insert `MXFakeQuantize` instead of `MXObserver` under torchao's own `prepare_qat_pt2e`; pt2mx's function
+            always does so.
         observer: the module to insert for calibration instead of `MXObserver`: a subclass, or the result of its
             `with_args`, such as `MXFormatObserver.with_args(candidates=("mxfp4", "mxfp8"))`. Or a mapping from roles to
             these, `{"activation": ..., "weight": ...}`, stored as pairs. Recipes cannot store it.
@@ -230,7 +230,8 @@ def get_default_mx_quantization_config(
 
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
-        block_size: values that share a scale; None: that of the formats, 32 unless they name one (`"mxfp4{16}"`).
+        block_size: values that share a scale; None: the block size of the formats, 32 unless they name one
+            (`"mxfp4{16}"`).
         operands, ste, is_qat, observer, value_blocks: see `MXQuantizationConfig`.
         modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 

@@ -56,8 +56,8 @@ _PERIODIC = frozenset({"sin", "cos"})
 def along_head_dim(node: Node, operands: tuple[Operand, ...], constants: set[Node]) -> tuple[Operand, ...]:
     """Return the operands of a call, with the blocks of attention values along the head dimension.
 
-    Values are those of a fused attention, and the factor that probabilities are multiplied with in a matmul of an
-    unfused one. Constant factors keep their axis: they hold no tokens.
+    Attention values are the values of a fused attention, and the other factor of the probabilities in an unfused one.
+    Constant factors keep their axis: they hold no tokens.
     """
     return tuple(
         operand if axis is None else dataclasses.replace(operand, axis=axis)

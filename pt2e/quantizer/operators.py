@@ -211,9 +211,9 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
 def quantizable_operators(graph: Graph, requested: Callable[[str], bool] | None = None) -> list[Node]:
-    """Return the calls of the operators in `OPERANDS`, and of those in `OPT_IN` that `requested(name)` selects.
+    """Return the calls of the operators in `OPERANDS`, and of the operators in `OPT_IN` that `requested(name)` selects.
 
-    By default those of `OPT_IN` are returned that a setting chose and that have a quantized operand.
+    The default selects the calls in `OPT_IN` that a setting chose and that have a quantized operand.
     """
     opted = [name for name in OPT_IN if requested is None or requested(name)]
     targets = {node: called(node) for node in graph.nodes}

@@ -178,7 +178,7 @@ class QuantizerSettings(ModelSettings):
             module_name: the qualified name of the module that makes the call, "" for the model: the innermost module
                 around an operator, or the parent of a module.
             object_type: an operator, or a class of modules that `module_name` calls, as in `set_object_type`.
-            index: the number of the call among those of that type, from 0, in execution order.
+            index: the number of the call among the calls of that type, from 0, in execution order.
             config: None leaves it in high precision.
 
         Returns:

@@ -28,7 +28,7 @@ class ControlledModel(NamedTuple):
     """The result of `quantize_with_accuracy_control`.
 
     `model` is the converted model, `quantizer` reproduces it, `lifted` are the modules that stay in float, `score` is
-    the quality, and `float_score` that of the float model.
+    the quality, and `float_score` the quality of the float model.
     """
 
     model: GraphModule
@@ -56,7 +56,7 @@ def quantize_with_accuracy_control(
         model: the exported float model.
         quantizer: for the whole model, without settings for single modules that may be lifted.
         evaluate: returns the quality of a graph module, a number, larger is better.
-        max_drop: the largest allowed drop of quality below that of the float model.
+        max_drop: the largest allowed drop of quality below the float model.
         order: the modules, costliest first, as in `list(result.of(candidate))` of `sensitivity`. None: it is measured.
         batches: calibration batches, for the statistics in the report; they change no result.
 

@@ -186,7 +186,7 @@ class _Evaluation:
         with unchanged(self.model):
             milliseconds = compiled_milliseconds(self.model, self.batches[0]) if self.speed else math.nan
         bits = 8 * size.bytes / max(size.values, 1)
-        return RecipeRow(FLOAT, size.bytes, bits, self.quality.of(self.distance_of_float), milliseconds)
+        return RecipeRow(FLOAT, size.bytes, bits, self.quality.from_distance(self.distance_of_float), milliseconds)
 
     def row(self, converted: GraphModule) -> RecipeRow:
         """Return the row of a converted model, without a name."""
@@ -194,7 +194,7 @@ class _Evaluation:
         with torch.no_grad():
             references = zip(self.batches, self.references, strict=True)
             pairs = ((call(converted, batch), reference) for batch, reference in references)
-            quality = self.quality.of(mean_distance(self.metric, pairs))
+            quality = self.quality.from_distance(mean_distance(self.metric, pairs))
         row = RecipeRow("", report.bytes_after, report.effective_bits, quality)
         if math.isnan(quality):
             return replace(row, note="its output holds NaN")

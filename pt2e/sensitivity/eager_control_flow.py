@@ -58,7 +58,7 @@ _RUN: dict[str, Callable[..., Any]] = {
 
 
 class EagerControlFlow(RecordingInterpreter):
-    """A run that adds a zero to each probed value: the gradient of the zero is that of the value.
+    """A run that adds a zero to each probed value: the zero has the gradient of the value.
 
     Args:
         probed: the keys of these values.

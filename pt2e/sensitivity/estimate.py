@@ -4,9 +4,9 @@ An operator's error e in its output moves the model's output by J e. Let H be th
 direction with E[v v'] = H, and g = J' v, one backward pass. Then (g' e)^2 / 2 has the mean e' J' H J e / 2, which is
 the distance that the metric assigns to a small e.
 
-Each candidate's e is that of its operator alone, run on the float model's inputs. The estimates of the operators of a
-module, and of the iterations of a loop, add up. The items of a batch (dimension 0) are independent samples: one pass
-gives as many samples as there are items.
+Each candidate's e is the error of its operator alone, run on the float model's inputs. The estimates of the operators
+of a module, and of the iterations of a loop, add up. The items of a batch (dimension 0) are independent samples: one
+pass gives as many samples as there are items.
 """
 
 from __future__ import annotations

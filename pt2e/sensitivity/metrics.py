@@ -1,4 +1,4 @@
-"""Distances of a model's outputs from those of the float model, and random directions of their curvature.
+"""Distances of a model's outputs from the float model's outputs, and random directions of their curvature.
 
 A distance d(y + e, y) that is 0 at e = 0 equals e' H e / 2 for small e. A direction v is random with E[v v'] = H, so
 that the mean of (v' e)^2 / 2 is that distance. For the divergence of predicted distributions, H is the Fisher
@@ -27,7 +27,7 @@ class Quality(NamedTuple):
     """The presentation of a distance: its name, the conversion of the number, and which end is better."""
 
     name: str
-    of: Callable[[float], float]
+    from_distance: Callable[[float], float]
     larger_is_better: bool
 
 

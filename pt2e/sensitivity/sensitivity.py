@@ -49,8 +49,8 @@ def sensitivity(
         model: the exported float model.
         batches: inputs, each a tensor, a tuple of positional or a dict of keyword arguments.
         candidates: formats, for weights and activations alike, or name -> config.
-        metric: "kl" for logits, "cosine" for embeddings, "noise" over signal; or a function of the outputs and those of
-            the float model that is smaller for a better model.
+        metric: "kl" for logits, "cosine" for embeddings, "noise" over signal; or a function of the outputs and the
+            float model's outputs, smaller for a better model.
         method: "forward", "gradient" or "both".
         operands: any of "both", "weights" and "activations": what to quantize of a module.
         left: True also measures the fully quantized model with each module left in float.

@@ -51,7 +51,7 @@ def gptq(
         hessian: (K, K) float32, the sum of `x.T @ x` over the inputs, or any multiple of it. A column without input
             (zero on the diagonal) is rounded to nearest.
         spec: the format; blocks run along K. Its axis has no meaning here.
-        exponents: (N, blocks) int32, the scales; None: those of the spec's scale mode.
+        exponents: (N, blocks) int32, the scales; None: the scales of the spec's scale mode.
         line: columns after which a new block starts; None: K.
         damping: added to the diagonal, times its mean; at least 0.
         act_order: True processes the columns by decreasing diagonal, False from left to right.

@@ -30,8 +30,8 @@ def linear(
     rotation: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) or None -> (..., N) in `dtype`, that of
-    the bias, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
+    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) in `dtype` or None -> (..., N) in
+    `dtype`, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
     x = run_kernel("hadamard", x, rotation) if rotation else x
     x = x.to(dtype or x.dtype)
     return F.linear(x, dense_weight(x, data, scale, spec), bias)
@@ -81,8 +81,8 @@ def conv2d(
     dilation: Sequence[int],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) or None -> (B,
-    H', W', N) in `dtype`, that of the bias, by default x's."""
+    """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) in `dtype` or
+    None -> (B, H', W', N) in `dtype`, by default x's."""
     x = x.to(dtype or x.dtype)
     weight = dense_weight(x, data, scale, spec).permute(0, 3, 1, 2)
     y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, stride, padding, dilation)
@@ -99,7 +99,7 @@ def conv2d_shape(x: Tensor, data: Tensor, conv_args: Sequence[Sequence[int]]) ->
 def attend(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> Tensor:
-    """query: (B, heads, S, D), its heads a multiple of those of the keys, mask: (B or 1, heads or 1, S, L) booleans,
+    """query: (B, heads, S, D), heads a multiple of the heads of the keys, mask: (B or 1, heads or 1, S, L) booleans,
     false where a key is hidden, or None -> (B, heads, S, value_width)."""
     keys, values = (
         run_kernel("dequantize_mx", *packed, spec.replace(axis=3), query.dtype, width)

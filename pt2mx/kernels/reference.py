@@ -1,6 +1,6 @@
 """The definition of MX quantization, in plain torch operations that Inductor can trace.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps are those of the design page.
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps follow the design page.
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, so that one
 bf16 block in 150 would get another exponent. All constants of a format come from `pt2mx.formats` and `pt2mx.modes`.
 `axis` is non-negative here, and the callers in `pt2mx.ops` check the inputs. `random`: the numbers for stochastic

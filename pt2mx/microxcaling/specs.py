@@ -245,10 +245,10 @@ def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
         >>> specs["a_elem_format_bp"], specs["block_size"]
         ('int8', 32)
     """
-    given = vars(parsed_args)
-    specs = {key: given[key] for key in _SPECS if key in given}
-    specs |= {key: not given[f"no_{key}"] for key in _SPECS if f"no_{key}" in given}
-    return finalize_mx_specs(specs, early_exit=not given.get("skip_early_exit", False))
+    options = vars(parsed_args)
+    specs = {key: options[key] for key in _SPECS if key in options}
+    specs |= {key: not options[f"no_{key}"] for key in _SPECS if f"no_{key}" in options}
+    return finalize_mx_specs(specs, early_exit=not options.get("skip_early_exit", False))
 
 
 def mx_assert_test(mx_specs: object) -> None:

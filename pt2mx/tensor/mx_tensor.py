@@ -214,7 +214,7 @@ class _ToMX(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, element: str, block_size: int, axis: int, *args: Any) -> MXTensor:
         scale, qdata = quantize_mx(x, element, block_size, axis, *args)
-        # qdata has x's order; its sizes may be symbols that tracing knows nothing of, those of x are not
+        # qdata has x's order, but tracing may know nothing of the symbols in its sizes; it knows x's sizes
         stride = dense_strides(x.shape, order_in_memory(x))
         return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
 

@@ -251,7 +251,7 @@ def quantized():
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda model, x: pt2mx.prepare_pt2e(model, MXQuantizer()), "that of a portable program, which is converted"),
+        (lambda model, x: pt2mx.prepare_pt2e(model, MXQuantizer()), "belongs to a portable program, which is already"),
         (lambda model, x: pt2mx.lower_to_inductor(model), "not a portable program, whose operators are written out"),
     ],
 )

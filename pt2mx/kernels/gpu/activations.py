@@ -41,7 +41,7 @@ class Config:
     has_weight: bool
     has_bias: bool
     activation: str = "none"
-    shift: int = 0  # those of `fp8_rowwise.Room`
+    shift: int = 0  # both of `fp8_rowwise.Room`
     spread: int = 0
 
 

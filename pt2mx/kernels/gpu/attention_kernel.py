@@ -2,7 +2,7 @@
 
     slots of a cache   | split 0  | split 1  | split 2  | ...   a program for each split of each head of the keys
     attend_kernel      m, l, acc  m, l, acc  m, l, acc          the online softmax of a split
-    join_kernel        the sum of acc, weighted by exp(m - largest m), over that of l -> out
+    join_kernel        the weighted sum of acc over the weighted sum of l -> out; weights exp(m - largest m)
 
 Tensor cores multiply elements without their scales. The scale of a key's block multiplies the block's part of the
 score, and the scale of a value's block multiplies the softmax weight, because there are fewer scales than elements.
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.constexpr, C: tl.constexpr):
     """q: (pairs, rows, HEAD_DIM), k, v: codes (pairs, slots, bytes) and scales, mask: booleans by the strides ->
     partial: acc (splits, pairs, BLOCK_M, VALUE_DIM), m and l (2, splits, pairs, BLOCK_M). A split has `blocks` times
-    BLOCK_N slots, `heads` are those of the keys, and a pair is a sequence and one of its heads."""
+    BLOCK_N slots, `heads` are heads of the keys, and a pair is a sequence and one of its heads."""
     rows, queries, heads, slots, blocks = sizes
     split, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs_m = tl.arange(0, S.BLOCK_M)

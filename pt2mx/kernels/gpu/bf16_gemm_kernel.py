@@ -25,8 +25,8 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def bf16_gemm_kernel(x, y, bias, out, sizes, x_strides, y_strides, S: tl.constexpr):
-    """x: (first, second, m, k), y: (first, second, k, n) bfloat16 by the strides, that of x's last dimension 1, bias:
-    (n,) -> out: (first, second, m, n) fp32."""
+    """x: (first, second, m, k), y: (first, second, k, n) bfloat16 by the strides (1 for x's last dimension), bias: (n,)
+    -> out: (first, second, m, n) fp32."""
     m, n, k, second = sizes
     x_first, x_second, x_row = x_strides
     y_first, y_second, y_row, y_column = y_strides

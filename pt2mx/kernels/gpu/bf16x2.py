@@ -1,4 +1,4 @@
-"""Scales and codes of bfloat16 values, two per instruction, in Triton. The results equal those of `blocks`, which
+"""Scales and codes of bfloat16 values, two per instruction, in Triton. The results equal the results of `blocks`, which
 computes in fp32; this module supports float elements and rounding to nearest even.
 
 A pair is two bfloat16 in one int32, the first in the low half. bfloat16 has fp32's exponents and eight significant
@@ -59,13 +59,13 @@ def largest_magnitude(a, b):
 
 @triton.jit
 def even_bytes(a, b):
-    """Bytes 0 and 2 of a, then those of b."""
+    """Bytes 0 and 2 of a, then bytes 0 and 2 of b."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def odd_bytes(a, b):
-    """Bytes 1 and 3 of a, then those of b."""
+    """Bytes 1 and 3 of a, then bytes 1 and 3 of b."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [a, b], tl.int32, is_pure=True, pack=1)
 
 

@@ -57,8 +57,8 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
 
 
 def _load_steps(element: ElementFormat, m_rows: int) -> int:
-    """Return the steps that are loaded together: those of two stages, or of one stage if the words of two do not fit in
-    registers."""
+    """Return the steps that are loaded together: the steps of two stages, or of one stage if the words of two do not
+    fit in registers."""
     return 1 if element.bits == 8 and m_rows == 256 else 2 * STAGE_K.value // FRAGMENTS[element.name].k_step
 
 

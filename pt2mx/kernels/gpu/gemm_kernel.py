@@ -1,7 +1,8 @@
 """The device code of matmuls with more rows of x: whole groups of four warps multiply on the tensor cores of sm_90.
 
 As in `gemv_kernel` the codes go from device memory to registers and are decoded there; x comes through a ring of stages
-in shared memory. Its values along K have the order in which the threads hold those of the weight. With a ring of four:
+in shared memory. Its values along K have the order in which the threads hold the values of the weight. With a ring of
+four:
 
     stage    0       1       2       3       4       5
     copy     start   start   start   start                    before the loop: TMA copies fill the ring

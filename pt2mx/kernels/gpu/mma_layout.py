@@ -48,7 +48,7 @@ _BITS = {
 
 
 class Piece(NamedTuple):
-    """The bits `mask` of both halves of a pair: those of a word, shifted left."""
+    """The bits `mask` of both halves of a pair: the bits of a word, shifted left."""
 
     word: int
     left: int

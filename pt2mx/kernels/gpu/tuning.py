@@ -131,7 +131,7 @@ class KernelConfig(NamedTuple):
     vectors: int  # of 4 words that a thread decodes at a time
     scales: int  # that they have
     k8_groups: int  # groups of 8 values along K that they give
-    exponent_shift: int  # added to a scale to give that of the pairs
+    exponent_shift: int  # added to a scale to give the scale of the pairs
     warps_k: int = 1  # warps that share a tile of the output
     warps_n: int = 1
     tiles_per_warp: int = 1  # of 16 rows of the weight
@@ -140,7 +140,7 @@ class KernelConfig(NamedTuple):
     m_rows: int = 0  # GEMM: rows of x that a program multiplies
     stages: int = 0  # GEMM: of the ring in shared memory
     load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two
-    m_first: bool = False  # GEMM: neighbouring programs have the same rows of the weight, and else those of x
+    m_first: bool = False  # GEMM: neighbouring programs share rows of the weight, otherwise rows of x
     has_bias: bool = False
     whole_k: bool = True  # K is a multiple of what a program takes at a time
     use_pdl: bool = False

@@ -114,13 +114,13 @@ def test_files_of_a_folder(folders, tmp_path):
 
 
 def test_another_number_of_processes(folders, monkeypatch):
-    with pytest.raises(MXError, match=r"ranks is 2 and that of processes 1: start `torchrun --nproc-per-node 2"):
+    with pytest.raises(MXError, match=r"ranks is 2 and the number of processes 1: start `torchrun --nproc-per-node 2"):
         LanguageModel.from_pretrained(folders("llama") / "ranks")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(MXError, match="ranks is 2 and that of processes 3"):
+    with pytest.raises(MXError, match="ranks is 2 and the number of processes 3"):
         LanguageModel.from_pretrained(folders("llama") / "ranks")
-    with pytest.raises(MXError, match=r"ranks is 1 and that of processes 3.* no torchrun"):
+    with pytest.raises(MXError, match=r"ranks is 1 and the number of processes 3.* no torchrun"):
         ranks.rank_contexts(1)
     assert not dist.is_initialized()
 

@@ -273,7 +273,7 @@ def test_converted_modules_can_be_saved_moved_and_exported():
     [
         (None, {}, "no layer that can be quantized has a qconfig"),
         ("mxfp8", {}, "expected an MXQuantizationConfig"),
-        (QCONFIG, {"allow_list": {nn.ReLU}}, "the type ReLU is not quantized; those of Linear, Conv1d"),
+        (QCONFIG, {"allow_list": {nn.ReLU}}, "the type ReLU is not quantized: allowed are Linear, Conv1d"),
         (QCONFIG, {"prepare_custom_config_dict": {}}, "must be None"),
         (pt2bfp.QConfig(pt2bfp.default_fake_quant, None), {}, "activation: eager modules have block formats alone"),
     ],
