@@ -21,7 +21,7 @@ _KEYS = {"Enter": (13, "\r"), " ": (32, " "), "Tab": (9, "")}
 
 
 class Browser:
-    """A browser, until the block ends; `profile` is a folder for what it keeps."""
+    """A browser, until the block ends; `profile` is its folder for files."""
 
     def __init__(self, profile: Path) -> None:
         self.pages: dict[str, Page] = {}
@@ -80,7 +80,7 @@ class Browser:
 
 class Page:
     """A file in a window, where the processor is so many times `slower`. `problems` are the errors of its scripts and
-    what it writes to the console, `requests` the addresses that it asked for."""
+    its messages to the console; `requests` are the addresses of its requests."""
 
     def __init__(self, browser: Browser, file: Path, width: int = 1280, dark: bool = False, slower: int = 1) -> None:
         self.problems: list[str] = []
@@ -98,7 +98,7 @@ class Page:
         self.send("Page.navigate", url=file.as_uri())
 
     def note(self, method: str, event: dict[str, Any]) -> None:
-        """Note what an event tells."""
+        """Store the errors and requests of an event."""
         if method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
             self.problems.append(str(event))
         elif method == "Network.requestWillBeSent":
@@ -109,7 +109,7 @@ class Page:
         return self._browser.send(method, self._session, **parameters)
 
     def run(self, expression: str) -> Any:
-        """The value of an expression, of a promise what it promises."""
+        """Return the value of an expression; for a promise its result."""
         reply = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")

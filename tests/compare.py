@@ -9,24 +9,24 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Whether dtype, shape and bits are equal, but for the payloads of NaNs, on whatever devices."""
+    """Return whether dtype, shape and bits are equal, except payloads of NaNs, on any devices."""
     return (got.dtype, got.shape) == (want.dtype, want.shape) and not differing(got, want).any()
 
 
 def differing(got: Tensor, want: Tensor) -> Tensor:
-    """Where two tensors of one dtype and shape differ: bool, on the CPU."""
+    """Return where two tensors of one dtype and shape differ: bool, on the CPU."""
     got, want = got.detach().cpu(), want.detach().cpu()
     bits = _INTEGERS[got.element_size()]
     return (got.view(bits) != want.view(bits)) & ~(got.isnan() & want.isnan())
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """The norm of the difference, over that of `want`, on whatever devices."""
+    """Return the norm of the difference over the norm of `want`, on any devices."""
     got, want = (x.detach().cpu().double() for x in (got, want))
     return ((got - want).norm() / want.norm()).item()
 
 
 def sqnr(got: Tensor, want: Tensor) -> float:
-    """Signal to noise, in dB."""
+    """Return the signal-to-noise ratio in dB."""
     error = relative_error(got, want)
     return -20 * math.log10(error) if error else math.inf

@@ -39,7 +39,7 @@ def run_program(
         name: its file name in tracebacks.
         folder: the working folder of the process.
         warning_filters: arguments of `warnings.filterwarnings`, a tuple for each call.
-        arguments: those of the command line, after the program's name.
+        arguments: the arguments of the command line, after the program's name.
         output: the folder of the files that take what it prints; by default `folder`.
     """
     out, err = ((output or folder) / f"{stream}.txt" for stream in ("stdout", "stderr"))

@@ -84,7 +84,7 @@ def divisible_decoder(family: str, **fields):
 
 
 def tokenizer_of_bytes():
-    """A tokenizer whose tokens are bytes, and those of the beginning and the end of a text."""
+    """A tokenizer of bytes, with tokens for the beginning and the end of a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

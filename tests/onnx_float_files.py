@@ -43,7 +43,7 @@ def model_of(
 
 
 def weight(*shape: int) -> np.ndarray:
-    """Return normally distributed values, as those of a layer before training."""
+    """Return normally distributed values, as in a layer before training."""
     return (np.random.randn(*shape) / 8).astype(np.float32)
 
 

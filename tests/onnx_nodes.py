@@ -52,7 +52,8 @@ def run(model: onnx.ModelProto | str, *inputs: Tensor | np.ndarray) -> list[Tens
 
 
 def differences(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Return node -> the number of output values whose bits differ from those of pt2mx's operator for the same inputs.
+    """Return node -> the number of output values whose bits differ from the results of pt2mx's operator for the same
+    inputs.
 
     All NaNs are equal. Nodes in subgraphs are not compared.
     """

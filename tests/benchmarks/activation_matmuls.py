@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.activation_matmuls [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
 
-Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the values
-that torch's float32 operators get; on a GPU they get them in bfloat16, in which the kernel that quantizes writes them
-there. With results in bfloat16, attention alone, which gets bfloat16 everywhere, is compared with torch's in bfloat16.
-Errors are relative to the operation in float64.
+Milliseconds, in turns, on a GPU as CUDA graphs. "ours" are `matmul_bfloat16` and `attention_bfloat16` of the operands
+of torch's float32 operators. On a GPU the operands are in bfloat16, as the quantizing kernel writes them. With
+`--results bfloat16`, only attention is compared, with bfloat16 operands and torch's attention in bfloat16. Errors are
+relative to the operation in float64.
 """
 
 from __future__ import annotations

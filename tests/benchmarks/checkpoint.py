@@ -3,9 +3,9 @@
     python -m tests.benchmarks.checkpoint [--shape 3b] [--layers N] [--shard-gb 2] [--recipe mxfp4_weight_only]
         [--layout compressed-tensors] [--jobs 1]
 
-A Llama of the shape of 3.2 3B or 3.1 8B with a head of its own, random weights in bfloat16, written to a temporary
-folder in shards; the command runs in a process of its own. It prints the peak resident memory next to the size
-of the largest shard, and the time next to that of copying the files.
+A Llama of the shape of 3.2 3B or 3.1 8B with an untied head and random weights in bfloat16, written to a temporary
+folder in shards. The command runs in a separate process. The benchmark prints the peak resident memory next to the size
+of the largest shard, and the time next to the time of copying the files.
 """
 
 from __future__ import annotations

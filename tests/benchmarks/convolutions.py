@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.convolutions [--format mxfp8] [--repeats 20]
 
-Milliseconds, in turns, of oneDNN in float32 and bfloat16, with its weight in the order that it wants, and of ours with
-results in both; the ratio is that of float32, and the errors of both in float32 against float64.
+Milliseconds, in turns, of oneDNN in float32 and bfloat16, with its weight in its preferred order, and of ours with
+results in both. The ratio compares float32 results. The errors are of float32 results against float64.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ with a float32 result.
     python -m tests.benchmarks.experts [--device cuda] [--format mxfp8] [--repeats 20]
 
 Milliseconds, in turns, of calls as a program makes them, with the weight dequantized at each call, and the relative
-errors of both against float64. Rows are shared among the experts at random. On the CPU the first finds by itself that
-bfloat16 holds x, so that the second tells what that costs.
+errors of both against float64. Rows are shared among the experts at random. On the CPU the first call checks whether
+bfloat16 represents x; the second call shows the cost of this check.
 """
 
 from __future__ import annotations

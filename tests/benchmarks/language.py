@@ -5,9 +5,9 @@
         [--side both|bfloat16|quantized]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
-program, compiled alike, and called by `LanguageModel`: what Python does between two steps is in the figures. Each is
-the median of calls after two that warm up. Under `torchrun --nproc-per-node N -m ...` the layers are divided among the
-ranks.
+program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two steps. Each
+figure is the median of calls after two warm-up calls. Under `torchrun --nproc-per-node N -m ...` the layers are divided
+among the ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.tensor_parallel import shard
 from tests.benchmarks.measure import Row, hardware, print_table
 
-#: shape -> what is set of a LlamaConfig
+#: shape -> fields of a LlamaConfig
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         "hidden_size": 2048,
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Quantize, compile and time the model, or what this rank has of it."""
+    """Quantize, compile and time the model, or this rank's part of it."""
     model = llama(options.shape, options.layers, options.device)
     if torch.distributed.is_initialized():
         model = shard(model)

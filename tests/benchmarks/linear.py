@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.linear [--device cpu|cuda] [--n 8192] [--k 4096] [--m 1 4 16 ...] [--repeats 15] [--json]
 
-Each number is a speed-up: the time of `F.linear(x, weight)` in bfloat16 over that of the call; `limit` is the most that
-fewer bytes can give, those of the bfloat16 weight over those of the packed one. Weights take turns among copies that
-are past the last-level cache together (--cache MB), and both sides take turns. On the CPU the allocator keeps its heap;
-on a GPU a graph holds eight calls, each with the next copy.
+Each number is a speed-up: the time of `F.linear(x, weight)` in bfloat16 over the time of the call. `limit` is the
+largest speed-up from fewer bytes: the bytes of the bfloat16 weight over the bytes of the packed one. Weights take turns
+among copies that together exceed the last-level cache (--cache MB), and both sides take turns. On the CPU the allocator
+keeps its heap; on a GPU a graph holds eight calls, each with the next copy.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Candidate:
     what: str
     element: str
     matmul: Matmul
-    limit: float  # bytes of the bfloat16 weight over those of this one
+    limit: float  # bytes of the bfloat16 weight over bytes of this one
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -128,7 +128,7 @@ def inductor_expression(name: str, k: int) -> Callable[[Tensor, Tensor, Tensor],
 
 
 def torchao_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
-    """torchao's weight-only int8, compiled as it is meant to be."""
+    """torchao's weight-only int8, compiled as its documentation says."""
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the allocator, timing, the table, and the line that names the hardware."""
+"""Shared parts of the benchmarks: the allocator, timing, the table, and the line that names the hardware."""
 
 import argparse
 import os
@@ -21,8 +21,8 @@ Row = dict[str, object]
 
 
 def keep_heap(module: str) -> None:
-    """Start `module` again with glibc's allocator told to keep its heap: page faults of fresh memory would hide
-    everything."""
+    """Restart `module` with a glibc allocator that keeps its heap. Otherwise page faults of fresh memory dominate the
+    times."""
     if any(os.environ.get(name) != value for name, value in _ALLOCATOR.items()):
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **_ALLOCATOR})
 
@@ -34,14 +34,14 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median time of each call; they take turns, so that all meet the same neighbours on the machine."""
+    """Return the median time of each call. The calls take turns, so that other load affects all."""
     rounds = [[timed(call) for call in calls] for _ in range(repeats + 1)][1:]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def gpu_medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Median time on the device of each call; all are queued together, so that none waits for the host, and take turns,
-    so that all meet the same clock: matmuls of many rows took up to 8% longer at the end of a run than at first."""
+    """Return the median time on the device of each call. All calls are queued together, so that none waits for the
+    host. They take turns, because matmuls of many rows took up to 8% longer at the end of a run than at first."""
     rounds = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in calls] for _ in range(repeats + 5)]
     for events in rounds:
         for call, (start, end) in zip(calls, events, strict=True):

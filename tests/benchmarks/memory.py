@@ -3,10 +3,10 @@
     python -m tests.benchmarks.memory [--shape 1b] [--layers N] [--recipe mxfp4_weight_only]
         [--checkpoint FOLDER] [--codes] [--device cuda]
 
-A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, written to a temporary folder; the command runs
-in a process of its own, without calibration. The most memory that it had resident, over the bytes of the checkpoint;
-on a GPU the most that torch's allocator had there. `--codes`: the checkpoint is first converted file to file, and the
-command takes its codes as they are.
+A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, written to a temporary folder. The command runs in
+a separate process, without calibration. The benchmark prints its peak resident memory over the bytes of the checkpoint,
+and on a GPU the peak of torch's allocator. `--codes`: convert the checkpoint file by file first; the command then uses
+its codes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from tests.benchmarks.language import SHAPES, llama
 from tests.benchmarks.measure import hardware
 
-#: runs the command in a process that says last what it had resident at most, and its GPU's allocator; not by
-#: getrusage, which counts what the parent had before the program began
+#: runs the command in a process that prints its peak resident memory at the end, and the peak of its GPU's allocator;
+#: getrusage would include the parent's memory before the program began
 _COMMAND = """
 import re, sys, torch
 from pathlib import Path

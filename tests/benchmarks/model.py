@@ -6,10 +6,10 @@
 With MXFP8 weights and activations: MiniLM (pretrained, or its shape with random weights; 32 sentences of 64 tokens),
 four layers of the shape of BERT-large (random weights; 32 x 128 tokens) and ResNet-18 (8 images of 224x224). One step
 of decoding with a decoder of the shape of Llama 3.2 1B (random weights, tied embedding, batch 1, static cache) with
-MXFP4 weights, its head's too. Where activations are quantized there is a row for packed weights and one for
+MXFP4 weights, its head's too. Models with quantized activations have one row for packed weights and one for
 `lower_to_inductor(unpack=True)`; the rows "rotated" have packed weights and rotated matmul inputs. All sides are
 compiled alike, as a whole (on a GPU with CUDA graphs), and called in turns; the times are medians. On a GPU ten calls
-are queued at a time, as in decoding, where none waits for the host.
+are queued at a time, as in decoding, where no call waits for the host.
 
 Reach: with packed weights alone at most 0.5x. With quantized activations on a CPU with bfloat16 instructions, MiniLM in
 float32 at most 0.45x (0.6x in MXFP8), in bfloat16 0.95x (1.05x); ResNet-18 0.6x and 1.0x. On an H200 MiniLM and

@@ -1,13 +1,13 @@
-"""ONNX files of converted models against those of the float ones, in onnxruntime on the CPU.
+"""ONNX files of converted models against files of float models, in onnxruntime on the CPU.
 
     python -m tests.benchmarks.onnx [--models minilm resnet18 resnet50] [--recipes mxfp4 mxfp4_weight_only mxfp8]
         [--threads 1] [--repeats 5] [--json]
 
 MiniLM (pretrained; 12 sentences) and ResNet (random weights; 4 images of 224x224), exported with a dynamic batch.
 "start" is the time until a session can run, in which onnxruntime optimizes the graph and decodes weights; "batch" is
-the median time of a batch, both files in turns. "nodes" are those of the domain pt2mx, "bits" the values of their
-outputs that differ from what pt2mx's operators give for the same inputs. "difference" is the largest of the outputs
-against the converted model's, over the largest output.
+the median time of a batch, both files in turns. "nodes" counts the nodes of the domain pt2mx. "bits" counts their
+output values that differ from the results of pt2mx's operators for the same inputs. "difference" is the largest
+difference of the outputs from the converted model's, over the largest output.
 
 Reach: files of 0.15x (MXFP4) and 0.28x (MXFP8) of the float ones, a start of MiniLM in MXFP4 of 15 s, a batch of 4x
 the float time.

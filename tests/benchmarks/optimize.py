@@ -4,8 +4,7 @@
     torchrun --nproc-per-node 2 -m tests.benchmarks.optimize --layers 8
 
 FP4 weights of the decoder's linear layers, preset "balanced", new weights in place. Under torchrun each rank runs its
-share of the batches. Seconds of the calibration with the rounding, and the most memory of the device over that of the
-model.
+share of the batches. Seconds of calibration and rounding, and peak memory of the device over the memory of the model.
 """
 
 from __future__ import annotations

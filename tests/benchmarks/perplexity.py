@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.perplexity [--tokens 4096] [--threads 1] [--compile] [--only mxfp8 ...]
 
-Everything that `pt2mx quantize` quantizes of a language model: the decoder's layers, head and embedding. Perplexity on
-docstrings of Python's standard library in blocks of 512, calibrated on 8,192 tokens of others; the divergence from the
-float model's next-token distribution, and how often both find the same most likely token. Tokens a second of a
-generation of 64 tokens, on so many threads; `--compile`: of quantized models compiled.
+The decoder's layers, head and embedding are quantized, as by `pt2mx quantize`. Perplexity on docstrings of Python's
+standard library in blocks of 512, calibrated on 8,192 tokens of other docstrings; the divergence from the float model's
+next-token distribution, and how often both have the same most likely token. Tokens a second when generating 64 tokens
+on `--threads` threads; with `--compile` quantized models are compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.benchmarks.accuracy.texts import sentences
 from tests.benchmarks.measure import Row, hardware, print_table
 
 _SEEN = 8192
-#: formats of the cache; the weights are those of `mxfp4_decoder`
+#: formats of the cache; the weights are as in `mxfp4_decoder`
 _CACHES = ("none", "mxint8", "mxfp8", "mxfp8(even)", "mxfp6", "mxfp4(even)")
 
 

@@ -2,11 +2,11 @@
 
     python -m tests.benchmarks.qat [--seeds 5] [--models cnn vit] [--formats mxfp8 int3 ...] [--json]
 
-Three accuracies on the held-out third, of the float model, of the model cast to the format after training, and of that
-model trained on in the format; in the row `float32` it is trained on as long without quantization. Every operator is
+Three accuracies on the held-out third: the float model, the model cast to the format after training, and the cast model
+after further training in the format. The row `float32` trains as long without quantization. Every operator is
 quantized, the first and the last layer too.
 
-Reach: training recovers at least 80% of what the cast lost, wherever that is over one point.
+Reach: training recovers at least 80% of the loss of the cast, if the loss exceeds one point.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def table(results: dict[tuple[str, str], list[Accuracies]]) -> str:
 
 
 def recovered(accuracies: list[Accuracies]) -> float:
-    """What training won back of what the cast lost, over all seeds."""
+    """Return the share of the loss of the cast that training recovered, over all seeds."""
     reached, cast, trained = map(sum, zip(*accuracies, strict=True))
     return (trained - cast) / (reached - cast)
 

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def cpu_rows(size: int, repeats: int) -> list[Row]:
-    """Times over that of x.clone(): our kernels for every format and layout, then the peers."""
+    """Times over the time of x.clone(): our kernels for every format and layout, then the peers."""
     x = torch.randn(size, size)
     images = x.view(16, size // 16, -1, 64)
     layouts = {
@@ -109,13 +109,13 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
 
 
 def over_clone(call: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
-    """Median time of `call` over that of x.clone(), in turns, so that both meet the same neighbours on the machine."""
+    """Return the median time of `call` over the time of x.clone(). Both take turns, so that other load affects both."""
     ours, copy = medians_in_turns([call, x.clone], repeats)
     return ours / copy
 
 
 def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What else computes fake_quantize of x along its last axis."""
+    """Return the other libraries' fake quantizations of x along its last axis."""
     spec = pt2mx.MXSpec(name, _BLOCK, x.dim() - 1)
     yield "reference, in slices,", lambda: reference_chunked.fake_quantize(x, spec, None)
     torch._dynamo.reset()

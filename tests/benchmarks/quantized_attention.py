@@ -1,4 +1,4 @@
-"""Attention over quantized values whose result is quantized too: by a call of its own, and by attention's kernel.
+"""Time attention over quantized values whose result is quantized too: in a separate call, and in attention's kernel.
 
     python -m tests.benchmarks.quantized_attention [--device cuda] [--format mxfp8] [--results bfloat16] [--repeats 20]
 

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.recipes [--tasks encoder cnn decoder] [--recipes NAME_OR_FILE ...] [--write]
 
 An encoder is all-MiniLM-L6-v2, a CNN the tiny CREPE, a decoder SmolLM2-135M-Instruct with its head and embedding, each
-with pretrained weights (`accuracy/` says on what they are calibrated and judged). Weights are rounded by the algorithms
-that the recipe names; a decoder's cache is left out. Seconds: optimizing, preparing and converting.
+with pretrained weights (`accuracy/` describes the data for calibration and evaluation). The recipe's algorithms round
+the weights; a decoder's cache stays in float. Seconds: optimizing, preparing and converting.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def converted(case: Case, chosen: MXQuantizer) -> GraphModule:
 
 
 def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:
-    """What a recipe costs and gives."""
+    """Measure the size, quality and seconds of a recipe."""
     results: list[GraphModule] = []
     seconds = timed(lambda: results.append(converted(case, chosen)))
     report = pt2mx.quantization_report(results[0])
@@ -60,7 +60,7 @@ def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:
 
 
 def tables() -> str:
-    """What configs/README.md has of the measurements."""
+    """Return the tables of configs/README.md."""
     return "\n\n".join(f"### {name}: {task['model']}\n\n{table(task)}" for name, task in tasks().items())
 
 

@@ -1,10 +1,10 @@
-"""The page of a report at three sizes of model: its bytes, and the time until it can be used.
+"""The page of a report at three sizes of model: its bytes, and its load time.
 
     python -m tests.benchmarks.report_page [--keep FOLDER]
 
-Models of transformers with random weights and small widths. Each page has four candidates for every tensor, what each
-module costs the output in two formats, and the graphs before and after. Time is from the request of the file to the end
-of its script, in headless Chromium: the median of five loads, also with a processor that is four times as slow.
+Models of transformers with random weights and small widths. Each page has four candidates for every tensor, the output
+error of each module in two formats, and the graphs before and after. Time is from the request of the file to the end of
+its script, in headless Chromium: the median of five loads, also with a processor that is four times as slow.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def page_of(name: str, file: Path) -> tuple[int, float]:
 
 
 def milliseconds(browser: Browser, file: Path, slower: int) -> float:
-    """Until a page can be used."""
+    """Return the milliseconds until a page is loaded."""
     times = []
     for _ in range(_LOADS):
         page = Page(browser, file, slower=slower)

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.sensitivity [minilm smollm2 crepe resnet50]
 
-Seconds of `sensitivity` by runs and by backward passes, their agreement in rank, and the quality, on data that the
-choice has not seen, of recipes of mixed weights at 4.5, 5 and 6 bits a value, chosen by the noise of tensors and by the
-output. The packages that hold weights are those of `accuracy/`.
+Seconds of `sensitivity` by runs and by backward passes, and their agreement in rank. Then the quality of mixed recipes
+at 4.5, 5 and 6 bits a value, chosen by the noise of tensors and by the output, on data that the choice has not seen.
+The weights come from the packages of `accuracy/`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FP4 = "mxfp4_e2m1{32}(even,even)"
 
 @dataclass(frozen=True)
 class Case:
-    """A model, exported, the batches that a choice sees, and others; how its output is judged."""
+    """An exported model, batches for the choice, other batches for the evaluation, and the metric."""
 
     model: GraphModule
     batches: Sequence[tuple]

@@ -1,9 +1,9 @@
-"""What a process takes until it can work: `import pt2mx` and the quick commands, over `import torch`.
+"""The startup time of a process: `import pt2mx` and the quick commands, over `import torch`.
 
     python -m tests.benchmarks.startup [--repeats 9] [--json]
 
-Every time is that of a fresh process, its start and its end included; they take turns, so that all meet the same
-neighbours on the machine.
+Each time is the whole time of a fresh process, with its start and its end. The processes take turns, so that other load
+affects all.
 """
 
 import argparse

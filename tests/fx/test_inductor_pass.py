@@ -47,7 +47,7 @@ def test_a_converted_model_gets_the_lowered_graph(converted, monkeypatch):
     own = Recording()
     got, codes = compiled(converted, own, (IDS,))
     torch.testing.assert_close(got, converted(IDS), rtol=1e-3, atol=1e-3)
-    # the weight whose codes are transposed in a lowered one is dequantized, and those of one input are not joined
+    # the pass dequantizes the weight whose codes lowering would transpose, and merges no layers of one input
     assert packed_calls(codes) == 3 and "dequantize_mx" not in re.findall(r"torch\.ops\.pt2mx\.(\w+)", "".join(codes))
     (graph,) = own.graphs
     got, want = Counter(graph), Counter(map(str, called(lower_to_inductor(converted))))

@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...] [--json]
 
-One table a model, each measured in a process of its own. `loss` is what the format costs (1 - cosine, or
-log-perplexity), and then over that of rounding to nearest by the scale modes floor and even; then the seconds
-until the model is prepared, or distilled, and the most memory of the process meanwhile. Each model's file says what it
-is calibrated and judged on.
+One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or log-perplexity),
+followed by its ratio to the loss of rounding to nearest with the scale modes floor and even. Then come the seconds
+until the model is prepared or distilled, and the peak memory of the process. Each model's file describes the data for
+calibration and evaluation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Speech that packages ship, mono at 16 kHz: for calibration two speakers, English and Mandarin (`f5-tts`, 12 s), for
-test a third one, Mandarin (`s3tokenizer`, 8 s).
+"""Speech from packages, mono at 16 kHz: two speakers for calibration, English and Mandarin (`f5-tts`, 12 s), and a
+third one for test, Mandarin (`s3tokenizer`, 8 s).
 
-Speech of the telephone will not do for calibration (`pyannote.audio` ships some): it has nothing above 4 kHz, and what
-GPTQ rounds for it is worse than rounding to nearest where there is something.
+Telephone speech (`pyannote.audio` ships some) is unsuitable for calibration: it has nothing above 4 kHz. For other
+speech GPTQ then rounds worse than to nearest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model, what it is calibrated on, and how it is judged; the rows that all of them are measured by."""
+"""A model, its calibration data and its metric; the rows that measure every model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.benchmarks.measure import Row, timed
 
 #: format -> elements of weights and of activations
 FORMATS = {"W4": ("mxfp4", None), "W4A8": ("mxfp4", "mxfp8"), "W4A4": ("mxfp4", "mxfp4")}
-#: scale modes of FP4 that models are rounded to nearest by; the presets start from the last one
+#: scale modes of FP4 for rounding to nearest; the presets use the last one
 SCALE_MODES = ("floor", "even")
-#: the row of a model that `distill` trained, from what `balanced` rounded
+#: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
 OVER = tuple(f"over {mode}" for mode in SCALE_MODES)
 
@@ -29,7 +29,7 @@ Forward = Callable[..., Tensor]
 
 
 class Figures(NamedTuple):
-    """What quantization lost, and the figures by which a model is known."""
+    """The loss of quantization, and the figures of a model."""
 
     loss: float
     shown: dict[str, str]
@@ -41,12 +41,12 @@ class Case:
 
     Args:
         model: exported.
-        batches: what it is calibrated on.
-        quantizer: format, scale mode of FP4 -> what quantizes it.
+        batches: the calibration batches.
+        quantizer: format, scale mode of FP4 -> the quantizer.
         judge: a model that is called as `model` -> its figures.
-        formats: those that are measured.
+        formats: the formats to measure.
         padding_mask: as `optimize` takes it.
-        lessons: what a model is distilled on; none: it is not.
+        lessons: the batches for distillation; none: no distillation.
     """
 
     model: GraphModule
@@ -111,7 +111,7 @@ def everything(name: str, scale_mode: str) -> MXQuantizer:
 
 
 def cosines(inputs: Tensor, model: GraphModule) -> Callable[[Forward], Figures]:
-    """Judge a model by the cosine of its outputs to those of the float one, mean and worst; the loss is 1 - mean."""
+    """Return a metric: the cosine of the outputs to the float outputs, mean and worst. The loss is 1 - mean."""
     with torch.no_grad():
         wanted = model(inputs)
 
@@ -123,11 +123,11 @@ def cosines(inputs: Tensor, model: GraphModule) -> Callable[[Forward], Figures]:
 
 
 def _forget_peak() -> None:
-    """Have the kernel measure the process's most memory from here on."""
+    """Reset the kernel's measure of the process's peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> int:
-    """The most memory of the process since then, in MB."""
+    """Return the peak memory of the process since the reset, in MB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024

@@ -1,8 +1,8 @@
 """all-MiniLM-L6-v2, every linear layer, attention and embedding quantized.
 
 Calibrated on 1,024 sentences of the docstrings of Python's standard library, distilled on these and 2,048 more. Mean
-and worst cosine to the float embeddings of the 72 sentences that pt2mx ships, which are of another kind, and of 256
-docstrings that neither saw. The loss is that of the 72.
+and worst cosine to the float embeddings of two sets: the 72 sentences that pt2mx ships, which are of another kind, and
+256 unseen docstrings. The loss is the loss of the 72.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def case() -> Case:
     held_out, more = others[:HELD_OUT], others[HELD_OUT:][:LESSONS]
 
     def batches(chosen: list[str]) -> list[tuple[Tensor, ...]]:
-        ordered = sorted(chosen, key=len)  # those of one length together: little padding
+        ordered = sorted(chosen, key=len)  # similar lengths together: little padding
         return [tokenize(ordered[i : i + AT_ONCE]) for i in range(0, len(ordered), AT_ONCE)]
 
     tests = {"72": tokenize(shipped()), "docstrings": tokenize(held_out)}

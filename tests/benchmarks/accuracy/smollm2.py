@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, all linear layers of the decoder quantized; head, embedding and attention matmuls in float.
 
 The package's weights are a GGUF file of 4.5 bits a value (Q4_1): they lie on an affine grid that no MX format has.
-Perplexity on 4,096 tokens of docstrings of Python's standard library, calibrated on 8,192 of others, in windows of
-256. The loss is that of log-perplexity.
+Perplexity on 4,096 tokens of docstrings of Python's standard library, calibrated on 8,192 other tokens, in windows of
+256. The loss is the rise of log-perplexity.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _(x):
 #: what is done to a (2, 3, 192) tensor -> the number of quantizations before and after
 CASES = {
     "queries and keys": (attention, 3, 2),
-    "three parts": (lambda x: [quantized(p) for p in x.split(64, -1)], 3, 3),  # of which the graph says no bounds
+    "three parts": (lambda x: [quantized(p) for p in x.split(64, -1)], 3, 3),  # the graph states no bounds of them
     "three slices": (lambda x: [matmul(quantized(x[..., i : i + 64])) for i in (64, 0, 128)], 3, 1),
     "two and one": (lambda x: [matmul(quantized(x[..., i : i + 32])) for i in (0, 32, 96)], 3, 2),
     "permuted": (lambda x: [matmul(quantized(x[..., i : i + 64].permute(1, 0, 2))) for i in (0, 64)], 2, 1),

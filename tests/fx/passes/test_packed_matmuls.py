@@ -107,7 +107,7 @@ def test_autocast_decides_the_dtype():
 
 @pytest.mark.parametrize("shape", [(3, 24, 64), (3, 64, 24)])
 def test_grouped(shape):
-    """Experts: weights (E, N, K) as they are, those of (E, K, N) with the blocks along K through a transposition."""
+    """Experts: weights (E, N, K) directly, weights (E, K, N) with blocks along K through a transposition."""
     transposed = shape[1] == 24
 
     def matmul(x, w, b, offs):

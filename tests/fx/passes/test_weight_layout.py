@@ -92,7 +92,7 @@ def test_weights_that_are_inputs_stay():
 
 
 class Transposed(Matmul):
-    """A weight whose codes lie in memory with another dimension last, as those of a parameter's transpose do."""
+    """A weight whose codes have another dimension last in memory, as in a parameter's transpose."""
 
     def __init__(self, matmul, axis=1):
         super().__init__(matmul, axis=axis)
