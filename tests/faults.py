@@ -1,4 +1,4 @@
-"""Faults put into converted models, as bugs of a flow would."""
+"""Insert faults into converted models, as bugs of a flow would."""
 
 import copy
 
@@ -11,7 +11,7 @@ from pt2mx.fx.graph.source_node import module_name
 
 
 def scaled_weight(converted: GraphModule, module: str, factor: float = 1.5) -> GraphModule:
-    """The model, in which a module's weight is scaled after it was quantized."""
+    """Return the model with a module's weight scaled after quantization."""
     broken, weight = _weight(converted, module)
     with broken.graph.inserting_after(weight):
         larger = broken.graph.call_function(torch.ops.aten.mul.Tensor, (weight, factor))
@@ -39,7 +39,7 @@ def turned_scales(converted: GraphModule, module: str) -> GraphModule:
 
 
 def _weight(converted: GraphModule, module: str) -> tuple[GraphModule, Node]:
-    """A copy of a model, and the node in it that dequantizes a module's first weight."""
+    """Return a copy of a model, and its node that dequantizes a module's first weight."""
     broken = copy.deepcopy(converted)
     dequantized = broken.graph.find_nodes(op="call_function", target=ops.dequantize_mx)
     read = [n for n in dequantized if n.args[0].op == "get_attr" and any(module_name(u) == module for u in n.users)]

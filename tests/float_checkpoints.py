@@ -11,17 +11,17 @@ from tests.language_models import tiny_decoder, tokenizer_of_bytes
 
 
 def float_checkpoint(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, shard: str = "20KB") -> Path:
-    """The folder of a checkpoint in shards, with a tokenizer."""
+    """Write a checkpoint in shards, with a tokenizer; return its folder."""
     tiny_decoder(family).to(dtype).save_pretrained(folder, max_shard_size=shard)
     tokenizer_of_bytes().save_pretrained(folder)
     return folder
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Those of all its files."""
+    """Return the tensors of all files of a checkpoint."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def of_weights(weight: str) -> MXQuantizer:
-    """The quantizer that gives all weights a format."""
+    """Return the quantizer that gives all weights a format."""
     return MXQuantizer().set_global(MXQuantizationConfig(weight=weight))

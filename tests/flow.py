@@ -1,4 +1,4 @@
-"""Steps of the flow, for tests of what comes out of them."""
+"""Steps of the flow, for tests of their results."""
 
 import io
 import re
@@ -15,14 +15,14 @@ from pt2mx import MXQuantizationConfig, MXQuantizer
 
 
 def exported(model: nn.Module, *inputs: object, **options) -> GraphModule:
-    """The graph of a model in the mode that it is in."""
+    """Return the graph of a model in its current mode."""
     return torch.export.export(model, inputs, **options).module()
 
 
 def calibrated(
     graph: GraphModule, quantizer: MXQuantizer, *inputs: object, prepare=pt2mx.prepare_pt2e, **named: object
 ) -> GraphModule:
-    """Prepared, after one batch."""
+    """Return the prepared model after one batch."""
     prepared = prepare(graph, quantizer)
     with torch.no_grad():
         prepared(*inputs, **named)
@@ -30,7 +30,7 @@ def calibrated(
 
 
 def prepare(model: nn.Module, inputs: tuple, config: MXQuantizationConfig) -> GraphModule:
-    """An evaluated model exported, prepared with one config for all of it, after one batch."""
+    """Export a model in evaluation mode, prepare it with one config for all operators, and run one batch."""
     with torch.no_grad():
         graph = exported(model.eval(), *inputs)
     return calibrated(graph, MXQuantizer().set_global(config), *inputs)
@@ -43,7 +43,8 @@ def convert(
     fold: bool = True,
     shapes: object = None,
 ) -> GraphModule:
-    """An evaluated model exported, prepared by a quantizer or a recipe of that name, and converted uncalibrated."""
+    """Export a model in evaluation mode, prepare it with a quantizer or a recipe of that name, and convert it
+    uncalibrated."""
     quantizer = MXQuantizer.from_recipe(quantizer) if isinstance(quantizer, str) else quantizer
     with torch.no_grad():
         graph = exported(model.eval(), *inputs, dynamic_shapes=shapes)
@@ -51,7 +52,7 @@ def convert(
 
 
 def saved_bytes(program: ExportedProgram) -> int:
-    """The bytes of the tensors in the file of a program."""
+    """Return the bytes of the tensors in the file of a program."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found in the group")  # torch.export.save, of views
@@ -62,7 +63,7 @@ def saved_bytes(program: ExportedProgram) -> int:
 
 
 def reloaded(program: ExportedProgram) -> ExportedProgram:
-    """The program after it was saved."""
+    """Save and load a program."""
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

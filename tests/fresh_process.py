@@ -1,5 +1,5 @@
-"""Programs in processes of their own, forked from one that has imported torch and nothing else: torch takes longer to
-import than most programs take to run."""
+"""Run programs in separate processes, forked from a process that has only imported torch: importing torch takes longer
+than most programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_program(
     arguments: Sequence[str] = (),
     output: Path | None = None,
 ) -> Finished:
-    """Run a program in a process of its own.
+    """Run a program in a separate process.
 
     Args:
         code: the program.
@@ -40,7 +40,7 @@ def run_program(
         folder: the working folder of the process.
         warning_filters: arguments of `warnings.filterwarnings`, a tuple for each call.
         arguments: the arguments of the command line, after the program's name.
-        output: the folder of the files that take what it prints; by default `folder`.
+        output: the folder of the files for its output; by default `folder`.
     """
     out, err = ((output or folder) / f"{stream}.txt" for stream in ("stdout", "stderr"))
     process = _FORKS.Process(target=_run, args=(code, [name, *arguments], folder, out, err, warning_filters))

@@ -1,4 +1,4 @@
-"""What a graph holds."""
+"""Queries about the calls and tensors of a graph."""
 
 from collections.abc import Callable
 
@@ -10,34 +10,34 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 
 
 def calls(model: GraphModule, *targets: Callable) -> list[Node]:
-    """The calls of these targets, or of all, in the graph itself, in order."""
+    """Return the calls of these targets, or of all, in the graph itself, in order."""
     nodes = [node for node in model.graph.nodes if node.op == "call_function"]
     return [node for node in nodes if node.target in targets] if targets else nodes
 
 
 def called(model: GraphModule) -> list[Callable]:
-    """What the graph itself calls, in order."""
+    """Return the targets of the calls in the graph itself, in order."""
     return [node.target for node in calls(model)]
 
 
 def count(model: GraphModule, target: Callable) -> int:
-    """How many calls the graph and those inside it make."""
+    """Count the calls of a target in the graph and its subgraphs."""
     return sum(len(calls(graph, target)) for graph in graph_modules(model))
 
 
 def quantized_at_each_call(model: GraphModule) -> set[str]:
-    """The parameters that a quantizing operator, of any library, reads."""
+    """Return the parameters that quantizing operators of any library read."""
     quantize = [n for n in calls(model) if "::quantize_" in str(getattr(n.target, "_schema", ""))]
     return {n.args[0].target for n in quantize if n.args[0].op == "get_attr"}
 
 
 def snapshot(model: GraphModule) -> tuple[str, dict[str, tuple[Tensor, bool]]]:
-    """The code of a model, and copies of its tensors with whether each requires a gradient."""
+    """Return the code of a model, and copies of its tensors with their `requires_grad`."""
     return model.code, {n: (t.clone(), t.requires_grad) for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def assert_unchanged(model: GraphModule, before: tuple[str, dict[str, tuple[Tensor, bool]]]) -> None:
-    """`before` is the snapshot."""
+    """Check that a model equals its snapshot."""
     code, tensors = snapshot(model)
     assert code == before[0] and tensors.keys() == before[1].keys()
     for name, (value, requires_grad) in tensors.items():

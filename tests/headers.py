@@ -21,7 +21,7 @@ from pt2mx.kernels.cpu import build
 
 
 def errors(headers: Iterable[Path], capabilities: Iterable[str] = ("DEFAULT", "AVX2", "AVX512")) -> list[str]:
-    """Return what the compiler says of the headers that do not compile alone."""
+    """Return the compiler's messages for the headers that do not compile alone."""
     compiler = cpp_builder.get_cpp_compiler()
     folders = [f"-I{path}" for path in (Path(build.SOURCES[0]).parent, *include_paths())]
 

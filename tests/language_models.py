@@ -20,7 +20,7 @@ _SMALL = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 300, "max_position_e
 _TOKENS = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
 _WIDE = {**_SMALL, "head_dim": 16}
 
-#: family -> transformers' config class and what is set of it
+#: family -> transformers' config class and its fields
 FAMILIES = {
     "llama": ("LlamaConfig", _SMALL),
     "qwen2": ("Qwen2Config", _SMALL),
@@ -44,7 +44,7 @@ FAMILIES = {
 
 
 def tiny_decoder(family: str, **fields):
-    """A model of that family, in evaluation mode; `fields` take the place of its config's."""
+    """Return a model of that family, in evaluation mode; `fields` replace fields of its config."""
     name, small = FAMILIES[family]
     torch.manual_seed(0)
     config = getattr(transformers, name)(**{**small, **_TOKENS, **fields})
@@ -72,13 +72,12 @@ def quantized_decoder(
 
 
 def divisible_decoder(family: str, **fields):
-    """Return a decoder whose sizes two ranks can divide and whose text has no end. Its biases and norms are random, not
-    at their initial values."""
+    """Return a decoder whose sizes two ranks can divide and whose text has no end. Its biases and norms are random."""
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     model = tiny_decoder(family, **{"intermediate_size": 128, **ends, **fields})
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # biases that are zero would hide that they are added twice
+            if parameter.dim() == 1:  # zero biases would hide that they are added twice
                 parameter.add_(torch.randn_like(parameter) / 10)
     return model
 
@@ -93,7 +92,7 @@ def tokenizer_of_bytes():
 
 
 def checkpoint(family: str, folder: Path, tokenizer: bool = True, **fields) -> str:
-    """The folder of a checkpoint, as `save_pretrained` writes it; `fields` take the place of its config's."""
+    """Return the folder of a checkpoint, as `save_pretrained` writes it; `fields` replace fields of its config."""
     tiny_decoder(family, **fields).save_pretrained(folder)
     if tokenizer:
         tokenizer_of_bytes().save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Tensors in every order of dimensions in memory, and what the operators make of them."""
+"""Tensors in every order of dimensions in memory, and their results in all operators."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ BLOCK = 2
 
 
 def laid_out(shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """Random numbers whose dimensions lie in memory in that order."""
+    """Return random numbers with that order of dimensions in memory."""
     return torch.empty_permuted(shape, order).copy_(torch.randn(shape))
 
 

@@ -15,7 +15,7 @@ IDS = torch.tensor([[3, 0, 7, 19], [1, 1, 2, 5]])
 
 
 class Double(nn.Module):
-    """Nothing to quantize."""
+    """A model with nothing to quantize."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2
@@ -24,7 +24,7 @@ class Double(nn.Module):
 def quantized_double(
     spec: MXSpec, dtype: torch.dtype = torch.float32, dynamic: bool = False
 ) -> tuple[torch.fx.GraphModule, torch.fx.Node]:
-    """Its graph for (3, 70), with x quantized and dequantized, and the node that dequantizes."""
+    """Return the graph of `Double` for (3, 70), with x quantized and dequantized, and the node that dequantizes."""
     shapes = ({0: torch.export.Dim("n"), 1: torch.export.Dim("k", max=4096)},) if dynamic else None
     model = exported(Double(), torch.randn(3, 70, dtype=dtype), dynamic_shapes=shapes)
     (mul,) = model.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
@@ -52,12 +52,12 @@ class NormalizedConv(nn.Module):
 
 
 def exported_conv() -> torch.fx.GraphModule:
-    """The evaluated convolution, of any number of images."""
+    """Return the graph of the convolution in evaluation mode, for any number of images."""
     return exported(NormalizedConv().eval(), *IMAGES, dynamic_shapes=BATCH)
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too, projections that share their input, and a weight that is not transposed."""
+    """An embedding tied to the head, projections that share their input, and an untransposed weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def _convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 8))
 
 
-#: name -> (what makes the model, in evaluation; its input; a linear layer of it)
+#: name -> (function that makes the model, in evaluation mode; its input; its linear layer)
 OF_EACH_KIND = {
     "linear": (lambda: _linear().eval(), torch.randn(4, 64), "0"),
     "convolution": (lambda: _convolution().eval(), torch.randn(2, 3, 8, 8), "4"),

@@ -11,7 +11,7 @@ def mx(*shape: int, elem: str = "fp8_e4m3", dtype=torch.float32, **fields) -> MX
 
 
 def same(a: MXTensor, b: MXTensor) -> bool:
-    """Whether codes, scales and all that says what they mean are equal."""
+    """Return whether codes, scales and the fields that describe them are equal."""
     parts = [torch.equal(getattr(a, part), getattr(b, part)) for part in ("qdata", "scale")]
     return all(parts) and (a.spec, a.shape, a.dtype) == (b.spec, b.shape, b.dtype)
 

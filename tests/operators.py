@@ -1,4 +1,4 @@
-"""All operators of one tensor, for comparisons of what runs them."""
+"""All operators of one tensor, to compare eager and compiled runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,9 +32,9 @@ class Operators(nn.Module):
 def outputs_of_a_package(
     operators: nn.Module, device: str, example: int, path: Path
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a package that was exported with `example` values along the quantized dimension gives for other numbers of
-    them, and what is wanted. AOTInductor has no guards: what is so of the example's sizes must not be taken to be so
-    always."""
+    """Export a package with `example` values along the quantized dimension. Return its outputs for other numbers of
+    values, and the expected ones. AOTInductor has no guards, so the package must not assume properties of the example's
+    sizes."""
     shapes = ({1: torch.export.Dim("n", min=2, max=999)},)
     program = torch.export.export(operators, (torch.randn(3, example, 5, device=device),), dynamic_shapes=shapes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))

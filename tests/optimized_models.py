@@ -1,4 +1,4 @@
-"""A small model to optimize, and what its tests ask of the result."""
+"""A small model to optimize, and shared checks of the result."""
 
 import torch
 from torch import nn

@@ -11,9 +11,9 @@ from fractions import Fraction
 
 from pt2mx import ELEMENTS, ElementFormat
 
-#: the elements with codes of a byte at most, which every kernel serves
+#: the elements with codes of at most a byte, which every kernel supports
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
-#: some of the others: integers of the least and the most bits, the most and the fewest bits of an exponent
+#: some of the others: integers with the fewest and the most bits, and the most and the fewest exponent bits
 WIDE = [
     *("int9", "int12", "int16", "int16_full"),
     *("fp9_e7m1", "fp12_e3m8", "fp16_e1m14", "fp16_e5m10", "fp16_e7m8"),
@@ -38,7 +38,7 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def random_number(place: int, seed: int) -> Fraction:
-    """The number in [0, 1) that stochastic rounding draws for the value at `place` of a tensor."""
+    """Return the number in [0, 1) that stochastic rounding draws for the value at `place` of a tensor."""
     block = place // 4
     words = philox([block & _WORD, block >> 32, 0, 0], [seed & _WORD, seed >> 32])
     return Fraction(words[place % 4] >> 1, 2**31)
@@ -56,7 +56,7 @@ def ceil_log2(x: Fraction) -> int:
 
 @functools.cache
 def grid(element: ElementFormat) -> list[Fraction]:
-    """The non-negative values of an element, ascending, listed from its definition."""
+    """Return the non-negative values of an element, ascending, from its definition."""
     if element.is_int:
         return [Fraction(i, 2 ** (element.bits - 2)) for i in range(2 ** (element.bits - 1))]
     step = Fraction(1, 2**element.mantissa_bits)
@@ -67,14 +67,14 @@ def grid(element: ElementFormat) -> list[Fraction]:
 
 
 def quantum(v: Fraction, element: ElementFormat) -> Fraction:
-    """The distance of the element's values around v, as if it had no largest one."""
+    """Return the distance of the element's values around v, as if there were no largest value."""
     smallest = 0 if element.is_int else 1 - element.bias
     binade = max(floor_log2(v), smallest) if v else smallest
     return Fraction(2) ** (binade - (element.bits - 2 if element.is_int else element.mantissa_bits))
 
 
 def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Fraction | None = None) -> Fraction:
-    """v rounded to a value of the element, saturated."""
+    """Round v to a value of the element, saturated."""
     step = quantum(abs(v), element)
     low = step * math.floor(v / step)
     above = (v - low) / step  # in [0, 1)
@@ -98,7 +98,7 @@ def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Frac
 
 
 def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rounding: str, scale_exp_bits: int) -> int:
-    """The shared exponent of a block, clamped to its width."""
+    """Return the shared exponent of a block, clamped to its width."""
     limit = 2 ** (scale_exp_bits - 1) - 1
     amax = max(abs(x) for x in block)
     if amax == 0:
@@ -120,7 +120,8 @@ def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rou
 
 
 def _measured_error(block: list[Fraction], candidate: int, e: int, element: ElementFormat, rounding: str) -> int:
-    """Sum of squared errors, each measured to `bits` bits of twice the largest power of two at exponent e."""
+    """Return the sum of squared errors, each measured to `bits` bits of twice the largest power of two at exponent
+    e."""
     bits = min(28, (62 - (len(block) - 1).bit_length()) // 2)
     unit = Fraction(2) ** (e + element.emax + 1 - bits)
     total = 0
@@ -141,7 +142,7 @@ def quantize_block(
     scale_exp_bits: int = 8,
 ):
     """(scale byte, codes, dequantized values in fp64) of one block of floats that begins at `place` of its tensor; NaN
-    values and 0 codes where one of them is not finite."""
+    values and 0 codes if one of them is not finite."""
     if not all(math.isfinite(x) for x in block):
         return 0xFF, [0] * len(block), [math.nan] * len(block)
     exact = [Fraction(x) for x in block]

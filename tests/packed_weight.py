@@ -1,4 +1,4 @@
-"""A weight that is codes and scales, and what reads it."""
+"""A weight of codes and scales, and its users."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ class Matmul(PackedWeight):
 
 
 class Gather(PackedWeight):
-    """What `read` makes of the weight, 16 rows of 70, and of indices."""
+    """Apply `read` to the weight, 16 rows of 70, and to indices."""
 
     def __init__(self, read: Callable, name="fp4_e2m1", axis=-1, dtype=torch.float32) -> None:
         super().__init__((16, 70), name, axis, dtype)

@@ -6,5 +6,5 @@ from tests.models import BATCH, IDS, Tied
 
 @pytest.fixture(scope="module")
 def converted():
-    """A model with an embedding that is the head too, of any number of sequences."""
+    """A converted model whose embedding is also its head, for any number of sequences."""
     return convert(Tied(), (IDS,), shapes=BATCH)

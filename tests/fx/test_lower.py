@@ -81,7 +81,7 @@ def test_lowered_exports_saves_loads_and_copies(converted, tmp_path):
 
 
 def test_a_reloaded_program_is_lowered_alike(converted, tmp_path):
-    """It lost the meta that a conversion leaves."""
+    """A reloaded program lacks the meta of a conversion."""
     torch.export.save(torch.export.export(converted, (IDS,), dynamic_shapes=BATCH), tmp_path / "converted.pt2")
     lowered, reloaded = (
         lower_to_inductor(m) for m in (converted, torch.export.load(tmp_path / "converted.pt2").module())

@@ -1,4 +1,4 @@
-"""Which passes change what: a table of models, and the proof that a pass that the driver skips changes nothing."""
+"""The passes that change each model of a table, and a check that skipped passes would change nothing."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A token's step with a cache that the graph writes, a gated MLP, and a head that is the embedding."""
+    """The step of a token with a cache that the graph writes, a gated MLP, and a head tied to the embedding."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ EFFECTS = {
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A CPU that has matrix instructions for bfloat16, whatever the machine of the tests has."""
+    """A CPU with matrix instructions for bfloat16, on any test machine."""
     for module in (bf16_matmul, convolutions_as_matmuls):
         monkeypatch.setattr(module, "isa_supports", lambda x, weight, k: True)
     monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: False)

@@ -210,7 +210,7 @@ def test_codes_and_scales_as_many_as_the_data_say():
     ],
 )
 def test_compiled_as_long_as_the_data_say(model, count, compiler):
-    """The fake kernels of both traces must agree on what is a size of its own."""
+    """The fake kernels of both traces must agree on which sizes are new symbols."""
 
     class Operands(nn.Module):
         def forward(self, x, y, count):

@@ -166,7 +166,7 @@ class Every(nn.Module):
 
 
 def differing(got, want, same=torch.equal):
-    """The ways to write whose outputs are not the same."""
+    """Return the ways to write whose outputs differ."""
     return [name for name in WRITES if not all(map(same, got[name], want[name]))]
 
 

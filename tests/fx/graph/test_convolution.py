@@ -53,7 +53,7 @@ def test_what_torchao_cannot_fold_stays(layers):
 
 
 class Normalized(nn.Module):
-    """A layer, then a batch norm over dimension 1 of whatever that gives."""
+    """A layer, then a batch norm over dimension 1 of its result."""
 
     def __init__(self, layer, channels, dtype=torch.float32):
         super().__init__()
@@ -69,7 +69,7 @@ class Normalized(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "channels", "shape"),
     [
-        (nn.Conv1d(4, 8, 1), 8, (4, 8)),  # unbatched: as many places as channels, so that all shapes fit
+        (nn.Conv1d(4, 8, 1), 8, (4, 8)),  # unbatched: as many positions as channels, so that all shapes fit
         (nn.Conv1d(4, 8, 1), 5, (4, 5)),
         (nn.Conv2d(4, 8, 1), 6, (4, 6, 6)),
         (nn.Conv2d(4, 8, 1), 8, (4, 8, 8)),

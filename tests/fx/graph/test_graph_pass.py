@@ -53,7 +53,7 @@ def test_a_pass_applies_where_the_graph_calls_what_it_reads(reads, applies):
 
 
 def test_a_pass_reads_what_an_earlier_one_left():
-    """Nodes that are inserted, erased, or get another operator count at once."""
+    """The next pass sees inserted, erased and changed nodes."""
     graph = torch.fx.Graph()
     x = graph.call_function(aten.relu.default, (graph.placeholder("x"),))
     graph.output(x)

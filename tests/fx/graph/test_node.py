@@ -31,7 +31,7 @@ def converted(request):
 
 
 def lacking(model):
-    """The operators of pt2mx that do not have all of their arguments."""
+    """Return the calls of pt2mx's operators that lack arguments."""
     nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if is_ours(node)]
     assert len(nodes) >= 4
     return [node.name for node in nodes if len(node.args) < len(node.target._schema.arguments) or node.kwargs]

@@ -46,7 +46,7 @@ def test_a_buffer_with_a_gradient_is_copied_without_it():
 
 
 class Shared(torch.nn.Module):
-    """A buffer, a part of it and its real and imaginary parts are one memory, which is written; a weight is tied."""
+    """A buffer, its slice and its real and imaginary parts share memory, which the model writes; a weight is tied."""
 
     def __init__(self):
         super().__init__()

@@ -135,7 +135,7 @@ def test_what_stays(function, inputs, matmul):
 
 
 def test_values_that_the_graph_writes_stay():
-    """A write to a quantized tensor before or after the matmul: bfloat16 may then not represent it."""
+    """bfloat16 may not represent a quantized tensor after a write to it, before or after the matmul."""
     graph = lowered(lambda x, y: x @ y.mT, X, Y)[0]
     (matmul,) = graph.graph.find_nodes(op="call_function", target=aten.matmul.default)
     quantized = matmul.args[0]
@@ -153,7 +153,7 @@ def through_a_view(y):
 
 
 def to_a_copy(y):
-    """Which with the heads next to each other would be a view."""
+    """Copy; with the heads next to each other this would be a view."""
     rows = y.transpose(1, 2).reshape(2, 20, 96)
     rows.mul_(2)
     return y, rows
@@ -182,7 +182,7 @@ def in_place(y):
     ],
 )
 def test_what_is_read_of_attention(read, calls):
-    """What it is at the end, in the order in memory that it had."""
+    """The outputs have their last values, and their old dimension order."""
     converted, model = lowered(lambda q, k: read(F.scaled_dot_product_attention(q, k, k)), X, Y, matmul=ATTENTION)
     assert count(model, attention_bfloat16) == calls
     got, want = (pytree.tree_leaves(module(X, Y)) for module in (model, converted))

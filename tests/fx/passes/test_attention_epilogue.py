@@ -1,4 +1,4 @@
-"""Attention quantizes its result before it stores it: on this device, with the rules of a GPU too, and on a GPU."""
+"""Attention quantizes its result before it stores it: on the CPU, also with the rules of a GPU, and on a GPU."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None, **options):
-    """The lowered model, and that without the pass."""
+    """Return the lowered model with and without the pass."""
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
     with monkeypatch.context() as patch:
@@ -92,7 +92,7 @@ def test_dynamic_shapes(monkeypatch):
 
 
 def test_a_cast_of_the_quantized_values(monkeypatch):
-    """As on a GPU, where Inductor would quantize what attention gives, and matmuls take bfloat16."""
+    """As on a GPU, where Inductor would quantize attention's result, and matmuls read bfloat16."""
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1 << 60)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._runs_on_tensor_cores", lambda *args: True)
@@ -177,4 +177,4 @@ def test_on_a_gpu(dtype, unpack, mode, monkeypatch, compiler):
         want = before(x)
         assert modes(model)[4] == torch.bfloat16 and same(model(x), want)
         for _ in range(3):
-            assert relative_error(compiled(x), want) < 0.03  # values that are rounded the other way
+            assert relative_error(compiled(x), want) < 0.03  # values that round to the other neighbour

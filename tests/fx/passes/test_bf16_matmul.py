@@ -129,7 +129,7 @@ def test_integers_that_others_read_stay_where_they_are(integers):
 
 
 def test_few_rows_of_integers(integers):
-    """More than vectors multiply in one go."""
+    """More rows than the vector kernel multiplies."""
     for rows in (4, 5):
         model = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
         dtype = torch.float32 if integers and rows > 4 else None
@@ -143,7 +143,7 @@ def test_weights_alone_stay():
 
 
 def test_what_the_kernels_do_not_decode_stays():
-    """Blocks that are no whole groups of 32."""
+    """The kernels do not decode blocks that are no whole groups of 32."""
     _, model, _ = lowered("mxfp8{20}")
     assert {matmul.args[-1] for matmul in calls(model, linear_mx)} <= {None}
 
@@ -187,7 +187,7 @@ def test_compiled_and_eager_agree(rows):
     converted, model, x = lowered("mxfp4", shape=(rows, 64))
     with torch.no_grad():
         got = torch.compile(model, fullgraph=True)(x)
-    assert relative_error(got, converted(x).double()) < 0.02  # gelu differs in last bits, a value in its FP4 then
+    assert relative_error(got, converted(x).double()) < 0.02  # gelu differs in its last bits, so one FP4 value differs
 
 
 def test_autocast_decides_the_dtype():

@@ -71,7 +71,7 @@ def test_a_weight_of_tiny_values_stays(monkeypatch):
 
 
 class Experts(nn.Module):
-    """As transformers exports them in float32, by an operator of its own."""
+    """Experts as transformers exports them in float32, in their own operator."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ class Experts(nn.Module):
 
 
 def experts():
-    """The arguments of the model, and it converted."""
+    """Return the arguments of the model, and the converted model."""
     args = torch.randn(80, 64), torch.tensor([30, 30, 80], dtype=torch.int32)
     config = get_default_mx_quantization_config("mxfp8", "mxfp8")
     return args, convert(Experts(), args, MXQuantizer().set_operator_type("transformers.grouped_mm_fallback", config))
@@ -96,7 +96,7 @@ def test_experts(tiny):
     lowered = lower_to_inductor(converted)
     matmuls = calls(lowered, grouped_linear_mx)
     if tiny:
-        lowered.get_buffer(matmuls[0].args[2].target).fill_(1)  # values that bfloat16 does not hold
+        lowered.get_buffer(matmuls[0].args[2].target).fill_(1)  # values that bfloat16 does not represent
     use_bfloat16_tensor_cores(lowered, force=True)
     assert [matmul.args[6] for matmul in matmuls] == [None if tiny else torch.float32, torch.float32]
     if not tiny:
@@ -107,7 +107,7 @@ def test_experts(tiny):
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_experts_on_a_gpu(mode, compiler):
-    """CUDA graphs too: nothing waits for the GPU."""
+    """CUDA graphs work too, because nothing waits for the GPU."""
     args, converted = experts()
     lowered, want = lower_to_inductor(converted, "cuda"), converted(*args)
     assert [matmul.args[6] for matmul in calls(lowered, grouped_linear_mx)] == [torch.float32] * 2

@@ -1,4 +1,4 @@
-"""Convolutions whose activation is quantized by their kernel: which, and to the same bits."""
+"""A convolution kernel quantizes the activation: for these graphs, with the same bits."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def bfloat16_instructions_on_every_machine(monkeypatch):
 
 
 def lowered(model, x, recipe="mxint8", **options):
-    """The lowered model; and without the pass."""
+    """Return the lowered model with and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,8 +43,8 @@ def assert_same(fused, without, x, exact=True):
 
 
 class Between(nn.Module):
-    """Two convolutions, and what is `between`; gives the last one's result, and all that `between` returns but the
-    first."""
+    """Two convolutions with `between` in the middle. Returns the last one's result, and the results of `between` except
+    the first."""
 
     def __init__(self, between, channels=64):
         super().__init__()
@@ -211,7 +211,7 @@ def test_one_dimension():
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.slow  # test_real_models of test_lowered_models.py has ResNet-18, too
 def test_resnet():
-    """Every block's two quantizations but those that something else reads too."""
+    """Both quantizations of every block, except activations with other users."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 64, 64)
     fused, without = lowered(import_extra("torchvision", "vision").models.resnet18(), x, "mxfp8")

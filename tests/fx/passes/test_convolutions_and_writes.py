@@ -53,7 +53,7 @@ def through_another(y):
 
 
 def copied(y):
-    """To a copy, which with the channels last would be a view."""
+    """Write to a copy; with the channels last this would be a view."""
     rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
     rows.mul_(2.0)
     return y.sum((2, 3))
@@ -69,7 +69,7 @@ def written_behind_a_copy(y):
     "write", [first_channels, whole_view, flat, reshaped, through_another, copied, written_behind_a_copy]
 )
 def test_results_that_are_written(write):
-    """A view through which a graph writes stays one, and an output is what it is at the end."""
+    """A view through which a graph writes stays a view, and an output has its last value."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -103,7 +103,7 @@ def test_few_channels(channels, options):
 @pytest.mark.parametrize("name", ["mxint8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxfp8_e5m2{64}", "mxfp8{128}"])
 @pytest.mark.parametrize("channels", [64, 50])
 def test_formats(name, channels):
-    """The last one's blocks are longer than the channels; channels that are no whole groups."""
+    """The last format has longer blocks than channels; the channels are no whole groups."""
     model, x = nn.Conv2d(channels, 32, 3, padding=1), torch.randn(1, channels, 6, 6)
     converted, found = lowered(model, x, name)
     assert count(found, conv2d_mx) == 1
@@ -159,7 +159,7 @@ def test_weights_alone_stay():
 
 
 class Views(nn.Module):
-    """Reads results of convolutions by views that go by the order in memory, and adds to one in place."""
+    """Reads results of convolutions through views that depend on the memory order, and adds to one in place."""
 
     def __init__(self):
         super().__init__()

@@ -79,7 +79,7 @@ def test_two_specs_of_one_weight_get_two_copies():
 
 
 def test_a_tied_weight_under_two_names_gets_one_copy():
-    """Also behind a view; what differs in the spec gets its own."""
+    """Also behind a view; another spec gets another copy."""
 
     class Tied(nn.Module):
         def __init__(self):

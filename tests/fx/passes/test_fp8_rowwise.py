@@ -30,7 +30,7 @@ def without_bfloat16_instructions(monkeypatch):
 
 
 def with_rows(model, x, recipe="mxfp4", **options):
-    """Converted; lowered; lowered, with rows."""
+    """Return the converted model, the lowered model, and the lowered model with FP8 rows."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     lowered, rows = lower_to_inductor(converted), lower_to_inductor(converted)
     use_fp8_rowwise(rows, force=True)
@@ -112,7 +112,7 @@ def test_a_weight_with_a_row_that_does_not_fit_stays():
 def test_rows_of_x_that_do_not_fit_are_multiplied_exactly():
     model = FeedForward()
     with torch.no_grad():
-        model.first.weight[:, 32:] = 0  # of what is large in x
+        model.first.weight[:, 32:] = 0  # of the large values in x
     x = torch.randn(40, 64).bfloat16()
     x[3, :32] *= 2.0**-30
     converted, _, rows = with_rows(model, x)
@@ -156,7 +156,7 @@ def test_what_is_added_before_a_norm_is_read_before_it_is_written():
 
 @pytest.mark.slow
 def test_compiled_without_cuda_graphs(monkeypatch):
-    """Inductor sees what the calls compute, and rows are never made."""
+    """Inductor decomposes the calls, and makes no FP8 rows."""
     monkeypatch.setattr(inductor, "_calls_are_cheap", lambda x: False)
     x = torch.randn(40, 64).bfloat16()
     converted, _, rows = with_rows(FeedForward(), x)

@@ -1,4 +1,4 @@
-"""Activations that are quantized where they are computed: what is fused, what stays, and the same numbers."""
+"""Fuse the quantization of an activation into its kernel: which graphs are fused, which stay, with the same numbers."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_what_is_written_is_read_where_it_was():
 
     x = torch.randn(40, 64)
     converted, fused = lowered(Net(), x)
-    assert [n.args[1] for n in calls(fused, layer_norm_fake_quantize_mx)] == [None]  # of what is not written
+    assert [n.args[1] for n in calls(fused, layer_norm_fake_quantize_mx)] == [None]  # of an unwritten tensor
     assert "gelu" not in [n.args[1] for n in calls(fused, activation_fake_quantize_mx)]
     assert relative_error(fused(x), converted(x)) < 1e-3
 

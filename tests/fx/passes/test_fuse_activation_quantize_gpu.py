@@ -1,4 +1,4 @@
-"""What a GPU quantizes by calls: the rules for it, on this device; and compiled there."""
+"""Which quantizations are calls on a GPU: the rules, run on the CPU, and compiled code on a GPU."""
 
 import pytest
 import torch

@@ -119,7 +119,7 @@ class Written(torch.nn.Module):
 
 
 def quantized(model, *specs):
-    """Each multiplication reads a pair of its own."""
+    """Each multiplication reads its own pair."""
     exported = torch.export.export(model, (torch.randn(3, 64),)).module()
     products = exported.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     for mul, spec in zip(products, specs, strict=True):

@@ -33,7 +33,7 @@ class Layer(nn.Module):
 
 
 def lowered(model, x, recipe="mxint8", **options):
-    """The lowered model; and without the pass."""
+    """Return the lowered model with and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:

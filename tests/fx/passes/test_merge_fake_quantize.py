@@ -37,7 +37,7 @@ def _(x):
     return torch.empty_like(x)
 
 
-#: what is done to a (2, 3, 192) tensor -> the number of quantizations before and after
+#: function of a (2, 3, 192) tensor -> the number of quantizations before and after
 CASES = {
     "queries and keys": (attention, 3, 2),
     "three parts": (lambda x: [quantized(p) for p in x.split(64, -1)], 3, 3),  # the graph states no bounds of them

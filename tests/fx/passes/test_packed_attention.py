@@ -66,7 +66,7 @@ def test_attention_over_a_cache_of_codes(dtype, mask):
 @pytest.mark.parametrize(
     ("module", "options"),
     [
-        (Cached(late=True, enable_gqa=True), {}),  # the codes are others by then
+        (Cached(late=True, enable_gqa=True), {}),  # the codes have changed by then
         (Cached(value_block=16, enable_gqa=True), {"value_block": 16}),
         (Cached(enable_gqa=True), {"mask": torch.zeros(2, 1, 1, 10)}),
         (Cached(enable_gqa=True, is_causal=True), {"mask": None}),

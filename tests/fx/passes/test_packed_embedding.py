@@ -27,7 +27,7 @@ def _list(x):
 
 
 def dequantizes(model):
-    """Shapes that are dequantized."""
+    """Return the shapes of dequantized tensors."""
     return [tuple(n.meta["val"].shape) for n in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)]
 
 

@@ -20,7 +20,7 @@ from tests.models import BATCH
 
 @pytest.fixture(autouse=True)
 def without_what_is_for_a_cpu(monkeypatch):
-    """Matmuls of float32 would be changed before, and quantizations."""
+    """Earlier passes for the CPU would change float32 matmuls and quantizations."""
     of_cpu = use_bf16_matmul, fuse_activation_quantize
     monkeypatch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass not in of_cpu])
 
@@ -33,7 +33,7 @@ def scaled(model, **options):
 
 
 class Net(nn.Module):
-    """q, k, v of one input, a layer whose N tensor cores do not take, and one whose K they do not."""
+    """q, k, v of one input, and two layers that tensor cores do not support: one for its N, one for its K."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -63,7 +63,7 @@ def counts(model):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_matmuls_on_tensor_cores_agree(form):
-    """Three of five layers; x is quantized once, and only its scales are put in order at each call."""
+    """Three of five layers; x is quantized once, and each call swizzles only its scales."""
     activation, weight = form
     converted, before, x = lowered(weight, activation)
     want = before(x)

@@ -15,7 +15,7 @@ from tests.flow import exported
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
 
-#: how a pass is called: under checkpointing of torch's two kinds, or not
+#: ways to call a pass: directly, and under torch's two kinds of checkpointing
 CALLS = {
     "as it is": lambda model, x: model(x),
     "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
@@ -48,7 +48,7 @@ def prepared(layers=None):
 
 
 def steps(model, call, passes=1, count=3):
-    """The gradients of each step, of so many passes over other batches, and the state after the last."""
+    """Return the gradients of each step, with that many passes over other batches, and the last state."""
     optimizer, gradients = torch.optim.SGD(model.parameters(), 0.05), []
     for step in range(count):
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def test_checkpointing_changes_no_gradient_and_no_statistic(name, passes):
         pt2mx.enable_observer(model)
         results.append(steps(model, lambda x, model=model, call=call: call(model, x), passes))
     (want_gradients, want), (got_gradients, got) = results
-    # the order in which the gradients of two passes are added is another
+    # the gradients of two passes are added in another order
     tolerance = 0 if passes == 1 else 1e-6
     for step, want_step in zip(got_gradients, want_gradients, strict=True):
         largest = max(gradient.abs().max() for gradient in want_step)
@@ -109,7 +109,8 @@ def test_a_resumed_model_takes_the_same_steps():
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_compiled_training_has_eagers_gradients_and_statistics(passes, compiler):
-    """From the same state in each step: a difference in the last bit could change what is rounded in the next."""
+    """Each step starts from the same state, because a difference in the last bit could change a rounding of the next
+    step."""
     eager, model = prepared(), prepared()
     compiled = torch.compile(model, backend="aot_eager_decomp_partition", fullgraph=True)
 
@@ -137,7 +138,7 @@ def test_checkpointing_of_compiled_code_changes_no_gradient(name, compiler):
 
 
 def test_a_frozen_layer_follows_its_running_variance():
-    """No gradient passes through the first layer and its norm: each pass is a step of its own."""
+    """No gradient passes through the first layer and its norm, so each pass is a separate step."""
     model, x = prepared(), data()
     for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
         model.get_parameter(name).requires_grad_(False)

@@ -34,7 +34,7 @@ def test_train_and_eval_switch_what_the_model_had(name):
         torch.testing.assert_close(prepared.state_dict()[key], value)
     copied = copy.deepcopy(prepared).eval()
     torch.testing.assert_close(copied(x), model.eval()(x))
-    assert prepared.training  # the copy has a mode of its own
+    assert prepared.training  # the copy has its own mode
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_MODES if name != "attention"])

@@ -37,7 +37,7 @@ def llama(tmp_path):
 
 @pytest.fixture(scope="session")
 def bf16(tmp_path_factory):
-    """A tiny model of a family in bfloat16, of one layer, as it is loaded: with the buffers of RoPE in float32; and its
+    """A tiny model of a family in bfloat16, of one layer, with the buffers of RoPE in float32 as after loading; and its
     graph."""
 
     @functools.cache
@@ -87,7 +87,7 @@ def convert(quantizer):
 @pytest.fixture(scope="session")
 def logits():
     """The logits of the same tokens: of a graph, of a model of transformers, and of a program with a cache as long as
-    the tokens. What has a cache computes attention in its own way (`mask=True`), which a model can, too."""
+    the tokens. A program with a cache computes attention with a mask; `mask=True` makes a model do the same."""
 
     @torch.no_grad()
     def compute(model, mask=False):

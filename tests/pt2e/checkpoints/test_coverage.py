@@ -1,4 +1,4 @@
-"""The share of a checkpoint that a program holds, and which parts it may leave out."""
+"""The share of a checkpoint that a program holds, and the parts that it may leave out."""
 
 import json
 import re

@@ -9,7 +9,7 @@ from pt2mx.pt2e.sensitivity.sensitivity import METHODS
 
 
 def test_choices_are_those_of_the_python_api():
-    """`arguments` repeats them, since their modules import torch."""
+    """`arguments` repeats the choices, because their modules import torch."""
     assert arguments.PRESETS == tuple(PRESETS)
     assert arguments.LAYOUTS == tuple(LAYOUTS)
     assert arguments.OPSETS == (OPSETS[0], OPSETS[-1])

@@ -11,8 +11,8 @@ from tests.language_models import FAMILIES, checkpoint, tiny_decoder, tokenizer_
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a checkpoint in bfloat16, "float", the MX checkpoint "mx" that is made of it file to file, and what
-    `pt2mx quantize` makes of that, "quantized"."""
+    """A folder with a bfloat16 checkpoint, "float"; the MX checkpoint "mx" converted from it file by file; and the
+    result of `pt2mx quantize` for that, "quantized"."""
     path = tmp_path_factory.mktemp("checkpoints")
     name, sizes = FAMILIES["llama"]
     config = getattr(transformers, name)(**{**sizes, "num_hidden_layers": 1})

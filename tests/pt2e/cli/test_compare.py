@@ -120,7 +120,7 @@ def test_names_with_blanks_are_those_of_recipes(capsys):
     assert main(["compare", "net.py:make", "--recipes", "mxfp4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert main(["compare", "net.py:make", "--recipes", " mxfp4 ", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == rows  # not those of the format, which has other scales
+    assert json.loads(capsys.readouterr().out)["rows"] == rows  # not the numbers of the format, which has other scales
 
 
 def test_no_file_that_is_read_is_written(capsys, folder):

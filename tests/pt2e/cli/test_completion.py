@@ -22,7 +22,7 @@ def test_the_command_prints_the_script(scripts, capsys):
     assert capsys.readouterr().out == scripts["bash"] + "\n"
 
 
-#: words of the command line, of which the shell completes the last -> its completions
+#: words of the command line, the last one incomplete -> its completions
 LINES = [
     (["qu"], ["quantize"]),
     ([""], list(COMMANDS)),

@@ -1,4 +1,4 @@
-"""`pt2mx inspect`: what it prints of programs, packages and folders."""
+"""`pt2mx inspect`: its output for programs, packages and folders."""
 
 import json
 from math import prod
@@ -28,7 +28,7 @@ def mlp():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A program, the model that it was made of, and its packages."""
+    """A program, its model, and its packages."""
     folder, x = tmp_path_factory.mktemp("files"), torch.randn(8, 64)
     quantizer = MXQuantizer.from_recipe("mxfp4")
     program = torch.export.export(convert(mlp(), (x,), quantizer, shapes=BATCH), (x,), dynamic_shapes=BATCH)

@@ -46,7 +46,7 @@ def test_sentences_are_questions_and_as_many_answers():
 
 
 def test_minilm_is_the_pretrained_encoder(minilm):
-    """The embedding of a question is closest to that of its answer, as in training."""
+    """The embedding of a question is closest to the embedding of its answer, as in training."""
     with torch.no_grad():
         embeddings = minilm.program.module()(*minilm.inputs)
     assert embeddings.shape == (72, 384)

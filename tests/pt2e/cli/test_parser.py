@@ -64,7 +64,7 @@ def test_a_misspelt_command_is_refused_with_the_nearest(command, refused):
 
 @pytest.mark.parametrize("words", ["", *LEAVES])
 def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
-    """Also where something else is missing."""
+    """Also if another option is missing."""
     for option in options_of(LEAVES.get(words, command_parser())):
         misspelt = f"{option[:3]}x{option[3:]}"
         assert f"unknown option {misspelt!r}: did you mean {option!r}? allowed: --help" in refused(

@@ -72,7 +72,7 @@ class Square(nn.Module):
     def forward(self, x):
         return x * x
 """
-#: run in a process of its own: limits the size of files once the program is saved
+#: run in a separate process: limits the size of files once the program is saved
 FULL_DISK = """
 import resource, sys
 import torch

@@ -20,7 +20,7 @@ def test_numbers_that_are_not_finite_are_null():
 
 @pytest.fixture(scope="module")
 def report():
-    """The report of twelve layers, of which the recipe skips the last."""
+    """The report of twelve layers; the recipe skips the last."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).eval()
     quantizer = MXQuantizer.from_recipe("mxfp4").set_module_name("11", None)

@@ -18,7 +18,7 @@ def net():
 
 
 def broken(converted, name, factor=1.5):
-    """The converted model, in which the weight of one linear layer is scaled after it was quantized."""
+    """The converted model, with the weight of one linear layer scaled after quantization."""
     model = torch.export.export(converted, (IDS,)).module()
     node = next(n for n in model.graph.nodes if n.name == name)
     with model.graph.inserting_before(node):
