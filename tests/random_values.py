@@ -1,11 +1,11 @@
-"""Numbers that matter to the kernels."""
+"""Random numbers of the kinds that kernels treat differently."""
 
 import torch
 from torch import Tensor
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> Tensor:
-    """Of a kind that matters: near each other, any bit pattern, any binade, fp32 subnormals, ties."""
+    """Return values of one kind: near each other, any bit pattern, any binade, fp32 subnormals, ties."""
     if kind == 0:
         x = torch.randn(shape)
     elif kind == 1:
@@ -20,7 +20,7 @@ def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> Tens
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers of several binades, zeros, subnormals, and a block that is not finite where there is room."""
+    """Return normal numbers of several binades, zeros, subnormals, and a block that is not finite if there is room."""
     x = torch.randn(shape) * torch.randint(-3, 4, shape).exp2()
     special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-140), 2.0**-126, 6.0, -0.25, 1.75])
     some = torch.randperm(x.numel())[: len(special)]

@@ -1,4 +1,4 @@
-"""The processes of a group, for tests of what ranks compute together."""
+"""The processes of a group, for tests of joint computations of ranks."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,6 @@ import torch.multiprocessing
 
 
 def run_ranks(work: Callable, *arguments: object, count: int = 2, method: str = "forkserver") -> None:
-    """Call `work(rank, *arguments)` in a process a rank, and wait for all of them. Dynamo asks CUDA, where there is
-    one, for its state, which a forked process cannot: work that compiles takes the method "spawn"."""
+    """Call `work(rank, *arguments)` in one process per rank, and wait for all. Dynamo reads the state of CUDA, which
+    fails in a forked process: work that compiles needs the method "spawn"."""
     torch.multiprocessing.start_processes(work, arguments, nprocs=count, start_method=method)

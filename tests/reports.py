@@ -1,4 +1,5 @@
-"""Reports for tests of their pages: one of a model with all that a page can show, and ones made by hand."""
+"""Reports for tests of their pages: a report of a model with everything that a page can show, and reports made by
+hand."""
 
 from types import SimpleNamespace
 
@@ -69,7 +70,7 @@ def full_report() -> SimpleNamespace:
 
 
 def statistics(sqnr: float, **changed: object) -> QuantizationStatistics:
-    """What was seen of one tensor of 64 values in two blocks."""
+    """Return the statistics of one tensor of 64 values in two blocks."""
     counts = {"tensors": 1, "empty": 0, "values": 64, "nonfinite": 0, "nan_blocks": 0}
     fields = {**counts, "sqnr": sqnr, "saturated": 0.0, "flushed": 0.25, "exponents": {-3: 1, 2: 1}}
     return QuantizationStatistics(**{**fields, **changed})

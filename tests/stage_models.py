@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 def stages(model=None, example=(IDS,), weight="mxfp4", activation="mxfp8"):
-    """The exported model, and its forms by name."""
+    """Return the exported model, and its forms by name."""
     torch.manual_seed(0)
     model = (model or Net()).eval()
     exported = torch.export.export(model, example).module()

@@ -71,7 +71,7 @@ class Checkpoint(Base):
 
 
 class ViewedWeight(Base):
-    """The weight is a function of the operand, inside."""
+    """The subgraph computes the weight from its operand."""
 
     def apply_inner(self, x):
         with torch.no_grad():

@@ -13,7 +13,7 @@ from tests.flow import exported
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ROLES = ("conv", "norm", "dropout", "linear", "act", "recurrent", "table", "scale")
-#: words of operators, of what the flow inserts and of what it adds to names
+#: names of operators, of inserted nodes, and of the suffixes that the flow adds to names
 WORDS = ("my_batch_norm", "conv2d_0", "dropout", "linear_relu", "relu_", "my_lstm", "weight_data", "matmul_add_")
 OTHERS = ("activation_post_process_x", "my_num_batches_tracked", "softmax", "quantize_mx", "copy_", "getitem", "sdpa",
           "_guards")  # fmt: skip
@@ -25,7 +25,7 @@ NAMINGS = {
 
 
 class Net(nn.Module):
-    """Every kind of layer that prepare treats in its own way, by the names that are given to them."""
+    """Every kind of layer for which prepare has a special case, under given names."""
 
     def __init__(self, names=ROLES):
         super().__init__()
@@ -57,7 +57,8 @@ class Net(nn.Module):
 
 
 def through_the_flow(model, prepare):
-    """(outputs of the prepared model, after a step of training, of the converted one; what the report names)."""
+    """Return the outputs of the prepared model, after a training step, and of the converted model; and the names in the
+    report."""
     prepared = prepare(exported(model, X), MXQuantizer.from_recipe("mxfp8"))
     torch.manual_seed(1)
     outputs = [prepared(X).detach()]
@@ -74,7 +75,7 @@ def through_the_flow(model, prepare):
 
 @pytest.fixture(scope="module")
 def plain():
-    """Prepare -> what the model gives whose layers have plain names."""
+    """prepare function -> the results of the model whose layers have plain names."""
     return {p: through_the_flow(Net().train(p is not pt2mx.prepare_pt2e), p) for p in PREPARES}
 
 
@@ -94,7 +95,7 @@ def test_a_model_computes_the_same_by_whatever_names(naming, prepare, plain):
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 8, 3, bias=False), nn.Linear(8, 8, bias=False)], ids=["conv", "linear"])
 def test_a_folded_bias_is_written_over_no_other_parameter(layer):
-    """torchao names the bias of a layer that had none after its weight."""
+    """torchao names a new bias after the weight of its layer."""
 
     class Named(nn.Module):
         def __init__(self):
@@ -131,7 +132,7 @@ def test_a_counter_that_is_no_batch_norms_counts_in_evaluation_too():
 
 
 def test_what_is_called_a_scale_is_none():
-    """NaN blocks are looked for in the scales that the graph reads, whatever they are called."""
+    """The search for NaN blocks reads the scales of the graph under any name."""
 
     class Named(nn.Module):
         def __init__(self):

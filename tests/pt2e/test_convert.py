@@ -152,7 +152,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize(("element", "compiles"), [("mxfp8", True), ("mxfp6", False), ("mxfp4", False)])
 def test_the_gradient_of_the_input_passes_straight_through(element, compiles, compiler):
-    """Codes carry none: without more, the branches that are quantized would be missing in it."""
+    """Codes carry no gradient, so the quantized branches could be missing in it."""
     x = torch.randn(4, 60, requires_grad=True)
     model = nn.Sequential(Residual(), nn.LayerNorm(60), Residual()).eval()
     program = torch.export.export(model, (x.detach(),))

@@ -72,7 +72,7 @@ def test_lowered_to_a_device_without_an_index(unpack, quantize):
     torch._dynamo.reset()
     with torch.no_grad():
         lowered = torch.compile(pt2mx.lower_to_inductor(converted, "cuda", unpack=unpack), fullgraph=True)
-        # Inductor quantizes x as it is, before it is rounded to bfloat16
+        # Inductor quantizes x before rounding it to bfloat16
         assert relative_error(lowered(x), want) < 0.05
 
 
@@ -138,7 +138,7 @@ def test_batch_norms_fold_without_difference(name):
 
 @pytest.mark.parametrize("name", NORMALIZED_LAYERS)
 def test_batch_norms_have_eagers_gradients_checkpointed_and_compiled(name, compiler):
-    """Two steps; backward passes run in a thread of their own on a GPU. Compiled, a weight may be rounded otherwise."""
+    """Two steps. On a GPU backward passes run in a separate thread. In compiled code a weight may round differently."""
     model, inputs = layer_and_norm(name)
     inputs = tuple(x.cuda() for x in inputs)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", None))
@@ -212,7 +212,7 @@ def test_training_compiles_and_agrees():
 
 
 class Masked(torch.nn.Module):
-    """Reads a mask at each id's place, past its end where the mask is shorter."""
+    """Reads a mask at each id's position, past its end if the mask is shorter."""
 
     def __init__(self):
         super().__init__()

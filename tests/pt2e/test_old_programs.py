@@ -1,4 +1,4 @@
-"""Files of the time when schemas had defaults: arguments that equal them are not in the file."""
+"""Files of older versions whose schemas had defaults. These files lack arguments that equal a default."""
 
 import json
 import zipfile
@@ -10,7 +10,7 @@ from torch import nn
 import pt2mx
 from pt2mx.pt2e.program import read_program
 
-#: what schemas of that time had as defaults, as torch writes it
+#: the defaults of the older schemas, as torch writes them
 DEFAULTS = {
     "axis": {"as_int": -1},
     "block_dim": {"as_int": -1},
@@ -30,7 +30,7 @@ X = torch.linspace(-3, 3, 2 * 64).reshape(2, 64)
 
 
 class Quantized(nn.Module):
-    """A call of each operator that lost defaults: with usual arguments, and with one of its own at the end."""
+    """Call each operator that lost defaults: with usual arguments, and with another last argument."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Quantized(nn.Module):
 
 
 class Lowered(nn.Module):
-    """A call of each operator of lowered programs that lost defaults, but for those of one GPU."""
+    """Call each operator of lowered programs that lost defaults, except operators of one GPU."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ def nodes(value):
 
 
 def drop_defaults(path, to, defaults=DEFAULTS):
-    """Write the file as it was at that time: without arguments at the end that equal a default."""
+    """Write the file as the older version did: without trailing arguments that equal a default."""
     dropped = []
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(to, "w") as old:
         for name in archive.namelist():
@@ -116,7 +116,7 @@ def test_arguments_that_older_files_leave_out(model, tmp_path):
         Lowered: {"rotation", "activation", "stride", "padding", "dilation"},
     }
     assert set(dropped) == {"axis", "scale_mode", "rounding"} | lost[type(model)]
-    with pytest.raises((KeyError, RuntimeError)):  # as torch says it
+    with pytest.raises((KeyError, RuntimeError)):  # in the words of torch
         torch.export.load(tmp_path / "old.pt2")
     loaded = read_program(tmp_path / "old.pt2").module()
     for x in (X, -X):
@@ -139,7 +139,7 @@ def test_torch_writes_what_decides_numbers(model, tmp_path):
 
 
 class Attention(nn.Module):
-    """A call of `attention_bfloat16`, of which all but the operands once had defaults."""
+    """Call `attention_bfloat16`; all arguments except the operands had defaults."""
 
     def __init__(self, *modes):
         super().__init__()

@@ -50,7 +50,7 @@ def xnnpack(**options):
 
     config = xnnpack.get_symmetric_quantization_config(is_per_channel=True, **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "XNNPACKQuantizer is deprecated")  # in favour of that of ExecuTorch
+        warnings.filterwarnings("ignore", "XNNPACKQuantizer is deprecated")  # in favour of ExecuTorch's
         return xnnpack.XNNPACKQuantizer().set_global(config)
 
 
@@ -85,7 +85,7 @@ def mx(module):
 
 @torch.no_grad()
 def check(prepared, x):
-    """Against torchao's convert; a copy of a prepared model is converted as the model is."""
+    """Compare with torchao's convert, also for a copy of the prepared model."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_torchao
 
     converted, of_a_copy = convert_pt2e(prepared), convert_pt2e(copy.deepcopy(prepared))
@@ -119,7 +119,7 @@ def test_quantizers_of_torchao(quantizer, name, with_ours):
 
 
 class Normalized(nn.Module):
-    """Layers with a batch norm after them; `ours` is for MXQuantizer where it is one of two."""
+    """Layers followed by a batch norm. With two quantizers, `ours` is for MXQuantizer."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ SPECS = {
     ids=str,
 )
 def test_weights_and_biases_stay_as_another_quantizer_has_them(specs, dtypes, with_ours):
-    """A quantized bias is no float constant; weights in groups, and scales that are computed, are folded too."""
+    """A quantized bias is no float constant. Weights in groups and computed scales are folded too."""
     x, other = torch.randn(4, 64), OperandQuantizer(*specs)
     prepared = prepare_pt2e(exported(OF_EACH_KIND["linear"][0](), x), composed(mx("0"), other) if with_ours else other)
     prepared(x)

@@ -13,7 +13,8 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e import output
 from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file, write_text
 
-#: what a limit on the size of files makes of torch's and of Python's writers, as a full disk does; run elsewhere
+#: writes beyond a limit on the size of files, like on a full disk, with torch's and Python's writers; run in another
+#: process
 FULL_DISK = """
 import resource, sys
 import torch
@@ -46,7 +47,7 @@ def report():
 
 @pytest.fixture
 def old(tmp_path):
-    """A file that is to stay."""
+    """A file that must not change."""
     path = tmp_path / "old.pt2"
     path.write_text("old")
     return path
@@ -78,7 +79,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(error, writes, old, tmp
 
 @pytest.mark.parametrize("when", [1, 5, 20])
 def test_interrupts_inside_the_writer_of_torch(when, old, tmp_path, monkeypatch):
-    """An exception that passes through it ends the process."""
+    """An exception that passes through the writer ends the process."""
     program, calls, write = torch.export.export(nn.Linear(64, 64), (torch.randn(2, 64),)), [], output._File.write
 
     def interrupted(self, data):
@@ -95,7 +96,7 @@ def test_interrupts_inside_the_writer_of_torch(when, old, tmp_path, monkeypatch)
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX alone has the limits")
 def test_a_full_disk(old, tmp_path, run_python):
     printed = run_python(FULL_DISK, [str(old)]).splitlines()
     assert printed == [f"cannot write {str(old)!r}: File too large"] * 4
@@ -142,7 +143,7 @@ def test_no_permission(existing, tmp_path, monkeypatch):
         check_output(tmp_path / "a")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="names of open files are those of POSIX")
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="POSIX alone has names of open files")
 @pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
 def test_a_pipe_is_written_to_by_its_name(folder):
     out, into = os.pipe()

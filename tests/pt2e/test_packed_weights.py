@@ -1,4 +1,4 @@
-"""`packed_weights`: the values of each are those that quantizing the float weight gives, to the bit."""
+"""`packed_weights`: each has the values of the quantized float weight, to the bit."""
 
 import functools
 
@@ -77,7 +77,7 @@ def made(name, fold=True):
 
 
 def check(model, weights, specs=None):
-    """`specs`: with the modes, where the program does not know them."""
+    """`specs`: the specs with modes, which the program does not record."""
     for weight in weights:
         parameter = model.get_parameter(weight.name).detach()
         spec = specs[weight.name] if specs else weight.spec
@@ -178,7 +178,7 @@ def test_experts():
 
 
 def test_a_batch_norm_is_folded_into_the_weight():
-    """The values are those of the weight that was quantized, which is no parameter any more."""
+    """The values equal the quantized weight, which is no longer a parameter."""
     model = NormalizedConv().eval()
     (conv, fc) = packed_weights(convert(model, IMAGES, "mxfp8"))
     scaled = model.conv.weight * (model.bn.weight / torch.sqrt(model.bn.running_var + model.bn.eps)).view(-1, 1, 1, 1)
@@ -188,7 +188,7 @@ def test_a_batch_norm_is_folded_into_the_weight():
 
 @pytest.mark.parametrize("name", ["readme", "tied", "cond"])
 def test_lowered(name):
-    """What is stored in another form says so in its name."""
+    """The name of a weight tells that it is stored in another form."""
     (_, converted), inputs = made(name), CASES[name][1]
     values = {weight.name: weight.dequantized() for weight in packed_weights(converted)}
     lowered = pt2mx.lower_to_inductor(converted)

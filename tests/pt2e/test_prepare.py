@@ -171,7 +171,7 @@ def test_deepcopy_of_a_prepared_model():
 
 
 def test_qat_converts_after_torchaos_switch_to_eval():
-    """The switch replaces dropout and leaves the shape of its own example on the new node."""
+    """The switch replaces dropout, and its new node has the shape of its own example."""
     from torchao.quantization.pt2e import move_exported_model_to_eval
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 10)).train()

@@ -154,7 +154,7 @@ def test_what_is_no_path(path):
 
 
 def test_a_truncated_program_is_none(program, tmp_path):
-    """A file that was interrupted while older versions wrote it in place."""
+    """Older versions wrote in place, so an interruption left a truncated file."""
     path = tmp_path / "net.pt2"
     with whole_file(path) as file:
         torch.export.save(program, file)

@@ -1,4 +1,4 @@
-"""What training loops do with a prepared model."""
+"""Training loops with a prepared model."""
 
 import copy
 from functools import partial
@@ -164,7 +164,7 @@ def test_resumed_training_takes_the_same_steps(tmp_path):
 
 
 def test_fake_quantization_switched_on_during_training():
-    """Off, the steps are those of the float model, to the bit."""
+    """With fake quantization off, the steps equal the float model's steps, to the bit."""
     x, labels = data(Block())
     model, prepared = Block().eval(), prepare().eval()
     pt2mx.disable_fake_quant(prepared)
@@ -205,7 +205,7 @@ def train_on_half(rank, folder):
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path):
-    """Gradients are the means over the halves: the order of sums is all that differs."""
+    """Gradients are the means over the halves, so only the order of sums differs."""
     run_ranks(train_on_half, str(tmp_path))
     x, labels = data(Block())
     prepared = prepare().eval()

@@ -1,4 +1,4 @@
-"""The range of what an observer saw; the numbers stay those of `MXObserver`."""
+"""The range of an observer's values; the numbers equal the numbers of `MXObserver`."""
 
 import math
 

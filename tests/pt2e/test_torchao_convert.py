@@ -1,4 +1,4 @@
-"""Our quantizer with torchao's own prepare and convert, which fold the weights of their own operators alone."""
+"""Our quantizer with torchao's prepare and convert, which only fold weights of torchao's operators."""
 
 import copy
 
@@ -25,7 +25,7 @@ from tests.models import OF_EACH_KIND, TwoLayers
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 @pytest.mark.parametrize("qat", [False, True], ids=["calibrated", "trained"])
 def test_prepare_and_convert_of_torchao_with_our_quantizer(name, qat):
-    """Its prepare and ours, its convert and ours: the same numbers, and weights folded, a tied one once."""
+    """torchao's prepare and ours, torchao's convert and ours: the same numbers and folded weights, a tied one once."""
     make, x, _ = OF_EACH_KIND[name]
     config = get_default_mx_quantization_config("mxfp4", "mxfp8", is_qat=qat)
     for prepare in (torchao.prepare_pt2e, prepare_qat_pt2e if qat else prepare_pt2e):

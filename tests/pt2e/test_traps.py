@@ -1,5 +1,5 @@
-"""What torchao's PT2E machinery does to operators and modules that it does not know: one test for each trap that was
-met, by its name. The issue of each is in its docstring. The numbers that are missing are in test_traps_outside.py."""
+"""Traps of torchao's PT2E flow for operators and modules of others: one test for each. Its docstring describes the
+issue. test_traps_outside.py has the missing numbers."""
 
 import copy
 import gc
@@ -21,14 +21,14 @@ QUANTIZER = MXQuantizer().set_global(CONFIG)
 
 
 def converted(model, *inputs, quantizer=QUANTIZER):
-    """(converted, prepared with fake quantization on), of an evaluated model."""
+    """Return a model in evaluation mode, converted, and prepared with fake quantization on."""
     prepared = calibrated(exported(model.eval(), *inputs), quantizer, *inputs)
     pt2mx.enable_fake_quant(prepared)
     return pt2mx.convert_pt2e(prepared), prepared
 
 
 def pairs(model):
-    """The specs of the pairs in a graph."""
+    """Return the specs of the pairs in a graph."""
     return [n.meta["mx_spec"] for n in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)]
 
 

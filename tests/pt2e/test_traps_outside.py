@@ -1,5 +1,5 @@
-"""What torch.compile, files and imports do to operators and models that they do not know: the other tests of the list
-that test_traps.py begins, by its numbers."""
+"""Traps of torch.compile, files and imports for operators and models of others. The numbers continue the list of
+test_traps.py."""
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ def test_trap_19_inductors_configuration_stays(run_python):
     assert run_python(code).split() == ["True"]
 
 
-def test_trap_22_torchvision_beside_a_cpu_torch(run_python):
+def test_trap_22_torchvision_with_a_cpu_torch(run_python):
     """The package index has a CUDA build of torchvision; its import next to a CPU torch fails without two schemas."""
     code = (
         "from pt2mx.extras import import_extra; print(import_extra('torchvision', 'vision').models.resnet18.__name__)"
@@ -122,9 +122,9 @@ print(torch.allclose(torch.export.export(converted, (x,)).module()(x), want))
 """
 
 
-def test_trap_23_beside_another_quantizer(run_python):
-    """MX first, then X86: the other way round raises. Both fold their weights. In a process of its own: the import of
-    the X86 quantizer changes Inductor's config."""
+def test_trap_23_with_another_quantizer(run_python):
+    """MX first, then X86: the other way round raises. Both fold their weights. In a separate process, because the
+    import of the X86 quantizer changes Inductor's config."""
     weights, equal, exported_again = run_python(X86).splitlines()
     assert weights == str([("0.weight_data", "torch.int8"), ("2.weight_data", "torch.uint8"),
                            ("2.weight_scale", "torch.uint8")])  # fmt: skip

@@ -1,4 +1,4 @@
-"""What presets promise beyond the recorded values of test_golden."""
+"""Promises of presets beyond the recorded values of test_golden."""
 
 import pytest
 import torch

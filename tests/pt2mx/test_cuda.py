@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the operators equal those of the CPU to the bit, eager and compiled, in graphs and streams."""
+"""On an NVIDIA GPU: the operators have the bits of the CPU, eager and compiled, in graphs and streams."""
 
 import pytest
 import torch

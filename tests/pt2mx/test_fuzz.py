@@ -11,7 +11,7 @@ from pt2mx.kernels.philox import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-#: argument -> values that are no such argument
+#: argument -> invalid values
 WRONG = {
     "elem_dtype": [
         "fp5",
@@ -51,7 +51,7 @@ def tensor(rng: random.Random) -> torch.Tensor:
 
 
 def call(rng: random.Random) -> bool:
-    """One call; whether its arguments were allowed."""
+    """Make one call; return whether its arguments were allowed."""
     x = tensor(rng)
     rank = max(x.dim(), 1)
     given = {
@@ -79,7 +79,7 @@ def call(rng: random.Random) -> bool:
 
 
 def check(x: torch.Tensor, given: dict, scale: torch.Tensor, data: torch.Tensor) -> None:
-    """What the reference gives, to the bit, by both ways."""
+    """Compare both ways with the reference, to the bit."""
     seed = given.pop("seed")
     row = torch.atleast_1d(x)
     spec = MXSpec(*given.values())
@@ -101,7 +101,7 @@ def check(x: torch.Tensor, given: dict, scale: torch.Tensor, data: torch.Tensor)
 
 
 def steps(x: torch.Tensor) -> list[int]:
-    """The strides that address something: those of dimensions with a second value."""
+    """Return the strides of dimensions with a second value; others address nothing."""
     return [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
 
 

@@ -1,5 +1,5 @@
-"""What peer libraries gave for the same inputs; `golden.npz` holds a manifest that says where they follow the
-specification, and where they deviate, in how many values."""
+"""Compare with recorded results of peer libraries for the same inputs. The manifest in `golden.npz` says where they
+follow the specification, and in how many values they deviate."""
 
 from collections import Counter
 from fractions import Fraction
@@ -13,7 +13,7 @@ from pt2mx.compat import PRESETS, Preset
 from tests.golden import ENTRIES, GOLDEN
 from tests.oracle import round_value
 
-#: the formats of the specification, whose values the record has
+#: the formats of the specification, which have recorded values
 RECORDED = [name.partition("/")[2] for name in GOLDEN.files if name.startswith("table/") and name != "table/e8m0"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDINGS = {
@@ -25,7 +25,7 @@ ROUNDINGS = {
 }
 LIBRARIES = {"torchao_0180": "torchao", "torchao_main": "torchao", "torchmx_hw": "torchmx"}
 
-#: By the manifest these follow rceil with exponents from a rounded log2, which the specification does not know: one ulp
+#: The manifest says that these follow rceil with exponents from a rounded log2, which the specification lacks: one ulp
 #: above max * 2**k they round down.
 ROUNDED_LOG2 = {
     ("torchao_0180", "fp6_e3m2", "sat"),
@@ -99,7 +99,7 @@ def test_stored_bytes_equal_the_peers(lib, fmt):
 
 
 def test_quark_rounds_by_number_only_its_integers():
-    """Recorded with each number; those of floats are equal."""
+    """The results are recorded for each number; results of floats are equal."""
     numbered = [e for e in ENTRIES if "rounding_mode" in e]
     assert {(e["fmt"], e["rounding_mode"]) for e in numbered} == {(f, n) for f in RECORDED for n in range(3)}
     for entry in numbered:

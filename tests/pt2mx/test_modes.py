@@ -1,4 +1,4 @@
-"""What each mode does, in values written by hand; all combinations are compared with the oracle in test_reference."""
+"""The results of each mode, written by hand; test_reference compares all combinations with the oracle."""
 
 import math
 

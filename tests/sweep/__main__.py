@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lines(options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the table as they are known: the head, the rows, a summary, an item for each failure."""
+    """Yield the lines of the table as they become known: the head, the rows, a summary, an item for each failure."""
     yield from (f"At commit {_commit()}.", "", _cells(_HEADER), _cells(["---"] * len(_HEADER)))
     causes: dict[tuple[str, str], str] = {}
     for name, cells, failures in _rows(options):

@@ -1,4 +1,4 @@
-"""What counts as matmul-like: the operators that a report has to name, quantized or not."""
+"""The matmul-like operators: a report must name them, quantized or not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MATMUL_LIKE = frozenset(
 
 
 def silent(converted: GraphModule) -> list[str]:
-    """Return the matmul-like operators, also those of subgraphs, that are neither quantized nor in the report with a
+    """Return the matmul-like operators, also in subgraphs, that are neither quantized nor in the report with a
     reason."""
     report = pt2mx.quantization_report(converted)
     told = {operator.name for operator in report.operators if operator.quantized or operator.reason}

@@ -20,7 +20,7 @@ LEAST_COSINE = 0.99
 
 #: methods of `Flow`, in the order in which they are called
 STAGES = ("export", "prepare", "convert", "equal", "reload", "listed", "compile")
-#: those without which the others make no sense
+#: the stages that the others need
 NEEDED = STAGES[:4]
 
 
@@ -66,7 +66,7 @@ class Flow:
         assert not left, f"neither quantized nor listed with a reason: {left}"
 
     def reload(self) -> None:
-        """The file computes as the converted model, and has the bytes that the reports say."""
+        """The loaded file computes as the converted model, and has the bytes of the reports."""
         program = _export(self.converted, self.batch)
         assert_same(self._run(reloaded(program).module()), self.quantized)
         files = saved_bytes(self.program), saved_bytes(program)

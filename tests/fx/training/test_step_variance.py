@@ -17,7 +17,7 @@ QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8
 
 #: ways to call a pass: directly, and under torch's two kinds of checkpointing
 CALLS = {
-    "as it is": lambda model, x: model(x),
+    "directly": lambda model, x: model(x),
     "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
     "checkpointed, reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
 }
@@ -63,7 +63,7 @@ def steps(model, call, passes=1, count=3):
 @pytest.mark.parametrize("name", ["checkpointed", "checkpointed, reentrant"])
 def test_checkpointing_changes_no_gradient_and_no_statistic(name, passes):
     results = []
-    for call in (CALLS["as it is"], CALLS[name]):
+    for call in (CALLS["directly"], CALLS[name]):
         model = prepared()
         pt2mx.enable_observer(model)
         results.append(steps(model, lambda x, model=model, call=call: call(model, x), passes))
@@ -143,7 +143,7 @@ def test_a_frozen_layer_follows_its_running_variance():
     for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
         model.get_parameter(name).requires_grad_(False)
     step = next(module for module in model.modules() if isinstance(module, StepVariance))
-    for name in ("as it is", "checkpointed") * 2:
+    for name in ("directly", "checkpointed") * 2:
         running = model.get_buffer("1.running_var").clone()
         CALLS[name](model, x).sum().backward()
         assert torch.equal(step.variance, running) and not torch.equal(model.get_buffer("1.running_var"), running)

@@ -9,7 +9,7 @@ from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 
 
-def test_files_beside_the_weights(llama, tmp_path):
+def test_files_next_to_the_weights(llama, tmp_path):
     convert_checkpoint(llama, tmp_path / "out")
     names = {path.name for path in llama.iterdir()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names

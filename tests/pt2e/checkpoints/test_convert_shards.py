@@ -175,7 +175,7 @@ except MXError as error:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX alone has the limits")
 def test_a_full_disk(llama, tmp_path, run_python):
     printed = run_python(FULL_DISK, [str(llama), str(tmp_path / "out")])
     assert re.fullmatch(r"cannot write '.*\.safetensors': File too large\n", printed)

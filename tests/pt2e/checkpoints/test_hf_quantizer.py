@@ -198,7 +198,7 @@ def test_a_tied_head_gets_codes_of_its_own(tmp_path):
 
 
 @torch.no_grad()
-def test_a_bias_that_is_tied_beside_the_head(tmp_path):
+def test_a_bias_that_is_tied_like_the_head(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes))
     model.cls.predictions.bias.normal_()

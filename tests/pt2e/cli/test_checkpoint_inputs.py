@@ -185,7 +185,7 @@ def test_batches_differ(checkpoint):
     assert not torch.equal(first["pixel_values"], second["pixel_values"])
 
 
-def test_texts_beside_images_are_as_in_the_example(checkpoint, photos, transformers):
+def test_texts_with_images_are_as_in_the_example(checkpoint, photos, transformers):
     options, model, *_ = PROCESSED["CLIPImageProcessor"]
     processor = transformers.CLIPImageProcessor(**options)
     loaded = load_model(f"hf:{checkpoint(*model, processor)}")

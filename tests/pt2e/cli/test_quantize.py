@@ -293,7 +293,7 @@ def test_nan_is_an_error_by_name_or_allowed(model, message, folder, capsys):
     assert f"pt2mx: warning: {message}\n" in capsys.readouterr().err and (folder / "out.pt2").exists()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX alone has the limits")
 def test_a_full_disk_is_one_line_and_status_2(folder, run_python):
     (folder / "q.pt2").write_text("old")
     printed = run_python(FULL_DISK, ["quantize", "--model", "net.py:make", "--recipe", "mxfp8", "--output", "q.pt2"])

@@ -82,7 +82,7 @@ def test_a_subgraph_of_a_condition():
 
 
 def test_graphs_of_other_models(net):
-    other = torch.export.export(nn.Embedding(100, 8), (IDS,)).module()  # of the same name, and another shape
+    other = torch.export.export(nn.Embedding(100, 8), (IDS,)).module()  # the same name, but another shape
     with pytest.raises(MXError, match="the two graphs share no operator: give forms of one export"):
         bisect(net[0], other, IDS)
 

@@ -1,4 +1,4 @@
-"""The folder of a language model is as it was until all of the new one is written."""
+"""The folder of a language model does not change until the new one is complete."""
 
 import os
 

@@ -265,7 +265,7 @@ def test_what_is_no_input(llama):
 
 
 def test_prompts_that_a_compiled_reader_fills_up(llama):
-    """As on a GPU: later tokens overwrite the padding after a prompt."""
+    """As on a GPU, later tokens overwrite the padding after a prompt."""
     model, (ids, mask) = another(llama), padded()
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected, logits = model.generate(ids, **options), model(ids).logits

@@ -11,7 +11,7 @@ from tests.rank_processes import run_ranks
 
 #: with biases everywhere, norms and inputs on all ranks, heads that are gathered or share a weight
 SHARDED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3", "gpt_neox", "glm4", "smollm3")
-#: layers that are sharded by columns; every rank holds those of the second list
+#: layers sharded by columns; every rank holds all layers of the second list
 COLUMNS, WHOLE = ("o_proj", "down_proj"), ("norm", "embed_tokens", "inv_freq")
 TOKENS = torch.arange(40).reshape(2, 20)
 TEXT = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(1))

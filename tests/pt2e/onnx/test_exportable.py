@@ -28,7 +28,7 @@ def prepared():
 
 
 class Eigenvalues(nn.Module):
-    """No translation of torch's exporter."""
+    """An operator that torch's exporter does not translate."""
 
     def __init__(self):
         super().__init__()

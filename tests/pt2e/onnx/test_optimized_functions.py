@@ -25,7 +25,7 @@ def optimized(model):
 
 
 def wrong_values(nodes, inputs, feeds):
-    """Count the values that differ from those of pt2mx's operators."""
+    """Count the values that differ from the results of pt2mx's operators."""
     outputs = run(
         optimized(model_of([node.make(list(feeds), f"Y{i}") for i, node in enumerate(nodes)], inputs)), *feeds.values()
     )

@@ -44,7 +44,7 @@ def plain(converted, *inputs, **options):
 
 
 def values_of(model, names, feeds):
-    """Return values of a model by name, including those that its optimizer computed."""
+    """Return values of a model by name, including values that its optimizer computed."""
     model = onnx.ModelProto.FromString(model.SerializeToString())
     constants = {c.name: onnx.numpy_helper.to_array(c) for c in model.graph.initializer}
     known = {value.name for value in model.graph.output}

@@ -177,7 +177,8 @@ def test_activations_of_other_types_are_cast(kind):
 
 
 def test_an_exported_program(tmp_path):
-    """Activations and weights, of equal scales, are standard nodes; the output is that of the converted model."""
+    """Activations and weights, of equal scales, are standard nodes; the output equals the output of the converted
+    model."""
     model, x = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70)).eval(), torch.randn(3, 70)
     model[1].weight.data = -model[0].weight.data
     prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), pt2mx.MXQuantizer.from_recipe("mxfp4"))

@@ -39,8 +39,8 @@ class Gate(nn.Module):
 
 
 def folded(model, *x, layer="o", dynamic=None):
-    """The graph of a model where the input of a layer is multiplied by powers of two by parameters alone, and divided
-    again before the layer; the names of the parameters."""
+    """Scale the input of a layer by powers of two, with parameters alone, and divide before the layer. Return the graph
+    and the names of the parameters."""
     graph = torch.export.export(model.eval(), x, dynamic_shapes=dynamic).module()
     linear = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.linear.default and layer in n.args[1].name)
     source, factor = linear.args[0], torch.exp2(torch.arange(16) % 5 - 2.0)
@@ -90,7 +90,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("model", [Residual(), Gate(shared=True), nn.Sequential(nn.Identity(), nn.Linear(16, 4))])
 def test_there_is_no_way(model):
-    """A nonlinear function in between, a weight with another user, an input of the model."""
+    """The path has a nonlinear function, a weight with another user, or an input of the model."""
     x = torch.randn(2, 3, 16)
     _, actual = folded(model, x, layer="o_" if hasattr(model, "o") else "1")
     assert not actual
@@ -107,7 +107,8 @@ def test_a_residual_is_a_second_user():
 
 
 class Twice(nn.Module):
-    """Tensors that one operator reads twice (a parameter, a factor, keys that are also values), or of another size."""
+    """Tensors that one operator reads twice (a parameter, a factor, keys that are also values), or tensors of another
+    size."""
 
     def __init__(self, kind):
         super().__init__()

@@ -80,7 +80,7 @@ def test_outputs_come_nearer_than_by_nearest_and_than_by_gptq(quantizer, less):
 
 
 def by_gptq(graph, batches):
-    """The graph with one weight rounded."""
+    """Return the graph with one weight rounded."""
     start = copy_sharing_tensors(graph)
     stack = torch.cat(batches)
     weight = start.get_parameter("layers.0.up.weight")
@@ -152,7 +152,8 @@ def test_weights_that_stay():
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
     quantizer.set_module_name("layers.1.down", ceil)
     actual, blocks = learned(graph, graph, quantizer, batches, steps=10)
-    # skipped: a weight of two blocks, one whose scale mode is not idempotent, an embedding, one of a block that writes
+    # skipped: a weight of two blocks, a weight whose scale mode is not idempotent, an embedding, a weight of a block
+    # that writes
     assert [block.weights for block in blocks] == [("layers.0.down.weight",)]
     assert actual.get_buffer("calls") == graph.get_buffer("calls") == 0
 

@@ -100,7 +100,7 @@ def test_an_expert_of_few_rows_is_rounded_better_than_by_itself_or_to_nearest(ro
         return (other @ off.T).square().sum() / (other @ weight.T).square().sum()
 
     (hessians,), counts = with_mean_expert(observer.parts, observer.counts)
-    alone = error(observer.parts[0][1], rows)  # rounds to nearest where an expert has no rows
+    alone = error(observer.parts[0][1], rows)  # rounds to nearest if an expert has no rows
     assert error(hessians[1], float(counts[1])) < limit * alone
 
 

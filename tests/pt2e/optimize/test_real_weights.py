@@ -7,7 +7,7 @@ import pytest
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.accuracy.packages import NotInstalledError
 
-#: model, format, baseline, and the share of its loss that may be left; the slow ones are the reach
+#: model, format, baseline, and the largest allowed share of its loss; the slow ones are goals
 SHARES = [
     ("digits-cnn", "W4", "over even", 0.65),
     ("digits-mlp", "W4", "over even", 0.15),

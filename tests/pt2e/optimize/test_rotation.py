@@ -18,7 +18,7 @@ W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4",
 
 
 class Net(nn.Module):
-    """Two layers of one input, one whose length 4 divides, one that no power of two from 4 on divides, a convolution
+    """Two layers of one input, a layer whose length 4 divides, a layer whose length 4 does not divide, a convolution
     and a tied embedding."""
 
     def __init__(self):

@@ -39,8 +39,8 @@ def test_convolutions_with_their_batch_norms():
 
 
 class Shared(nn.Module):
-    """One linear layer for two inputs, one weight in two formats, one that a plain operator reads too, and a constant
-    chain."""
+    """A linear layer with two inputs, a weight in two formats, a weight with an unquantized user, and a chain of
+    constants."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ def test_one_weight_in_matmuls_that_reduce_different_dimensions():
             super().__init__()
             self.weight = nn.Parameter(torch.randn(3, 64, 32))
 
-        def forward(self, x):  # (3, rows, 64): by one matrix each, and the first rows by all
+        def forward(self, x):  # (3, rows, 64): each by one matrix, and the first rows by all
             return x @ self.weight, x[0] @ self.weight
 
     x = correlated(3, 32, 64)

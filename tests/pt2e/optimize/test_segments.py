@@ -113,7 +113,7 @@ def test_modules_whose_nodes_are_interleaved_are_one_block():
     graph = exported(Interleaved(), x)
     assert [b.name for b in module_blocks(graph)] == ["layers.0", "layers.2", "layers.1", ""]
     stacks = {name: [n for n in graph.graph.nodes if f"layers.{name}" in str(n.meta)] for name in "012"}
-    late = stacks["0"][-1]  # as if a node of the first layer ran among those of the last
+    late = stacks["0"][-1]  # as if a node of the first layer ran among the nodes of the last
     moved = next(n for n in graph.graph.nodes if n in stacks["1"] and n.op == "call_function" and n.all_input_nodes)
     moved.meta["nn_module_stack"] = late.meta["nn_module_stack"]
     assert module_blocks(graph)[0].name.startswith("layers.0, layers.2")

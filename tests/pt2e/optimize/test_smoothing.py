@@ -57,7 +57,7 @@ def test_large_channels_go_into_the_weights():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_float_model_stays_to_the_bit(dtype):
-    """A model whose matmuls are exact."""
+    """The model has exact matmuls."""
     _, graph, x = setting(residual=True, dtype=dtype)
     for parameter in graph.parameters():
         parameter.data = parameter.data.mul(8).round() / 8

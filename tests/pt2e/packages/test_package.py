@@ -19,7 +19,7 @@ from tests.flow import calibrated
 class Net(nn.Module):
     """Inputs of each kind: lengths that may be 1 or not, a sum of lengths, strides, a tree, a written input, constants.
 
-    All outputs but that of the linear layer are exact.
+    All outputs are exact, except the output of the linear layer.
     """
 
     def __init__(self):
@@ -212,7 +212,7 @@ def test_a_dynamic_int_is_refused(tmp_path):
 
 
 class Masked(nn.Module):
-    """Reads as many values of the mask as x has, without a guard in the export."""
+    """Reads as many values of the mask as x has; the export has no guard for it."""
 
     def __init__(self):
         super().__init__()

@@ -97,7 +97,7 @@ def test_the_smallest_sizes_are_those_that_match(dims, compiled, expected):
 
 
 def test_sizes_that_are_1_together():
-    """y of one row is taken with x of one row only."""
+    """The program accepts y of one row only with x of one row."""
     program = torch.export.export(
         Gather(), (torch.randn(4, 3), torch.randn(4, 3)), dynamic_shapes=({0: AUTO}, {0: AUTO})
     )

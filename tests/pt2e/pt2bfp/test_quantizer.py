@@ -22,7 +22,7 @@ def net():
 
 
 def affine(x, seen, low=0, high=255):
-    """Fake quantize x with the scale and zero point of the range of `seen`, by the definition."""
+    """Fake quantize x by the definition, with the scale and zero point of the range of `seen`."""
     smallest, largest = min(float(seen.min()), 0.0), max(float(seen.max()), 0.0)
     scale = torch.tensor((largest - smallest) / (high - low))
     zero_point = int(low - torch.round(torch.tensor(smallest) / scale))

@@ -38,7 +38,7 @@ class Einsum(Fourier):
 
 
 class Functional(Fourier):
-    """The matmul is a layer with a buffer as weight."""
+    """A matmul as a linear layer with a buffer as its weight."""
 
     def __init__(self):
         super().__init__()

@@ -205,7 +205,7 @@ def test_operands_are_quantized_along_the_reduction(case, quantize):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_flex_attention(inside, quantize):
-    """Also where `forward` makes the mask: the graph then calls functions of vmap for their effect."""
+    """`forward` may make the mask; the graph then calls functions of vmap for their effect."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def causal():

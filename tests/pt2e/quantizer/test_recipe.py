@@ -67,13 +67,13 @@ def test_a_shipped_recipe_written_again_says_the_same(name, tmp_path):
     assert MXQuantizer.from_recipe(tmp_path / "r.yaml").to_dict() == quantizer.to_dict()
 
 
-@pytest.mark.filterwarnings("ignore:the setting .* matches no operator of the model")  # it has no embedding, no head
+@pytest.mark.filterwarnings("ignore:the setting .* matches no operator of the model")  # such as a head
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_converts_to_the_bit(name):
     torch.manual_seed(0)
     x = torch.randn(2, 4, 32)
     graph = exported(TwoLayers().eval(), x)
-    prepared = calibrated(graph, MXQuantizer.from_recipe(name).set_kv_cache(None), x)  # it has none
+    prepared = calibrated(graph, MXQuantizer.from_recipe(name).set_kv_cache(None), x)  # the model has none
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.enable_fake_quant(prepared)
     with torch.no_grad():

@@ -37,7 +37,8 @@ def rnn(operator, kind, *shape, inputs=((7, 2, 40),), **options):
     ],
 )
 def test_recurrent_layers(operator, kind, shape, options, input_shapes, quantize):
-    """Weights and input along their last dimension; also a cell's hidden state, where only a matmul uses it."""
+    """Weights and input have blocks along their last dimension, and so has a cell's hidden state if only a matmul uses
+    it."""
     torch.manual_seed(1)
     model, inputs = normal(kind(*shape, **options)), tuple(torch.randn(s) for s in input_shapes)
     exported = torch.export.export(model, inputs)
@@ -74,7 +75,7 @@ def test_an_lstm_cell_quantizes_its_hidden_but_not_its_cell_state(quantize):
 
 
 def test_a_cell_with_one_tensor_as_both_states(quantize):
-    """The state of an LSTM cell that starts at zero is one node twice."""
+    """A zero initial state of an LSTM cell is the same node twice."""
     model, inputs = nn.LSTMCell(40, 20).eval(), (torch.randn(2, 40),)
     prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     assert all(torch.equal(g, e) for g, e in zip(converted(*inputs), prepared, strict=True))

@@ -49,7 +49,7 @@ class Tied(nn.Module):
 
 
 class Views(nn.Module):
-    """Buffers in one memory that is read whole in float."""
+    """Buffers that share memory; the model reads all of it in float."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ class Unused(nn.Module):
 
 
 class JoinedBias(nn.Module):
-    """A bias that is a third of a parameter: conversion keeps that third only."""
+    """A bias that is a third of a parameter; conversion keeps only that third."""
 
     def __init__(self):
         super().__init__()

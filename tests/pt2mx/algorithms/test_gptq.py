@@ -8,7 +8,7 @@ from pt2mx.algorithms import block_exponents, gptq, round_to_blocks
 
 
 def hessian(k: int, rows: int = 512) -> torch.Tensor:
-    """Of inputs whose columns depend on each other."""
+    """The Hessian of inputs with dependent columns."""
     x = torch.randn(rows, k) @ torch.randn(k, k) / k**0.5
     return x.T @ x
 
@@ -35,14 +35,14 @@ def test_two_columns_reach_what_exhaustive_search_finds():
         h = hessian(2, 20)
         least = min(loss(weight, torch.tensor([pair]), h) for pair in itertools.product(grid.tolist(), repeat=2))
         got = loss(weight, gptq(weight, h, spec, damping=0), h)
-        # the column taken first is rounded to nearest, whatever comes: the optimum may lie elsewhere
+        # the first column is always rounded to nearest, so the optimum may lie elsewhere
         worse += got > least * (1 + 1e-4)
         assert got <= loss(weight, fake_quantize_mx(weight, spec), h) * (1 + 1e-5)
     assert worse <= 15
 
 
 def in_float64(weight, hessian, spec, exponents, damping, order):
-    """GPTQ as the paper has it: after each column the inverse of the Hessian of those that are left."""
+    """GPTQ as in the paper: after each column invert the Hessian of the remaining columns."""
     w, h = weight.double().clone(), hessian.double().clone()
     h.diagonal().add_(h.diagonal().mean() * damping)
     rounded, left = torch.zeros_like(w), list(order)
@@ -65,7 +65,7 @@ def test_agrees_with_float64(act_order, k):
     order = h.diagonal().argsort(descending=True, stable=True).tolist() if act_order else range(k)
     want = in_float64(weight, h, spec, exponents, 0.01, order)
     got = gptq(weight, h, spec, act_order=act_order)
-    # a value near the middle of two may go the other way in fp32, and what comes after it with it
+    # a value near a tie may round differently in fp32, and then the values after it do, too
     assert (got.double() == want).float().mean() > 0.97
     assert loss(weight, got, h) == pytest.approx(loss(weight, want, h), rel=0.02)
 

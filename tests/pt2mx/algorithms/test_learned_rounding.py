@@ -48,7 +48,7 @@ def test_scales_stay():
 
 
 def test_descent_finds_the_better_rounding():
-    """Two columns that always come together: one of them is better rounded up."""
+    """Two equal columns: one of them should round up."""
     weight, x = torch.tensor([[0.3, 0.28]]), torch.ones(1, 2)
     learned = LatentWeight(weight, None, MXSpec("int3", 2))
 

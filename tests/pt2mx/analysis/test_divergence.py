@@ -25,13 +25,13 @@ def test_it_is_that_of_torch_where_all_is_possible():
     ("log_p", "log_q", "divergence"),
     [
         (logs(0, 1, -INF), logs(0, 1, -INF), 0),
-        (logs(0, 0, -INF), logs(0, 0, 0), math.log(1.5)),  # q gives a third to what p rules out
+        (logs(0, 0, -INF), logs(0, 0, 0), math.log(1.5)),  # q gives a third to an outcome that p excludes
         (logs(0, 0, 0), logs(0, 0, -INF), INF),
         (logs(0, -INF), logs(-INF, 0), INF),
-        (logs(0, -1e6), logs(0, -INF), 0),  # a probability below the least number is none
+        (logs(0, -1e6), logs(0, -INF), 0),  # a probability below the smallest number is 0
         (logs(0, NAN), logs(0, 0), NAN),
         (logs(0, 0), logs(0, NAN), NAN),
-        (logs(0, -INF), torch.tensor([0.0, NAN]), NAN),  # of an outcome that p rules out, too
+        (logs(0, -INF), torch.tensor([0.0, NAN]), NAN),  # also for an outcome that p excludes
         (logs(-INF, -INF), logs(0, 0), NAN),  # no distribution
     ],
 )

@@ -1,4 +1,4 @@
-"""`mx_quantize` of torch tensors and NumPy arrays, and what pychop gave for the same inputs."""
+"""`mx_quantize` of torch tensors and NumPy arrays, compared with pychop for the same inputs."""
 
 import ml_dtypes
 import numpy as np
@@ -60,7 +60,7 @@ def test_format_and_arguments():
     assert torch.equal(mx_quantize(x, (0, 7)), fake_quantize_mx(x, "int8"))
     assert torch.equal(mx_quantize(x, (3, 1), 16), fake_quantize_mx(x, "fp5_e3m1", 16))
     spelled = fake_quantize_mx(x, "int8", 16, 0)
-    for format in ("mxint8{16,0}", MXSpec("int8", 16, 0)):  # what the format names holds until it is given
+    for format in ("mxint8{16,0}", MXSpec("int8", 16, 0)):  # arguments replace its fields
         assert torch.equal(mx_quantize(x, format), spelled)
         assert torch.equal(mx_quantize(x, format, block_size=8), fake_quantize_mx(x, "int8", 8, 0))
         assert torch.equal(mx_quantize(x, format, axis=-1), fake_quantize_mx(x, "int8", 16, -1))
@@ -148,7 +148,7 @@ def test_scalars_and_subclasses_of_numpy():
 
 
 class EagerTensor:
-    """Stands for an array of a library that is not taken."""
+    """An array of an unsupported library."""
 
 
 EagerTensor.__module__ = "tensorflow.python.framework.ops"

@@ -15,7 +15,7 @@ def sample(*shape, dtype=jnp.float32):
 
 
 def same(got, want):
-    """Whether a JAX array has the values, bit for bit, and dtype of a NumPy one."""
+    """Return whether a JAX array has the bits and the dtype of a NumPy array."""
     assert isinstance(got, jax.Array)
     return got.dtype == want.dtype and got.shape == want.shape and np.asarray(got).tobytes() == want.tobytes()
 

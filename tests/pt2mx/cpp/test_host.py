@@ -44,7 +44,7 @@ def run(host, package, inputs, tmp_path, **variables):
 
 
 def check(host, package, inputs, tmp_path):
-    """The outputs of the program are those of the package in this process."""
+    """Check that the outputs of the program equal the outputs of the package in this process."""
     result = run(host, package, inputs, tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     outputs = torch.load(tmp_path / "outputs.pt")

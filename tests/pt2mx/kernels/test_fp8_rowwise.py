@@ -1,4 +1,4 @@
-"""FP8 rows represent quantized values exactly, and their matmuls equal those of the values."""
+"""FP8 rows represent quantized values exactly, and their matmuls equal matmuls of the values."""
 
 import pytest
 import torch

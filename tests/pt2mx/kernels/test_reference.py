@@ -1,4 +1,4 @@
-"""The reference kernel against exact rational arithmetic, and its own promises."""
+"""Compare the reference kernel with exact rational arithmetic, and check its own promises."""
 
 import itertools
 import math
@@ -25,7 +25,8 @@ def float32(pattern: int) -> float:
 
 
 def adversarial_blocks(element, seed: int, count: int) -> list[list[float]]:
-    """Blocks of 4 around what matters: powers of two, the format's largest value, ties, subnormals, the top binade."""
+    """Blocks of 4 around the critical values: powers of two, the format's largest value, ties, subnormals, the top
+    binade."""
     rng = random.Random(seed)
     values = [float(v) for v in grid(element)]
     blocks = []
@@ -140,7 +141,7 @@ def test_every_code_under_every_scale(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_16_bit_pattern_in_a_block_of_one(name, dtype):
-    """16-bit inputs are computed in fp32, and what comes back is rounded once, ties to even."""
+    """16-bit inputs are computed in fp32, and the result is rounded once, ties to even."""
     patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).unsqueeze(1)
     for scale_mode in SCALE_MODES:
         got = fake_quantize_mx(patterns, name, 1, scale_mode=scale_mode)

@@ -69,7 +69,8 @@ def test_without_specs_it_is_torchs(name):
 
 @EVERY
 def test_training(name):
-    """A step changes weight and bias, by gradients near those of torch's layer; nothing quantized, by these."""
+    """A step changes weight and bias by gradients near the gradients of torch's layer, or equal to them if nothing is
+    quantized."""
     layer, plain, x = layers(name, SPECS)
     exact = layers(name, finalize_mx_specs({}, early_exit=False))[0]
     x.requires_grad_()

@@ -59,7 +59,7 @@ NAMES = {
     },
     "ConvTranspose2d": ("transpose_convolution", lambda c: (layer_of_ones(c, 2), 16.0)),
 }
-#: what `mx/__init__.py` of microxcaling exports besides, and what its example imports
+#: further exports of `mx/__init__.py` of microxcaling, and the imports of its example
 REFUSED = """
     LSTM sigmoid tanh relu relu6 leaky_relu silu gelu Sigmoid Tanh ReLU ReLU6 LeakyReLU SiLU GELU adaptive_avg_pool2d
     AdaptiveAvgPool2d BatchNorm1d BatchNorm2d BatchNorm3d LayerNorm RMSNorm layer_norm GroupNorm simd_add simd_sub

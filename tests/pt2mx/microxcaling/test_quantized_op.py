@@ -1,5 +1,5 @@
-"""Which operand of which matmul has which format, dimension and rounding, and what is rounded to floats: each value is
-written out here with torch's own operators."""
+"""The format, dimension and rounding of each operand of each matmul, and the roundings to floats. Each value is
+computed here with torch's own operators."""
 
 import copy
 
@@ -29,7 +29,7 @@ EVERY = pytest.mark.parametrize("turn", range(4))
 
 
 def specs_of(turn: int) -> dict:
-    """Every key its own value; the last quantizes no backward pass."""
+    """Give every key a different value; the last specs quantize no backward pass."""
     rounds = {f"round_{name}": MODES[(i + i // 3 * turn + turn) % 3] for i, name in enumerate(ROUNDS)}
     return finalize_mx_specs({**FORMATS, **rounds, "block_size": 8, "bfloat": 12, "quantize_backprop": turn < 3})
 

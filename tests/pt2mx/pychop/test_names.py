@@ -1,4 +1,4 @@
-"""Every name of pychop's surface, each with a value; positions are those of pychop 0.6.2."""
+"""Every name of pychop's surface, each with a value; positions are as in pychop 0.6.2."""
 
 import io
 

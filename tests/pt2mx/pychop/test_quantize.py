@@ -1,4 +1,4 @@
-"""`mx_quantize` and `MXTensor` against what pychop 0.6.2 gave: its NumPy backend, whose block size counts."""
+"""`mx_quantize` and `MXTensor` against pychop 0.6.2: its NumPy backend, which uses the block size."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Tensors of TensorFlow, in a process of their own: TensorFlow is large and pins what others need, so that it is
-installed for this test alone."""
+"""TensorFlow tensors, in a separate process. TensorFlow is large and pins common packages, so it is installed for this
+test alone."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def same(got, want, dtype="float32"):
     assert isinstance(got, tf.Tensor) and got.dtype == dtype and np.array_equal(got, want)
 
 
-# values are those of NumPy arrays, in the same dtypes
+# values and dtypes equal the NumPy results
 for dtype in ("float32", "float16", "float64", "bfloat16", "int32", "uint8", "bool"):
     tensor = tf.cast(tf.constant(abs(x)), dtype)
     for format in pychop.MX_FORMATS:
@@ -36,7 +36,7 @@ for dtype in ("float32", "float16", "float64", "bfloat16", "int32", "uint8", "bo
         same(pychop.mx_quantize(tensor, format, 16), want, want.dtype.name)
 assert pychop.mx_quantize(tf.constant(2.4)).numpy() == 2.5 and pychop.mx_quantize(tf.zeros((0, 4))).shape == (0, 4)
 
-# gradients pass, to variables too, those of Keras's layers among them
+# gradients pass to variables too, also to variables of Keras's layers
 layer = tf.keras.layers.Dense(70)
 layer(tf.constant(x))
 for variable in (tf.Variable(x), tf.Variable(x.astype(np.float64)), layer.weights[0]):

@@ -1,4 +1,4 @@
-"""Quark's dictionaries. What its operator gave is recorded in test_golden."""
+"""Quark's dictionaries. test_golden compares with recorded results of its operator."""
 
 import pytest
 import torch

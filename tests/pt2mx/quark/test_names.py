@@ -1,4 +1,4 @@
-"""Every name of Quark's surface, each with a value; positions are those of Quark 0.13."""
+"""Every name of Quark's surface, each with a value; positions are as in Quark 0.13."""
 
 import ctypes
 import dataclasses

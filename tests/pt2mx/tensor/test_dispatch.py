@@ -1,4 +1,4 @@
-"""The operators that take MXTensors: matmuls equal those of the values, views move whole blocks."""
+"""The operators that take MXTensors: matmuls equal matmuls of the values, views move whole blocks."""
 
 import pytest
 import torch

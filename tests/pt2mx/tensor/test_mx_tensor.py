@@ -1,4 +1,4 @@
-"""MXTensor: its values are those of the operators, and it goes where tensors go."""
+"""MXTensor: it has the values of the operators, and works like a tensor."""
 
 import copy
 

@@ -15,7 +15,7 @@ def test_a_dtype_names_its_element(name):
 
 @pytest.mark.parametrize("dtype", [*dtypes.SUPPORTED_ELEM_DTYPES, dtypes.float8_e5m2], ids=str)
 def test_numbers_are_those_of_the_grid(dtype):
-    """The largest value is met by what a block of its multiples becomes, in whole numbers for int8."""
+    """A block of large multiples quantizes to the largest value, in whole numbers for int8."""
     x = torch.full((32,), dtype.max) * (1 if dtype is not dtypes.int8 else 2.0**-6)
     assert torch.equal(MXTensor.to_mx(x, dtype).to_dtype(), x)
     assert 2.0**dtype.max_pow2 <= dtype.max < 2.0 ** (dtype.max_pow2 + 1)

@@ -1,4 +1,4 @@
-"""What the four programs of TorchMX's examples do, on small models: the same calls, imports from `pt2mx.torchmx`."""
+"""The four programs of TorchMX's examples on small models: the same calls, with imports from `pt2mx.torchmx`."""
 
 import threading
 

@@ -87,7 +87,7 @@ def numbers(d: dtypes.DType) -> tuple:
     return (d.name, d.max, d.max_pow2, d.exponent_bias, d.exponent_bits, d.mantissa_bits, d.torch_dtype)
 
 
-# (what a call with the name gives, what it must be)
+# (result of a call with the name, expected result)
 NAMES = {
     "dtypes": {
         "DType": lambda c: (repr(c("a", 1.0, 0, 0, 0, 1, False, False)), "a"),
@@ -163,7 +163,7 @@ def test_names(module, name):
 
 @pytest.mark.parametrize("name", ["quantize_mx", "dequantize_mx"])
 def test_names_of_operators(name):
-    """Their arguments are those of the functions."""
+    """The operators have the arguments of the functions."""
     check = NAMES["mx_tensor"][name]
     got, want = check(getattr(torch.ops.torchmx, name))
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want

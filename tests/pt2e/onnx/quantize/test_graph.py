@@ -1,4 +1,4 @@
-"""The float file that is quantized: what is prepared in it, and the sources of its tensors."""
+"""Prepare a float file for quantization, and find the sources of its tensors."""
 
 import numpy as np
 import onnx
@@ -116,7 +116,7 @@ def test_text_and_computed_tensors_stay():
 
 
 def test_casts_and_shapes_of_constants_are_constants():
-    """Weights in half precision that are cast, and a flat one that is given its shape."""
+    """Weights in half precision with a cast, and a flat weight with a reshape."""
     nodes = [
         helper.make_node("Cast", ["half"], ["w"], "", to=TensorProto.FLOAT),
         helper.make_node("MatMul", ["x", "w"], ["h"], "first"),

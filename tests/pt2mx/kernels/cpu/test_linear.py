@@ -20,7 +20,7 @@ def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpe
 
 
 def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:
-    """Check that the error is at most 1.5 times that of torch's matmul in x's dtype."""
+    """Check that the error is at most 1.5 times the error of torch's matmul in x's dtype."""
     weight = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     y = linear(x, data, scale, bias, spec)
@@ -124,7 +124,7 @@ def test_bits_after_the_last_code_do_not_count():
     for name in ("fp4_e2m1", "fp6_e3m2"):
         scale, data = ops.quantize_mx(torch.rand(4, 5), name, 32, -1, "floor", "even")
         spec = MXSpec(name, 32, 1)
-        scale.fill_(254)  # the values overflow to +Inf, and what comes after them would, times zero, be NaN
+        scale.fill_(254)  # the values overflow to +Inf, and later values would be NaN, because Inf times zero is NaN
         expected = linear(x, data, scale, None, spec)
         assert (expected == torch.inf).all()
         data[:, -1] |= 0xF0

@@ -105,7 +105,7 @@ def test_matmuls(gpu, name, shape, biased):
 
 
 def test_strides_of_any_kind(gpu):
-    """Also those of a norm's weight, and of what rows that do not fit are multiplied with."""
+    """Also strides of a norm's weight, and of the weight that multiplies rows that do not fit."""
     spec = MXSpec("fp4_e2m1", BLOCK, axis=1)
     x, residual, weight = (torch.randn(64, 40, device="cuda").bfloat16().t() for _ in range(3))
     scale, bias = weight[:2]

@@ -1,4 +1,4 @@
-"""What has a form of its own for Inductor's Triton: compiled for the CPU, and what becomes of it on a GPU."""
+"""Functions with their own form for Inductor's Triton: compiled for the CPU, and their code on a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiled kernels of a GPU read and write the bytes of scales as they are: ptxas lost sums of some of them."""
+"""Compiled kernels of a GPU read and write the exact bytes of scales: ptxas lost sums of some of them."""
 
 import pytest
 import torch
