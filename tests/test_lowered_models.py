@@ -15,7 +15,7 @@ from pt2mx import MXQuantizer, MXSpec, lower_to_inductor, ops
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq
-from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
+from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.kernels.cpu.linear import has_isa
 from pt2mx.ops import linear
 from pt2mx.ops.convolution import conv2d_mx

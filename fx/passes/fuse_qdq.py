@@ -1,19 +1,40 @@
-"""Quantize an activation once; fuse `quantize_mx -> getitem x2 -> dequantize_mx` into `fake_quantize_mx`."""
+"""One `fake_quantize_mx` for each quantized activation: fuse its pair, and merge those of equal or adjacent values."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections import defaultdict
+from typing import Any, NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Dequantize, FakeQuantize, Quantize, attribute_of, dtype_of, shape_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    FakeQuantize,
+    Quantize,
+    args_of,
+    attribute_of,
+    dtype_of,
+    node_arg,
+    set_value,
+    shape_of,
+)
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
+from pt2mx.ops import linear
+
+aten = torch.ops.aten
+#: operators that may use the slices: their results' strides do not depend on the slices being quantized together
+_USERS = (
+    aten.matmul.default, aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+    aten.addmm.default, linear.linear_mx, aten.scaled_dot_product_attention.default,
+)  # fmt: skip
 
 
 @graph_pass(Quantize, Dequantize)
@@ -83,3 +104,128 @@ def _arguments(model: GraphModule, node: Node) -> list[Any]:
         return id(attribute_of(model, n)) if n.op == "get_attr" else n.name
 
     return [key(a) if isinstance(a, Node) else a for a in (node.args if call is None else call.args)]
+
+
+class Slice(NamedTuple):
+    """A quantization of the columns `start` to `end` of a tensor's last dimension, and the views from the tensor to the
+    quantization's input."""
+
+    quantize: Node
+    views: list[Node]
+    start: int
+    end: int
+
+    @property
+    def source(self) -> Node:
+        """The tensor."""
+        return node_arg(self.views[0])
+
+
+@graph_pass(FakeQuantize, aten.slice.Tensor)
+def merge_fake_quantize(model: GraphModule) -> None:
+    """Merge the quantizations of adjacent slices of a tensor's last dimension that have the same element, block size
+    and modes. The slices become views of the quantized tensor, with the same bits.
+
+    Blocks must run along that dimension, no block may cross the end of a slice or a head, and only matmuls may use the
+    slices.
+    """
+    written = written_nodes(model.graph)
+    groups: dict[FakeQuantize, list[Slice]] = defaultdict(list)
+    for node, call in FakeQuantize.calls_in(model.graph):
+        part = _part(node, call)
+        if part is None or not written.isdisjoint((node, *part.views, part.source)):
+            continue
+        if not ROUNDINGS[call.rounding].random and _only_matmuls_use(node):
+            groups[call.replace(x=part.source, axis=-1)].append(part)
+    for call, parts in groups.items():
+        for run in _adjacent(parts):
+            _quantize(model, call, run)
+
+
+def _part(quantize: Node, call: FakeQuantize) -> Slice | None:
+    """Return the columns that a node quantizes, if they are a slice of the last dimension.
+
+    The slice may be split into heads if the width of a head stays the last dimension.
+    """
+    node, shape = call.x, shape_of(call.x)
+    views: list[Node] = []
+    if shape is None or call.axis % len(shape) != len(shape) - 1:
+        return None
+    while shape is not None and len(node.users) == 1:
+        views.insert(0, node)
+        if not _is_whole(shape[-1], call.block_size):
+            return None
+        if node.target is aten.slice.Tensor:
+            columns = _columns(node)
+            return Slice(quantize, views, *columns) if columns and columns[0] % call.block_size == 0 else None
+        if not _keeps_last(node, shape):
+            return None
+        node = node_arg(node)
+        shape = shape_of(node)
+    return None
+
+
+def _is_whole(length: int | str, block_size: int) -> bool:
+    return isinstance(length, int) and length % block_size == 0
+
+
+def _columns(node: Node) -> tuple[int, int] | None:
+    """Return the start and end of a slice of the last dimension with step 1; None for other slices."""
+    source, dim, start, end, *step = node.args if len(node.args) >= 4 else (None,) * 4
+    shape = shape_of(source)
+    if shape is None or not isinstance(dim, int) or dim % len(shape) != len(shape) - 1:
+        return None
+    if step not in ([], [1]) or node.kwargs:
+        return None
+    length = shape[-1]
+    if not (isinstance(length, int) and isinstance(start, int) and isinstance(end, int)):
+        return None
+    return (start, min(end, length)) if 0 <= start < min(end, length) else None
+
+
+def _keeps_last(node: Node, shape: tuple[int | str, ...]) -> bool:
+    """Return whether a view only permutes dimensions before the last, or splits the last one."""
+    args = args_of(node)
+    if node.target is aten.transpose.int:
+        return len(shape) - 1 not in [dim % len(shape) for dim in args[1:3]]
+    if node.target is aten.permute.default:
+        return args[1][-1] % len(shape) == len(shape) - 1
+    return node.target in SPLITTING and shape[:-2] == (shape_of(args[0]) or ())[:-1]
+
+
+def _only_matmuls_use(node: Node) -> bool:
+    """Return whether only matmuls use a node, directly or through views."""
+    return all(user.target in _USERS or (is_view(user) and _only_matmuls_use(user)) for user in node.users)
+
+
+def _adjacent(parts: list[Slice]) -> list[list[Slice]]:
+    """Return the runs of two or more slices that follow one another."""
+    runs: list[list[Slice]] = []
+    for part in sorted(parts, key=lambda p: (p.start, p.end)):
+        if runs and runs[-1][-1].end == part.start:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [run for run in runs if len(run) > 1]
+
+
+def _quantize(model: GraphModule, call: FakeQuantize, parts: list[Slice]) -> None:
+    """Quantize a run of adjacent slices by `call`, whose x is the whole tensor."""
+    source, dim = args_of(parts[0].views[0])[:2]
+    start, end = parts[0].start, parts[-1].end
+    earliest = min((part.views[0] for part in parts), key=list(model.graph.nodes).index)
+    inserted: list[Node] = []
+    with model.graph.inserting_before(earliest):
+        if (start, end) != (0, (shape_of(source) or ())[-1]):
+            source = model.graph.call_function(aten.slice.Tensor, (source, dim, start, end))
+            inserted.append(source)
+        together = model.graph.call_function(ops.fake_quantize_mx, call.replace(x=source).args)
+    for node in (*inserted, together):
+        node.meta.update({k: v for k, v in parts[0].quantize.meta.items() if k != "val"})
+        set_value(node)
+    for part in parts:
+        part.views[0].args = (together, dim, part.start - start, part.end - start)
+        part.quantize.replace_all_uses_with(part.views[-1])
+        model.graph.erase_node(part.quantize)
+        set_value(part.views[0])
+        allow_any_strides(part.views[0])

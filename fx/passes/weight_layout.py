@@ -15,7 +15,7 @@ from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, name_of, registe
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides
-from pt2mx.fx.passes.packed_matmuls import weights_of_matmuls
+from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear

@@ -28,9 +28,8 @@ from pt2mx.fx.graph.tensors import (
     tensors_in_written_memory,
 )
 from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq
-from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
-from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
+from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
+from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of

@@ -6,7 +6,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.node import LinearMX
-from pt2mx.fx.passes import bf16_matmul, unpack_weights
+from pt2mx.fx.passes import bf16_matmul, fold_weights
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.kernels.cpu import linear as linear_of_cpu
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
@@ -175,7 +175,7 @@ def test_graphs_inside(quantize):
 
 @pytest.mark.parametrize("served", [True, False])
 def test_unpacking_leaves_them_to_bfloat16_instructions(served, monkeypatch):
-    monkeypatch.setattr(unpack_weights, "has_isa", lambda spec, k: served)
+    monkeypatch.setattr(fold_weights, "has_isa", lambda spec, k: served)
     converted, model, x = lowered("mxfp8", unpack=True)
     assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)

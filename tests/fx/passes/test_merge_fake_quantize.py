@@ -4,7 +4,7 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import ops
-from pt2mx.fx.passes.merge_fake_quantize import merge_fake_quantize
+from pt2mx.fx.passes.fuse_qdq import merge_fake_quantize
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 192)

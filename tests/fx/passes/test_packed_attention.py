@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pt2mx import ops
-from pt2mx.fx.passes.packed_attention import use_packed_attention
+from pt2mx.fx.passes.packed_operands import use_packed_attention
 from pt2mx.ops.attention import attention_mx
 from tests.flow import exported
 from tests.graph import calls

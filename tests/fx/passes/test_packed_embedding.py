@@ -4,7 +4,7 @@ from torch import nn
 
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.fx.graph.qdq import spec_of_dequantize
-from pt2mx.fx.passes.packed_embedding import use_packed_embeddings
+from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from tests.flow import exported
 from tests.packed_weight import Gather
 

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, dequantize_mx, ops
-from pt2mx.fx.passes.packed_matmuls import use_packed_weights
+from pt2mx.fx.passes.packed_operands import use_packed_weights
 from pt2mx.ops import linear
 from tests.flow import exported
 from tests.graph import calls

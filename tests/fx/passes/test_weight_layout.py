@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops, quantize_mx
 from pt2mx.fx.graph.qdq import SPEC_KEY, spec_of_dequantize
 from pt2mx.fx.graph.tensors import delete_unused_tensors
-from pt2mx.fx.passes.packed_matmuls import use_packed_weights
+from pt2mx.fx.passes.packed_operands import use_packed_weights
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
 from pt2mx.ops import linear
 from tests.flow import exported
