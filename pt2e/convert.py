@@ -20,8 +20,7 @@ from pt2mx.fx.training.train_eval import to_evaluation
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import INITIAL_KEY
-from pt2mx.pt2e.report.finite import listed, nonfinite_weights
-from pt2mx.pt2e.report.weights import note_weights
+from pt2mx.pt2e.report.weights import listed, nonfinite_weights, note_weights
 
 
 def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:

@@ -20,8 +20,8 @@ from pt2mx.fx.training.train_eval import to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.qspec import mx_qscheme
-from pt2mx.pt2e.report.finite import listed
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
+from pt2mx.pt2e.report.weights import listed
 
 #: meta key of a model prepared for calibration: the values, at preparation, of the buffers that it writes
 INITIAL_KEY = "mx_initial_buffers"

@@ -35,8 +35,10 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.optimize.index_observer": "pt2mx.pt2e.optimize.observers",
     "pt2mx.pt2e.origin": "pt2mx.pt2e.provenance",
     "pt2mx.pt2e.report.fidelity": "pt2mx.pt2e.report.agreement",
+    "pt2mx.pt2e.report.finite": "pt2mx.pt2e.report.weights",
     "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.sensitivity.results",
     "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.sensitivity.results",
+    "pt2mx.pt2e.stored_bits": "pt2mx.pt2e.packed_weights",
     "pt2mx.quark.enums": "pt2mx.quark.attributes",
     "pt2mx.quark.library": "pt2mx.quark.model_quantizer",
 }

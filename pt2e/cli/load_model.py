@@ -16,7 +16,7 @@ from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.calibration_files import load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
 from pt2mx.pt2e.cli.progress import note
-from pt2mx.pt2e.report.finite import listed, nonfinite_parameters
+from pt2mx.pt2e.report.weights import listed, nonfinite_parameters
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, user_errors
 
 #: advice for code that cannot be exported

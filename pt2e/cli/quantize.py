@@ -31,9 +31,9 @@ from pt2mx.pt2e.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe import names
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
-from pt2mx.pt2e.report.finite import nonfinite_operands
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
+from pt2mx.pt2e.report.weights import nonfinite_operands
 from pt2mx.pt2e.user_errors import user_errors
 
 #: suffixes of a report

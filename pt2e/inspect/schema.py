@@ -10,8 +10,8 @@ from math import prod
 import torch
 
 from pt2mx.pt2e.packages.sizes import Range
+from pt2mx.pt2e.packed_weights import storage_note
 from pt2mx.pt2e.provenance import Provenance
-from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec, parse
 
 

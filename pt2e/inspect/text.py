@@ -10,7 +10,7 @@ from typing import Any
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.inspect.schema import FileInfo, PackedWeightInfo, TensorInfo
-from pt2mx.pt2e.report.finite import listed
+from pt2mx.pt2e.report.weights import listed
 
 #: bars of a histogram, from the fewest blocks to the most
 _BARS = "▁▂▃▄▅▆▇█"

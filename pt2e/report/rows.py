@@ -23,13 +23,13 @@ from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.packed_weights import storage_note
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
 from pt2mx.pt2e.report.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
-from pt2mx.pt2e.stored_bits import storage_note
 from pt2mx.spec import MXSpec
 
 

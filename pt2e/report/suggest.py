@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from torch.fx import GraphModule
 
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.format_observer import MXFormatObserver
+from pt2mx.pt2e.packed_weights import packed_bytes
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.knapsack import Option, least_noise
 from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
 from pt2mx.pt2e.sensitivity.results import Sensitivity
-from pt2mx.pt2e.stored_bits import packed_bytes
 from pt2mx.pt2e.torchao_pt2e import is_prepared
 from pt2mx.spec import MXSpec, parse
 
 #: the noise of a useless format; finite, as the knapsack needs it
 _WORST = 1e30
+#: most steps into which a budget is divided
+_STEPS = 1 << 16
 
 
 def suggest_config(
@@ -38,7 +41,7 @@ def suggest_config(
     10 ** (-SQNR / 10). A linear operator passes this ratio on to its output, so weights of any size and scale count
     alike. The sum ignores that later layers amplify or hide noise. With `objective="output"` it minimizes the sum of
     the modules' costs to the model's output, as measured by `sensitivity`. The minimum within the budget is exact
-    (`pt2mx.pt2e.report.knapsack`); it does not guarantee model accuracy, so evaluate the result.
+    (`least_noise`); it does not guarantee model accuracy, so evaluate the result.
 
     Settings are by module name: the operators of one module, and modules that share a weight, get the same formats.
     Specs of outputs and biases do not change. Weights and activations without an `MXFormatObserver` or without a batch
@@ -230,3 +233,45 @@ def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bo
 def _is_covered(name: str, modules: dict[str, ObservedModule]) -> bool:
     """Return True if the setting of an enclosing module would quantize the operators of this one."""
     return any(m.config is not None and f"{name}.".startswith(f"{n}." if n else "") for n, m in modules.items())
+
+
+@dataclass(frozen=True)
+class Option:
+    """The bytes of an item in one format, and its noise (finite)."""
+
+    bytes: int
+    noise: float
+
+
+def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
+    """Solve the multiple-choice knapsack: return the index of one option per item, with the least total noise and at
+    most `budget` bytes; None if even the smallest options take more.
+
+    Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), chapter 11. Dynamic programming over the bytes
+    beyond those of the smallest options, in units of their greatest common divisor, is exact. If that
+    makes more than 65,536 steps, larger units are used and costs are rounded up to them: the budget is respected, and
+    at most a 65,536th of it per item is unused.
+    """
+    floors = [min(option.bytes for option in options) for options in items]
+    spare = budget - sum(floors)
+    if spare < 0:
+        return None
+    extras = [[option.bytes - floor for option in options] for options, floor in zip(items, floors, strict=True)]
+    spare = min(spare, sum(map(max, extras)))
+    unit = max(math.gcd(*(extra for row in extras for extra in row)), -(-spare // _STEPS), 1)
+    steps = spare // unit
+    least = np.zeros(steps + 1)  # least noise of the items so far, for each budget
+    choices = []
+    for options, row in zip(items, extras, strict=True):
+        totals = np.full((len(options), steps + 1), np.inf)
+        costs = [-(-extra // unit) for extra in row]
+        for total, option, cost in zip(totals, options, costs, strict=True):
+            if cost <= steps:
+                total[cost:] = least[: steps + 1 - cost] + option.noise
+        choices.append((totals.argmin(0).astype(np.int16), costs))
+        least = totals.min(0)
+    chosen, left = [], steps
+    for best, costs in reversed(choices):
+        chosen.append(int(best[left]))
+        left -= costs[chosen[-1]]
+    return chosen[::-1]

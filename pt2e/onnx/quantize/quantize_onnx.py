@@ -23,11 +23,11 @@ from pt2mx.pt2e.onnx.quantize.operators import ATEN, OTHER_MATMULS
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand, plan, quantizer_of
 from pt2mx.pt2e.onnx.quantize.rewrite import Rewriter, as_torch
 from pt2mx.pt2e.output import check_distinct, check_output
+from pt2mx.pt2e.packed_weights import packed_bytes, storage_note
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
-from pt2mx.pt2e.report.finite import listed
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
-from pt2mx.pt2e.stored_bits import packed_bytes, storage_note
+from pt2mx.pt2e.report.weights import listed
 
 #: matmuls in subgraphs, for the report; a Gather is mostly no embedding
 _MATMULS = (*(name for name in ATEN if name != "Gather"), *OTHER_MATMULS)

@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from pt2mx.pt2e.report import knapsack
-from pt2mx.pt2e.report.knapsack import Option, least_noise
+from pt2mx.pt2e.report import suggest
+from pt2mx.pt2e.report.suggest import Option, least_noise
 
 
 def brute_force(items, limit):
@@ -36,7 +36,7 @@ def test_equals_the_best_of_all_choices(seed):
 
 
 def test_a_fine_budget_is_kept_and_nearly_used(monkeypatch):
-    monkeypatch.setattr(knapsack, "_STEPS", 200)
+    monkeypatch.setattr(suggest, "_STEPS", 200)
     items = random_items(random.Random(1), 6, unit=997)
     items[0].append(Option(10_001, 0.0))
     limit = 50_000 + sum(min(o.bytes for o in options) for options in items)
