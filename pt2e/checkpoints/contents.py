@@ -14,8 +14,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
-from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
-from pt2mx.pt2e.checkpoints.compatibility_checks import check_compatibility
+from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, parts_of
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (

@@ -14,8 +14,7 @@ from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, quantization_of, read_json
-from pt2mx.pt2e.checkpoints.checkpoint_names import missing_tensors, renames_of
-from pt2mx.pt2e.checkpoints.compatibility_checks import check_compatibility
+from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of

@@ -1,20 +1,48 @@
-"""Load batches of inputs from files, and bring them into the form that a model takes."""
+"""Load batches of inputs (tensors, images, recordings) from files, and bring them into the form that a model takes."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
-from collections.abc import Callable, Container
+import wave
+from collections.abc import Callable, Container, Iterator, Mapping
+from itertools import cycle, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
 from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.user_errors import one_line
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: makes batches of files; their keys describe them in errors
+Reader = Callable[[list[Path]], dict[str, object]]
+
+BATCHES, IMAGES, RECORDINGS = "batches", "images", "recordings"
+#: suffix of a file -> its kind
+KINDS = {
+    ".pt": BATCHES,
+    ".npz": BATCHES,
+    ".png": IMAGES,
+    ".jpg": IMAGES,
+    ".jpeg": IMAGES,
+    ".wav": RECORDINGS,
+}
+#: most names in an error
+_MOST = 5
+#: Pillow's modes of values of 16 bits
+_WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+#: bytes of a sample of a recording -> its dtype, its value of silence, its largest magnitude
+_PCM = {1: ("u1", 128, 2**7), 2: ("<i2", 0, 2**15), 4: ("<i4", 0, 2**31)}
 
 
 def load_batch(file: Path) -> object:
@@ -111,3 +139,121 @@ def _values(batch: object) -> list[object]:
 def _leaf_trees(signature: Signature) -> dict[str, object]:
     """Return `Signature.trees` with each leaf as an argument of its own."""
     return {name: name for name in signature.names}
+
+
+def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) -> dict[str, object]:
+    """Load the batches of a folder, by file, in the order of the file names.
+
+    Args:
+        folder: a folder of batches, as `load_batch` reads them, in which other files are ignored; of images; or of
+            recordings.
+        readers: kind of `KINDS` -> the function that makes batches of such files for the model.
+
+    Raises:
+        MXError: for a folder that does not exist, that holds no file of a kind, files of several kinds, or a kind that
+            the model does not take; for a file that cannot be read.
+    """
+    files = batch_files(folder)
+    kinds = sorted({_kind(file) for file in files})
+    others = [file for file in sorted(Path(folder).glob("*")) if file not in files and not file.name.startswith(".")]
+    if not kinds:
+        contents = f", this one holds {_names(others)}" if others else ""
+        raise MXError(
+            f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files, or, for a model "
+            f"with a processor, images ({_suffixes(IMAGES)}) or recordings ({_suffixes(RECORDINGS)}){contents}"
+        )
+    if len(kinds) > 1:
+        raise MXError(f"{str(folder)!r} holds {' and '.join(kinds)}: give a folder of one kind")
+    (kind,) = kinds
+    if kind == BATCHES:
+        return {str(file): load_batch(file) for file in files}
+    if others:  # ignoring an image in an unknown format would go unnoticed
+        raise MXError(
+            f"{str(folder)!r} holds {kind} ({_suffixes(kind)}) and other files: {_names(others)}: move them elsewhere"
+        )
+    if kind not in readers:
+        allowed = f"folder of {' or '.join(readers)}, or of " if readers else "folder of "
+        raise MXError(
+            f"{str(folder)!r} holds {kind}, which cannot be made inputs of this model: give a {allowed}batches"
+        )
+    return readers[kind](files)
+
+
+def batch_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the files of a folder that have a suffix of `KINDS`, ordered by name; none if it is not a folder."""
+    return sorted(file for file in Path(folder).glob("*") if file.suffix.lower() in KINDS)
+
+
+def groups(files: list[Path], size: int) -> Iterator[list[Path]]:
+    """Yield files in groups of one size, which the export may have fixed; the first files fill up the last group."""
+    for start in range(0, len(files), size):
+        yield list(islice(cycle(files), start, start + size))
+
+
+def read_image(file: Path, mode: str = "RGB") -> Image.Image:
+    """Read an image, and turn it upright.
+
+    Args:
+        file: of any format that Pillow reads. torchvision's own decoders need its library, which does not load where
+            torchvision is a CUDA build and torch a CPU build.
+        mode: Pillow's name of the channels.
+
+    Raises:
+        MXError: for a file that holds none, and where Pillow is not installed.
+    """
+    pillow, operations = import_extra("PIL.Image", "vision"), import_extra("PIL.ImageOps", "vision")
+    try:
+        with pillow.open(file) as image:
+            upright = operations.exif_transpose(image)
+            if upright.mode in _WIDE:  # which `convert` would clip to 255
+                scaled = (np.asarray(upright, dtype=np.float64) / 257).round().clip(0, 255)
+                upright = pillow.fromarray(scaled.astype(np.uint8))
+            return upright.convert(mode)
+    except Exception as error:  # a decoder fails in many ways on a broken file
+        raise MXError(f"{str(file)!r} is no image: {one_line(error)}") from None
+
+
+def read_audio(file: Path, rate: int) -> np.ndarray:
+    """Read the samples of a .wav file: (time,) float32 in [-1, 1), the mean of its channels.
+
+    Args:
+        file: of 8, 16 or 32 bits PCM.
+        rate: the sampling rate that it must have, in samples a second.
+
+    Raises:
+        MXError: for a file that holds no such recording.
+    """
+    try:
+        with wave.open(str(file)) as recording:
+            width, channels, file_rate = recording.getsampwidth(), recording.getnchannels(), recording.getframerate()
+            count = recording.getnframes()
+            frames = recording.readframes(count)
+    except (wave.Error, EOFError, OSError) as error:
+        raise MXError(f"{str(file)!r} is no .wav file of PCM samples: {one_line(error)}") from None
+    if width not in _PCM:
+        raise MXError(f"{str(file)!r} has {8 * width} bits a sample: convert it to 16 (8, 16 and 32 are read)")
+    if file_rate != rate:
+        raise MXError(
+            f"{str(file)!r} has {file_rate} samples a second, the model takes {rate}: convert it, as by "
+            f"`ffmpeg -i {file.name} -ar {rate} converted.wav`"
+        )
+    if len(frames) != count * width * channels:
+        raise MXError(f"{str(file)!r} ends after {len(frames)} of {count * width * channels} bytes: copy it again")
+    dtype, silence, largest = _PCM[width]
+    samples = (np.frombuffer(frames, dtype).astype(np.float32) - silence) / largest
+    if not samples.size:
+        raise MXError(f"{str(file)!r} holds no samples: remove it")
+    return samples.reshape(-1, channels).mean(1)
+
+
+def _kind(file: Path) -> str:
+    return KINDS[file.suffix.lower()]
+
+
+def _suffixes(kind: str) -> str:
+    return ", ".join(suffix for suffix, its_kind in KINDS.items() if its_kind == kind)
+
+
+def _names(files: list[Path]) -> str:
+    more = f" and {len(files) - _MOST} more" if len(files) > _MOST else ""
+    return ", ".join(repr(file.name) for file in files[:_MOST]) + more

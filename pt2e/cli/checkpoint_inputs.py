@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.calibration_files import IMAGES, Reader, groups
-from pt2mx.pt2e.cli.processors import PROCESSORS, media_config, shape_from_config
+from pt2mx.pt2e.cli.batches import IMAGES, Reader, groups
+from pt2mx.pt2e.cli.hugging_face import PROCESSORS, media_config, shape_from_config
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.user_errors import user_errors
 

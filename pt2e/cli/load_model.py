@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
-from pt2mx.pt2e.cli.calibration_files import load_batches
+from pt2mx.pt2e.cli.batches import load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.report.weights import listed, nonfinite_parameters

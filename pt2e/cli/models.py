@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
-from pt2mx.pt2e.cli.batches import conform
-from pt2mx.pt2e.cli.calibration_files import IMAGES, Reader, groups, read_image
+from pt2mx.pt2e.cli.batches import IMAGES, Reader, conform, groups, read_image
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory

@@ -11,7 +11,7 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.cli.calibration_files import batch_files
+from pt2mx.pt2e.cli.batches import batch_files
 from pt2mx.pt2e.cli.models import source_file
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.output import check_distinct, check_output

@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.calibration_files import read_image
+from pt2mx.pt2e.cli.batches import read_image
 from pt2mx.pt2e.cli.models import _transform, call, load_model
 from pt2mx.pt2e.language.texts import sentences
 

@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from pt2mx.pt2e.cli.command import COMMANDS, command_parser
-from pt2mx.pt2e.cli.examples import EXAMPLES
-from pt2mx.pt2e.cli.parser import subparsers
+from pt2mx.pt2e.cli.parser import EXAMPLES, subparsers
 
 
 def leaves(parser):
