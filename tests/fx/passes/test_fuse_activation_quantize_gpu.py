@@ -9,8 +9,8 @@ from pt2mx.fx.passes import fuse_activation_quantize as module
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
-from tests.fx.passes.test_fuse_activation_quantize import Attention, Layer
 from tests.graph import calls, count
+from tests.models import FeedForward, SelfAttention
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +31,20 @@ def lowered(model, x, name="mxfp8", block_size=32):
 def test_a_norm_and_an_activation():
     """x is quantized by Inductor, which may have computed it."""
     x = torch.randn(40, 64).bfloat16()
-    converted, fused = lowered(Layer(), x)
+    converted, fused = lowered(FeedForward(), x)
     assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx)] == ["gelu"]
     assert count(fused, layer_norm_fake_quantize_mx) == 1 and count(fused, ops.fake_quantize_mx) == 1
     assert relative_error(fused(x), converted(x)) < 3e-2
 
 
 def test_what_inductor_computes_stays():
-    _, fused = lowered(Layer(activation=nn.Tanh()), torch.randn(40, 64).bfloat16())
+    _, fused = lowered(FeedForward(activation=nn.Tanh()), torch.randn(40, 64).bfloat16())
     assert count(fused, ops.fake_quantize_mx) == 2 and not count(fused, activation_fake_quantize_mx)
 
 
 def test_the_result_of_a_product():
     x = torch.randn(2, 20, 64).bfloat16()
-    converted, fused = lowered(Attention(), x)
+    converted, fused = lowered(SelfAttention(), x)
     assert [n.args[1] for n in calls(fused, activation_fake_quantize_mx)] == ["none"]
     assert relative_error(fused(x), converted(x)) < 3e-2
 
@@ -60,7 +60,7 @@ def test_the_result_of_a_product():
     ],
 )
 def test_what_the_kernels_do_not_take_stays(dtype, width, name, block_size):
-    _, same = lowered(Layer(width), torch.randn(40, width, dtype=dtype), name, block_size)
+    _, same = lowered(FeedForward(width), torch.randn(40, width, dtype=dtype), name, block_size)
     assert not count(same, activation_fake_quantize_mx) and not count(same, layer_norm_fake_quantize_mx)
 
 
@@ -70,7 +70,7 @@ def test_what_the_kernels_do_not_take_stays(dtype, width, name, block_size):
 def test_compiled_on_a_gpu(name, mode):
     """By calls in CUDA graphs, and by Inductor without."""
     x = torch.randn(80, 64).bfloat16()
-    converted, _ = lowered(Layer(), x, name)
+    converted, _ = lowered(FeedForward(), x, name)
     fused = lower_to_inductor(converted, device="cuda", unpack=True)
     assert count(fused, layer_norm_fake_quantize_mx) == 1
     x = x.cuda()
