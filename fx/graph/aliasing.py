@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, named_args, result_of, value_of
-
-if TYPE_CHECKING:
-    from torch._C import AliasInfo
+from pt2mx.fx.graph.views import may_return_input, returns_view
 
 aten = torch.ops.aten
 
@@ -125,27 +123,22 @@ def _may_write(target: object) -> bool:
 
 
 def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
-    values = {node: value_of(node) for node in graph.nodes}
     attributes = {node: attribute_of(model_of(graph), node) for node in graph.find_nodes(op="get_attr")}
     roots: dict[Node, frozenset[Root]] = {}
     for node in graph.nodes:
-        shown, attribute = _shown_arguments(node, values), attributes.get(node)
+        shown, attribute = _shown_arguments(node), attributes.get(node)
         memory = storage_of(attribute) if isinstance(attribute, Tensor) else node
         roots[node] = frozenset().union(*(roots[n] for n in shown)) if shown else frozenset({memory})
     return roots
 
 
-def _shown_arguments(node: Node, values: Mapping[Node, Any]) -> list[Node]:
+def _shown_arguments(node: Node) -> list[Node]:
     """Return the arguments whose memory the value of a node may alias."""
     target = node.target
     if isinstance(target, OpOverload):
-        tensors = _tensors(node, target)
-        if any(returned.alias_info is not None for returned in target._schema.returns):
-            return [n for n, info in tensors if info is not None]
-        if not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-            return []
-        inputs = [n for n, _ in tensors]
-        return [inputs[i] for i in _returned(node, inputs, values)]
+        if returns_view(target):
+            return [n for n, _ in _aliased_arguments(node, target)]
+        return _returned(node) if may_return_input(target) else []
     if isinstance(target, HigherOrderOperator):
         return _shown_inside(node)
     if target is operator.getitem or node.op == "call_module":  # a module such as an observer may return its argument
@@ -153,17 +146,19 @@ def _shown_arguments(node: Node, values: Mapping[Node, Any]) -> list[Node]:
     return node.all_input_nodes if node.op == "call_function" else []
 
 
-def _returned(node: Node, inputs: list[Node], values: Mapping[Node, Any]) -> list[int]:
-    """Return the positions of the inputs that a composite operator returns; all positions if a value is unknown."""
-    operands = [values[n] for n in inputs]
+def _returned(node: Node) -> list[Node]:
+    """Return the inputs that a composite operator returns; all inputs if a value is unknown."""
+    inputs: list[Node] = []
+    torch.fx.map_arg((node.args, node.kwargs), inputs.append)
+    operands = [value_of(n) for n in inputs]
     if any(operand is None for operand in operands):
-        return list(range(len(inputs)))
+        return inputs
     fake_modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
     returned_of = _RETURNED.setdefault(fake_modes[0], {}) if fake_modes else {}
-    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), lambda n: _layout(values[n]))))
+    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), lambda n: _layout(value_of(n)))))
     if call not in returned_of:
         returned_of[call] = _returned_by_call(node, operands)
-    return returned_of[call]
+    return [inputs[i] for i in returned_of[call]]
 
 
 def _layout(value: Any) -> Any:
@@ -186,7 +181,7 @@ def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> 
         return _written_inside(node, target)
     if target in _WRITE_IN_TRAINING and named_args(node)["train"] is False:
         return []
-    written = [n for n, info in _tensors(node, target) if info is not None and info.is_write]
+    written = [n for n, is_written in _aliased_arguments(node, target) if is_written]
     positions, flag = _UNDECLARED_WRITES.get(target, ((), 0))
     if positions and len(node.args) > flag and node.args[flag] is not False:
         written += [n for n in (node.args[i] for i in positions) if isinstance(n, Node)]
@@ -227,10 +222,17 @@ def _subgraphs(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
                 yield inner.graph, [(inside, operand) for inside, operand in pairs if isinstance(operand, Node)]
 
 
-def _tensors(node: Node, target: OpOverload) -> list[tuple[Node, AliasInfo | None]]:
-    """Return (node, alias information) of everything passed to an operator: by position, by name, and in lists."""
-    arguments = target._schema.arguments
-    by_name = {argument.name: argument.alias_info for argument in arguments}
-    passed = [(value, argument.alias_info) for argument, value in zip(arguments, node.args, strict=False)]
-    passed += [(value, by_name.get(name)) for name, value in node.kwargs.items()]
-    return [(n, info) for value, info in passed for n in pytree.tree_leaves(value) if isinstance(n, Node)]
+def _aliased_arguments(node: Node, target: OpOverload) -> list[tuple[Node, bool]]:
+    """Return the arguments that an operator writes or returns a view of, and whether it writes them."""
+    writes = _writes_by_argument(target)
+    passed = [*zip(writes.values(), node.args, strict=False)]
+    passed += [(writes.get(name), value) for name, value in node.kwargs.items()]
+    aliased = [(written, value) for written, value in passed if written is not None]
+    return [(n, written) for written, value in aliased for n in pytree.tree_leaves(value) if isinstance(n, Node)]
+
+
+@functools.lru_cache(1024)
+def _writes_by_argument(target: OpOverload) -> dict[str, bool | None]:
+    """Map the name of each argument, in the order of the schema, to whether the operator writes it. None: the operator
+    neither writes it nor returns a view of it."""
+    return {a.name: a.alias_info and a.alias_info.is_write for a in target._schema.arguments}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import torch
@@ -44,8 +45,14 @@ _NAMESPACES = ("aten", "prims", "pt2mx")
 def is_view(node: Node) -> bool:
     """Return whether a node's result may alias its first argument."""
     if isinstance(node.target, OpOverload):
-        return any(returned.alias_info is not None for returned in node.target._schema.returns)
+        return returns_view(node.target)
     return node.target is operator.getitem  # of several views
+
+
+@functools.lru_cache(1024)
+def returns_view(target: OpOverload) -> bool:
+    """Return whether a result of an operator shares memory with an argument, by the operator's schema."""
+    return any(returned.alias_info is not None for returned in target._schema.returns)
 
 
 def supports_strides(target: object) -> bool:
@@ -53,6 +60,7 @@ def supports_strides(target: object) -> bool:
     return isinstance(target, OpOverload) and target.namespace in _NAMESPACES and target not in NEED_STRIDES
 
 
+@functools.lru_cache(1024)
 def may_return_input(target: OpOverload) -> bool:
     """Return whether a composite operator may return its input."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd

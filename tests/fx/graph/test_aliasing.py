@@ -230,3 +230,48 @@ def test_a_graph_inside_writes_its_operands():
     assert any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in model.graph.nodes)
     assert "cache" in {node.target for node in written_nodes(model.graph)}
     assert "cache" not in {node.target for node in constant_nodes(model.graph)}
+
+
+def names_written(model):
+    return {node.name for node in written_nodes(model.graph)}
+
+
+def test_each_change_of_a_graph_counts():
+    """A pass changes arguments, operators and buffers one at a time, and asks after each change."""
+    model = torch.export.export(Model(), (torch.randn(4, 8), torch.randn(4, 8))).module()
+    nodes = {node.name: node for node in model.graph.nodes}
+    filled = {"mul", "slice_1", "fill_"}
+    assert names_written(model) == filled | {"cache", "slice_3", "copy_", "t_1"}
+    nodes["copy_"].args = nodes["slice_2"], nodes["slice_3"]
+    assert names_written(model) == filled | {"y", "slice_2", "copy_", "t", "split", "getitem", "getitem_1"}
+    nodes["slice_2"].target = aten.slice_copy.Tensor
+    assert names_written(model) == filled | {"slice_2", "copy_"}
+    nodes["slice_2"].replace_all_uses_with(nodes["slice_3"])
+    assert names_written(model) == filled | {"cache", "slice_3", "copy_", "t_1"}
+    model.lifted_tensor_0 = model.cache[0, 0]
+    assert names_written(model) == filled | {"cache", "slice_3", "copy_", "t_1", "lifted_tensor_0"}
+    nodes["fill_"].target = aten.fill.Tensor
+    model.graph.erase_node(nodes["copy_"])
+    assert names_written(model) == set()
+
+
+def test_a_change_of_a_subgraph_counts():
+    model = torch.export.export(Cache(), (torch.randn(3, 4),)).module()
+    assert names_written(model) == {"cache", "t"}
+    (write,) = model.submod_1.graph.find_nodes(op="call_function", target=aten.copy_.default)
+    write.target = aten.copy.default
+    assert names_written(model) == set()
+
+
+def test_a_change_of_a_value_counts():
+    """A composite operator returns its input, or a new tensor, by the input's dtype."""
+
+    class Cast(nn.Module):
+        def forward(self, x, y):
+            return (x * 2).type_as(y).add_(1)
+
+    model = torch.export.export(Cast(), (torch.randn(4, 4), torch.randn(4))).module()
+    assert names_written(model) == {"mul", "type_as", "add_"}
+    (doubled,) = model.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    doubled.meta["val"] = doubled.meta["val"].half()
+    assert names_written(model) == {"type_as", "add_"}
