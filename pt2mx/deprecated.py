@@ -124,7 +124,9 @@ def _attach(module_name: str, renamed: Mapping[str, str]) -> None:
     def __getattr__(name: str) -> object:
         if name in renamed:
             new_module, _, new_name = renamed[name].partition(":")
-            _warn(f"{module_name}.{name}", f"{new_module}.{new_name}")
+            # `from package import name` asks whether there is a name before it gets the name
+            if sys._getframe(1).f_code.co_name != "_handle_fromlist":
+                _warn(f"{module_name}.{name}", f"{new_module}.{new_name}")
             return getattr(importlib.import_module(new_module), new_name)
         if other is not None:
             return other(name)

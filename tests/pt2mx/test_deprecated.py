@@ -11,7 +11,7 @@ from pt2mx import deprecated
 
 @pytest.fixture
 def renamed(tmp_path, monkeypatch):
-    """A package `house` on the path whose module `old_room` is `room` today, and `OLD` there `NEW`."""
+    """A package `house` on the path. Its module `room` was `old_room`; `NEW` was `OLD`, there and in `house`."""
     room = tmp_path / "house" / "room"
     room.mkdir(parents=True)
     (room.parent / "__init__.py").write_text("")
@@ -20,6 +20,7 @@ def renamed(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(deprecated.MODULES, "house.old_room", "house.room")
     monkeypatch.setitem(deprecated.NAMES, "house.old_room.shelf:OLD", "house.room.shelf:NEW")
+    monkeypatch.setitem(deprecated.NAMES, "house:OLD", "house.room.shelf:NEW")
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     deprecated.install()
     yield
@@ -44,6 +45,14 @@ def test_name_in_a_module(renamed):
     assert warned[0].filename == __file__
     with pytest.raises(AttributeError, match=r"^module 'house.room.shelf' has no attribute 'OLDER'$"):
         _ = shelf.OLDER
+
+
+def test_import_of_a_name_warns_once(renamed):
+    for _ in range(2):  # and each time: another file may use the old name too
+        with pytest.warns(FutureWarning) as warned:
+            exec("from house import OLD\nassert OLD == 3")
+        assert [str(each.message) for each in warned] == ["house.OLD is deprecated: use house.room.shelf.NEW"]
+        assert warned[0].filename == "<string>"
 
 
 def test_looking_is_not_importing(renamed):
