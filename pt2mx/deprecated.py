@@ -28,6 +28,7 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
     "pt2mx.pt2e.debug.comparison": "pt2mx.pt2e.debug.errors",
     "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
+    "pt2mx.pt2e.inspect.text": "pt2mx.pt2e.inspect.schema",
     "pt2mx.pt2e.language.perplexity": "pt2mx.pt2e.language.texts",
     "pt2mx.pt2e.onnx.bodies": "pt2mx.pt2e.onnx.function_bodies",
     "pt2mx.pt2e.onnx.float_report": "pt2mx.pt2e.onnx.quantize.quantize_onnx",

@@ -7,7 +7,7 @@ import argparse
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
-from pt2mx.pt2e.inspect.text import as_json, table
+from pt2mx.pt2e.inspect.schema import as_json, table
 from pt2mx.pt2e.provenance import other_version
 from pt2mx.pt2e.user_errors import user_errors
 

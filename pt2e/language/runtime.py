@@ -24,7 +24,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.decoder import free_inputs, set_inputs
-from pt2mx.pt2e.packages.load_check import check_loads
+from pt2mx.pt2e.packages.package import check_loads
 
 #: tokens of a prompt to read at once: it bounds the memory of attention, and a GPU needs many to be busy
 _CHUNK = {"cpu": 1024, "cuda": 4096}

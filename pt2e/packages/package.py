@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import fields
@@ -18,7 +20,6 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import add_records, check_kind, read_record
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
-from pt2mx.pt2e.packages.load_check import check_loads
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, symbols
@@ -26,6 +27,7 @@ from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 
 #: the record of a PT2 archive for the example inputs of an export
 _EXAMPLE = "data/sample_inputs/model.pt"
+_LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
 
 
 class CompiledModel(Protocol):
@@ -182,3 +184,24 @@ def read_signature(path: str | os.PathLike[str]) -> Signature:
         return Signature(**torch.load(io.BytesIO(content), weights_only=True))
     except TypeError:
         raise MXError(f"{str(path)!r} is of another version of pt2mx: compile its program again") from None
+
+
+def check_loads(path: str, device: torch.device) -> None:
+    """Load a package in a child process.
+
+    Packages for a CPU are not loaded: none was seen to crash, and a child process takes seconds.
+
+    Raises:
+        MXError: where the child crashed, or could not load the package.
+    """
+    if device.type == "cpu":
+        return
+    child = subprocess.run([sys.executable, "-c", _LOAD, path], capture_output=True, encoding="utf-8", errors="replace")
+    if child.returncode < 0:
+        raise MXError(
+            f"the machine code for {device} crashes while torch {torch.__version__} loads it (signal "
+            f"{-child.returncode}), as any package does if the C++ compiler links libstdc++ statically: set "
+            "CXX to one that links it dynamically, or use torch.compile"
+        )
+    if child.returncode:
+        raise MXError(f"the machine code for {device} cannot be loaded: {child.stderr.strip().splitlines()[-1]}")

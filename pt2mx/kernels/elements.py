@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.axis import trim_axis
+from pt2mx.kernels.packing import trim_axis
 from pt2mx.modes import ROUNDINGS
 
 BIAS = 127  # of fp32 and of E8M0

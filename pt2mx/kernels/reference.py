@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels import elements
-from pt2mx.kernels.axis import split_axis, trim_axis
 from pt2mx.kernels.elements import BIAS, Prims, pow2, times_pow2
-from pt2mx.kernels.packing import pack, unpack
+from pt2mx.kernels.packing import pack, split_axis, trim_axis, unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 

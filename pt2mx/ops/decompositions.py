@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from pt2mx.kernels import elements, reference
-from pt2mx.kernels.axis import is_one_in_the_example
+from pt2mx.kernels.packing import is_one_in_the_example
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.memory_format import (
     Order,

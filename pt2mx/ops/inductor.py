@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from pt2mx.kernels import elements
-from pt2mx.kernels.axis import guards
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.packing import guards
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.bf16_matmul import AttentionBfloat16
 from pt2mx.ops.decompositions import decompositions

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.kernels.axis import resized
-from pt2mx.kernels.packing import is_packed, packed_length
+from pt2mx.kernels.packing import is_packed, packed_length, resized
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, Rounding, ScaleMode, Seed, choices

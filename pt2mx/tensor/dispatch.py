@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.axis import resized
-from pt2mx.kernels.packing import packed_length
+from pt2mx.kernels.packing import packed_length, resized
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.tensor.mx_tensor import MXTensor
 

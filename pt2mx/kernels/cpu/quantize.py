@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import QuantizeCall, Spec
 from pt2mx.kernels.cpu.hadamard import rotate
-from pt2mx.kernels.packing import group_of, packed_length
+from pt2mx.kernels.packing import group_of, packed_length, resized
 from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS, ElementFormat
-from pt2mx.kernels.axis import pad_axis
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.packing import unpack
+from pt2mx.kernels.packing import pad_axis, unpack
 
 ROWS = 16  # of a tile
 _K_THREADS = 4  # threads of a warp that share a row

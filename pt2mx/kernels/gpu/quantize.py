@@ -15,10 +15,10 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels import packing
-from pt2mx.kernels.axis import resized
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.gpu import kernels
 from pt2mx.kernels.gpu.tiles import Constants
+from pt2mx.kernels.packing import resized
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
-from pt2mx.kernels.axis import has_length
+from pt2mx.kernels.packing import has_length
 from pt2mx.modes import ROUNDINGS
 
 scale_bytes = elements.scale_bytes

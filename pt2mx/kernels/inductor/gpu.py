@@ -10,8 +10,8 @@ from torch._inductor import lowering
 from torch._inductor.ir import TensorBox
 from torch._inductor.virtualized import V
 
-from pt2mx.kernels.axis import has_length, trim_axis
 from pt2mx.kernels.elements import BIAS, NAN_SCALE, decode, realize, realize_if_costly, round_to_element
+from pt2mx.kernels.packing import has_length, trim_axis
 
 __all__ = [
     "decode",

@@ -12,8 +12,7 @@ from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
-from pt2mx.pt2e.inspect.schema import TensorInfo
-from pt2mx.pt2e.inspect.text import _histogram
+from pt2mx.pt2e.inspect.schema import TensorInfo, _histogram
 from pt2mx.pt2e.packed_weights import packed_weights
 from tests.flow import convert
 from tests.language_models import quantized_decoder, tokenizer_of_bytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.packages import load_check
+from pt2mx.pt2e.packages import package
 
 CUDA = torch.device("cuda")
 
@@ -16,19 +16,19 @@ def _ends_with(status, stderr, monkeypatch):
         started.append(command)
         return subprocess.CompletedProcess(command, status, "", stderr)
 
-    monkeypatch.setattr(load_check.subprocess, "run", run)
+    monkeypatch.setattr(package.subprocess, "run", run)
     return started
 
 
 def test_code_for_a_cpu_is_not_loaded(monkeypatch):
     started = _ends_with(-11, "", monkeypatch)
-    load_check.check_loads("m.pt2", torch.device("cpu"))
+    package.check_loads("m.pt2", torch.device("cpu"))
     assert not started
 
 
 def test_code_that_loads(monkeypatch):
     started = _ends_with(0, "", monkeypatch)
-    load_check.check_loads("m.pt2", CUDA)
+    package.check_loads("m.pt2", CUDA)
     assert [command[-1] for command in started] == ["m.pt2"]
 
 
@@ -42,11 +42,11 @@ def test_code_that_loads(monkeypatch):
 def test_code_that_does_not_load(status, stderr, message, monkeypatch):
     _ends_with(status, stderr, monkeypatch)
     with pytest.raises(MXError, match=message):
-        load_check.check_loads("m.pt2", CUDA)
+        package.check_loads("m.pt2", CUDA)
 
 
 def test_a_real_child_process(tmp_path):
     path = tmp_path / "m.pt2"
     path.write_bytes(b"no package")
     with pytest.raises(MXError, match="the machine code for cuda cannot be loaded"):
-        load_check.check_loads(str(path), CUDA)
+        package.check_loads(str(path), CUDA)

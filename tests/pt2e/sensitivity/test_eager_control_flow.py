@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.sensitivity import eager_control_flow
+from pt2mx.pt2e.sensitivity import estimate
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
 from tests.subgraph_models import MODELS, Cond, X
 
@@ -19,7 +19,7 @@ def test_estimates_inside_of_graphs(make):
 
 
 def test_an_operator_without_gradients_is_refused(monkeypatch):
-    monkeypatch.delitem(eager_control_flow._RUN, "cond")
+    monkeypatch.delitem(estimate._RUN, "cond")
     exported = torch.export.export(Cond().eval(), (X,)).module()
     with pytest.raises(MXError, match=r"no gradients pass through cond: give method='forward'"):
         sensitivity(exported, [X], ["mxfp8"], method="gradient", metric="noise")

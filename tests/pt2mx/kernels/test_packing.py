@@ -2,11 +2,24 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pt2mx import ELEMENTS, MXSpec, MXTensor, dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels import packing
 from pt2mx.kernels.cpu import quantize as cpu
-from pt2mx.kernels.packing import is_packed, pack, packed_length, unpack, unpacked_length
+from pt2mx.kernels.packing import (
+    group_count,
+    guards,
+    has_length,
+    is_packed,
+    pack,
+    packed_length,
+    pad_axis,
+    split_axis,
+    trim_axis,
+    unpack,
+    unpacked_length,
+)
 from tests.cpu_kernels import check_cpu
 from tests.random_values import random_values
 
@@ -105,3 +118,33 @@ def test_kernels_of_a_gpu_follow_the_table_of_widths(name):
                 assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
                 values = [dequantize_mx(d, s, name, block, dtype, axis, shape[axis]) for s, d in (got, want)]
                 assert torch.equal(values[0].cpu(), values[1])
+
+
+@pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_whole_groups(length, count):
+    x = torch.arange(2 * length).reshape(2, length) + 1
+    padded, groups = pad_axis(x, 1, 4), split_axis(x, 1, 4)
+    assert group_count(length, 4) == count
+    assert padded.shape == (2, 4 * count) and groups.shape == (2, count, 4)
+    assert torch.equal(padded[:, :length], x) and not padded[:, length:].any()
+    assert torch.equal(groups.flatten(1), padded)
+    assert torch.equal(trim_axis(padded, 1, length), x)
+
+
+def test_what_has_its_length_is_not_cut():
+    x = torch.ones(2, 3)
+    assert has_length(x, 1, 3) and not has_length(x, 1, 2)
+    assert trim_axis(x, 1, 3) is x
+
+
+@pytest.mark.parametrize(("length", "guarded", "count"), [(3, True, 1), (8, True, 2), (3, False, 2), (8, False, 3)])
+def test_symbolic_lengths_have_a_group_more_where_nothing_guards_them(length, guarded, count):
+    def split(x):
+        with guards(guarded):
+            assert not has_length(x, 0, x.shape[0])
+            return split_axis(x, 0, 4)
+
+    x = torch.arange(1.0, length + 1)
+    groups = make_fx(split, tracing_mode="symbolic")(x)(x)
+    assert groups.shape == (count, 4)
+    assert torch.equal(groups.flatten()[:length], x) and not groups.flatten()[length:].any()
