@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx import ops
-from pt2mx.ops.bf16_matmul import attention_bfloat16
+from pt2mx.ops.attention import attention_bfloat16
 
 #: of sums in another order, and of weights in the query's dtype
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}

@@ -18,7 +18,7 @@ from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.cpu import bf16_matmul
 from pt2mx.kernels.select import runs_triton
-from pt2mx.ops.bf16_matmul import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
 
 aten = torch.ops.aten
 

@@ -37,7 +37,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.kernels.cpu.linear import has_isa
-from pt2mx.ops.bf16_matmul import matmul_bfloat16
+from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
 

@@ -36,8 +36,7 @@ from pt2mx.kernels.cpu.build import is_available
 from pt2mx.kernels.select import runs_triton
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
-from pt2mx.ops.attention import attention_mx
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import attention_bfloat16, attention_mx, matmul_bfloat16
 from pt2mx.ops.fp8_rowwise import mm_fp8_rows
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.memory_format import contiguous_order, order_in_memory

@@ -37,7 +37,7 @@ from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
 from pt2mx.kernels.cpu.linear import FEW_ROWS, has_isa
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx
-from pt2mx.ops.bf16_matmul import attention_bfloat16
+from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx

@@ -1,6 +1,6 @@
 """Multiply quantized activations and packed weights on the MX tensor cores of NVIDIA Blackwell GPUs.
 
-Untested on hardware: see `pt2mx.ops.scaled_mm`.
+Untested on hardware: see `pt2mx.kernels.gpu.scaled_mm`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from pt2mx.fx.graph.node import (
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fold_weights import fold_constant
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.scaled_mm import FORMS, Form
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.scaled_mm import BLOCK, FORMS, Form, scaled_mm_mx, swizzle_scale
+from pt2mx.ops.scaled_mm import scaled_mm_mx, swizzle_scale
 
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
@@ -36,9 +38,9 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     """Multiply the codes on MX tensor cores: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`. x may also come from a quantize/dequantize pair.
 
-    The tensor cores must support the elements of both (`pt2mx.ops.scaled_mm.FORMS`), with blocks of 32 along K. K must
-    be a multiple of 32 and N a multiple of 16. The scales of x are swizzled at each call, the weight's scales once,
-    now. Tensor cores decide the order and precision of sums.
+    The tensor cores must support the elements of both (`FORMS` of `pt2mx.kernels.scaled_mm`), with blocks of 32 along
+    K. K must be a multiple of 32 and N a multiple of 16. The scales of x are swizzled at each call, the weight's scales
+    once, now. Tensor cores decide the order and precision of sums.
 
     Args:
         model: a lowered model whose weights are not in the MMA layout. `lower_to_inductor(..., scaled_mm=True)` runs

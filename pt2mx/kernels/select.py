@@ -99,6 +99,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cpu": "cpu.attention:attend",
         "cuda": "gpu.attention:attend",
     },
+    "scaled_mm_mx": {"any": "scaled_mm:matmul", "cuda": "gpu.scaled_mm:matmul"},
     "quantize_fp8_rows": {"any": "fp8_rowwise:quantize", "cuda": "gpu.fp8_rowwise:quantize"},
     "layer_norm_fp8_rows": {"any": "fp8_rowwise:layer_norm_quantize", "cuda": "gpu.fp8_rowwise:layer_norm_quantize"},
     "mm_fp8_rows": {"any": "fp8_rowwise:mm", "cuda": "gpu.fp8_rowwise:mm"},

@@ -8,7 +8,6 @@ Lowered programs call them (`pt2mx.fx.passes.fuse_activation_quantize`), and Ind
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -35,9 +34,29 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`")
-@dataclass(frozen=True, slots=True)
-class ActivationFakeQuantize(Operator[T]):
+class QuantizesRows(Operator[T]):
+    """An operator that quantizes what it computes in blocks along the last dimension."""
+
+    __slots__ = ()
+    element: str
+    block_size: int
+    scale_mode: str
+    rounding: str
+    target_dtype: torch.dtype | None
+
+    @property
+    def format_args(self) -> tuple[str, int, str, str, torch.dtype | None]:
+        """The arguments of the quantization, as the operators have them last."""
+        return self.element, self.block_size, self.scale_mode, self.rounding, self.target_dtype
+
+    def fake_quantize(self, y: Tensor) -> Tensor:
+        """Quantize what was computed."""
+        spec = self.element, self.block_size, -1, self.scale_mode, self.rounding
+        return fake_quantize_mx(y, *spec, None, "identity").to(self.result_dtype)
+
+
+@operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`", saved=("x",))
+class ActivationFakeQuantize(QuantizesRows[T]):
     """`fake_quantize_mx` of an activation of x along the last dimension, to the bit. The activation is rounded to x's
     dtype; its last bits are the device's own. The gradient is that of the activation.
 
@@ -56,28 +75,15 @@ class ActivationFakeQuantize(Operator[T]):
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of x"] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the spec and the dtype of the result; MXError for what the operator does not take."""
-        modes = self.element, self.block_size, self.scale_mode, self.rounding, self.target_dtype
-        result = check_quantization(self.x, *modes)
         check_activation(self.activation)
-        return result
+        return check_quantization(self.x, *self.format_args)
 
     def kernel(self) -> Tensor:
         return run_kernel("activation_fake_quantize_mx", self.x, self.activation, *self.check())
 
-    def fake(self) -> Tensor:
-        _, dtype = self.check()
-        return self.x.new_empty(self.x.shape, dtype=dtype)
-
     def decompose(self) -> Tensor:
-        dtype = self.target_dtype or self.x.dtype
-        y = ACTIVATIONS[self.activation](self.x).to(torch.promote_types(self.x.dtype, dtype))
-        return fake_quantize_mx(
-            y, self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity"
-        ).to(dtype)
-
-    def saved(self) -> tuple[str, ...]:
-        return ("x",)
+        y = ACTIVATIONS[self.activation](self.x)
+        return self.fake_quantize(y.to(torch.promote_types(y.dtype, self.result_dtype)))
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": BACKWARD[self.activation](grad.to(self.x.dtype), self.x)}
@@ -90,9 +96,9 @@ class ActivationFakeQuantize(Operator[T]):
         "normed": "x's shape, in the dtype of the sum: the norm before it is quantized",
         "quantized": "x's shape, in `target_dtype`",
     },
+    saved=("x", "residual", "weight", "bias"),
 )
-@dataclass(frozen=True, slots=True)
-class LayerNormFakeQuantize(Operator[T]):
+class LayerNormFakeQuantize(QuantizesRows[T]):
     """The layer norm of x + residual along the last dimension, and `fake_quantize_mx` of it, to the bit. Sum and norm
     are rounded to the dtype of the sum; the last bits of the norm are the device's own.
 
@@ -127,10 +133,7 @@ class LayerNormFakeQuantize(Operator[T]):
         return self.replace(x=x + residual, residual=None)
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the spec and the dtype of the quantized result; MXError for what the operator does not take."""
-        x = self.x
-        modes = self.element, self.block_size, self.scale_mode, self.rounding, self.target_dtype
-        spec, dtype = check_quantization(x, *modes)
+        x, result = self.x, check_quantization(self.x, *self.format_args)
         if not x.dim():
             raise MXError("a layer norm is of rows: x has no dimension; pass x.view(1)")
         if self.residual is not None and self.residual.shape != x.shape:
@@ -142,7 +145,7 @@ class LayerNormFakeQuantize(Operator[T]):
         check_norm_parameters(x, "the dtype of the sum", weight=self.weight, bias=self.bias)
         if self.weight is not None and self.bias is not None and self.weight.dtype != self.bias.dtype:
             raise MXError(f"weight of {self.weight.dtype} and bias of {self.bias.dtype} must be in one dtype: cast one")
-        return spec, dtype
+        return result
 
     def kernel(self) -> tuple[Tensor, Tensor]:
         call = self.summed()
@@ -156,11 +159,7 @@ class LayerNormFakeQuantize(Operator[T]):
 
     def decompose(self) -> tuple[Tensor, Tensor]:
         normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
-        modes = self.element, self.block_size, self.scale_mode, self.rounding, self.target_dtype
-        return normed, ActivationFakeQuantize(normed, "none", *modes).decompose()
-
-    def saved(self) -> tuple[str, ...]:
-        return ("x", "residual", "weight", "bias")
+        return normed, ActivationFakeQuantize(normed, "none", *self.format_args).decompose()
 
     def backward(self, ctx: Any, grad_normed: Tensor, grad: Tensor) -> dict[str, Tensor | None]:
         """The gradient of the norm; quantization passes it through."""

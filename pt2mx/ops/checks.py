@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -140,7 +141,7 @@ def check_quantization(
     spec = check_input(x, element, block_size, -1, scale_mode, rounding)
     if ROUNDINGS[rounding].random:
         raise MXError(f"values are not rounded {rounding!r} where they are computed: use fake_quantize_mx of them")
-    return spec, check_target_dtype(target_dtype, x)
+    return spec, check_target_dtype(target_dtype, x) if target_dtype else x.dtype
 
 
 def check_activation(activation: str) -> None:
@@ -156,6 +157,13 @@ def check_bias(bias: Tensor, codes: Tensor, dtype: torch.dtype, x: Tensor) -> No
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
             f"{codes.shape[0]} rows and a result in {dtype} on {x.device}"
         )
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return False where a shape is known not to broadcast to one of as many dimensions. Symbolic sizes are checked
+    when they run."""
+    pairs = [(n, m) for n, m in zip(shape, to, strict=True) if isinstance(n, int) and isinstance(m, int)]
+    return all(n in (1, m) for n, m in pairs)
 
 
 def _is_count(n: object) -> bool:

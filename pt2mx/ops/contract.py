@@ -11,8 +11,7 @@ import textwrap
 import torch
 
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
-from pt2mx.ops.attention import AttentionMX
-from pt2mx.ops.bf16_matmul import AttentionBfloat16, MatmulBfloat16
+from pt2mx.ops.attention import AttentionBfloat16, AttentionMX, MatmulBfloat16
 from pt2mx.ops.convolution import Conv2dMX
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import Hadamard, RotatedFakeQuantize

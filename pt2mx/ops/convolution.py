@@ -8,7 +8,6 @@ device; the CPU's kernel makes no patches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -20,8 +19,8 @@ from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype
-from pt2mx.ops.operator import As, Autocast, Operator, T, operator
-from pt2mx.ops.quantization import dequantize_mx
+from pt2mx.ops.linear import PackedMatmul
+from pt2mx.ops.operator import As, Autocast, T, operator
 from pt2mx.spec import MXSpec
 
 ConvCodes = Annotated[
@@ -36,9 +35,9 @@ Padding = Annotated[Pair, "of height and width, zeros on both sides"]
     2,
     "(B, H', W', N) in `target_dtype`, contiguous",
     autocast=Autocast(("x", "bias", "target_dtype")),
+    saved=("codes", "scale"),
 )
-@dataclass(frozen=True, slots=True)
-class Conv2dMX(Operator[T]):
+class Conv2dMX(PackedMatmul[T]):
     """`conv2d(x, w, bias)` with channels last, where w is `dequantize_mx` of the weight along C in the dtype of the
     result; sums are in float32, in any order. x and bias have gradients; autocast casts both to its dtype.
 
@@ -65,7 +64,6 @@ class Conv2dMX(Operator[T]):
         return self.stride, self.padding, self.dilation
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the weight's spec and the dtype of the result; MXError for what does not fit."""
         x, codes, (stride, padding, dilation) = self.x, self.codes, self.conv_args
         if x.dim() != 4 or codes.dim() != 4 or x.device != codes.device:
             raise MXError(
@@ -85,7 +83,7 @@ class Conv2dMX(Operator[T]):
                 f"stride={list(stride)} and dilation={list(dilation)} must be at least 1, padding={list(padding)} at "
                 "least 0, two numbers each: of height and width"
             )
-        if any(isinstance(n, int) and n < 1 for n in self.shape()[1:3]):
+        if any(isinstance(n, int) and n < 1 for n in self.result_shape[1:3]):
             raise MXError(
                 f"x of shape {tuple(x.shape)} with padding={list(padding)} is smaller than a kernel of "
                 f"{tuple(codes.shape[1:3])} with dilation={list(dilation)}: pad it"
@@ -98,30 +96,22 @@ class Conv2dMX(Operator[T]):
             ) from None
         return spec, dtype
 
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the result."""
+    @property
+    def result_shape(self) -> tuple[int, ...]:
         return conv2d_shape(self.x, self.codes, self.conv_args)
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
         return run_kernel("conv2d_mx", self.x, self.codes, self.scale, self.bias, spec, *self.conv_args, dtype)
 
-    def fake(self) -> Tensor:
-        _, dtype = self.check()
-        return self.x.new_empty(self.shape(), dtype=dtype)
-
     def decompose(self) -> Tensor:
-        x = self.x.to(self.target_dtype or self.x.dtype)
+        x = self.x.to(self.result_dtype)
         y = functional.conv2d(x.permute(0, 3, 1, 2), self.weight(x.dtype, x.shape[-1]), self.bias, *self.conv_args)
         return y.permute(0, 2, 3, 1).contiguous()
 
-    def weight(self, dtype: torch.dtype, channels: int) -> Tensor:
-        """Return the dequantized weight (N, channels, *kernel)."""
-        values = dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, channels)
-        return values.permute(0, 3, 1, 2)
-
-    def saved(self) -> tuple[str, ...]:
-        return ("codes", "scale")
+    def weight(self, dtype: torch.dtype, length: int) -> Tensor:
+        """Return the dequantized weight (N, C, *kernel), with `length` channels."""
+        return PackedMatmul.weight(self, dtype, length).permute(0, 3, 1, 2)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         x = grad.new_empty(1).expand(ctx.shape).permute(0, 3, 1, 2)  # whose values do not count

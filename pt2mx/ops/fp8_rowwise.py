@@ -7,8 +7,7 @@ lists the kernels. Lowered programs call them (`pt2mx.fx.passes.fp8_rowwise`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,35 +34,50 @@ _ROWS = {
 _RowElement = Annotated[Element, f"one of {choices(ROOMS)}"]
 
 
-def _check(x: Tensor, element: str, scale_mode: str, rounding: str) -> MXSpec:
-    if element not in ROOMS:
-        raise MXError(f"{element!r} leaves no room for scales in E4M3: allowed are {', '.join(ROOMS)}")
-    spec = check_input(x, element, BLOCK, -1, scale_mode, rounding)
-    if ROUNDINGS[rounding].random:
-        raise MXError(f"FP8 rows are not rounded {rounding!r}: use fake_quantize_mx")
-    if not x.dim() or x.shape[-1] % BLOCK or not x.shape[-1]:
-        raise MXError(f"FP8 rows are of whole blocks of {BLOCK} values; got x of shape {tuple(x.shape)}")
-    return spec
+class _WithoutGradient(Operator[T]):
+    __slots__ = ()
+
+    def backward(self, ctx: Any, *grads: Tensor) -> NoReturn:
+        raise MXError("no gradient passes FP8 rows: lower the model with unpack=False")
 
 
-def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    codes = x.new_empty(x.shape, dtype=torch.uint8)
-    return codes, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)
+class _MakesRows(_WithoutGradient[T]):
+    """An operator that quantizes what it computes of x to FP8 rows."""
 
+    __slots__ = ()
+    x: T
+    element: str
+    scale_mode: str
+    rounding: str
 
-def _no_row_fits(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return FP8 rows of quantized values, none of which fit: `mm_fp8_rows` reads their values."""
-    scale = values.new_full((*values.shape[:-1], 1), UNFIT, dtype=torch.float32)
-    return torch.zeros_like(values, dtype=torch.uint8), scale, values
+    def check(self) -> MXSpec:
+        """Return the spec of x."""
+        x = self.x
+        if self.element not in ROOMS:
+            raise MXError(f"{self.element!r} leaves no room for scales in E4M3: allowed are {', '.join(ROOMS)}")
+        spec = check_input(x, self.element, BLOCK, -1, self.scale_mode, self.rounding)
+        if ROUNDINGS[self.rounding].random:
+            raise MXError(f"FP8 rows are not rounded {self.rounding!r}: use fake_quantize_mx")
+        if not x.dim() or x.shape[-1] % BLOCK or not x.shape[-1]:
+            raise MXError(f"FP8 rows are of whole blocks of {BLOCK} values; got x of shape {tuple(x.shape)}")
+        return spec
 
+    def fake(self) -> tuple[Tensor, ...]:
+        self.check()
+        x = self.x
+        codes = x.new_empty(x.shape, dtype=torch.uint8)
+        return codes, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)
 
-def _refuse_gradient() -> MXError:
-    return MXError("no gradient passes FP8 rows: lower the model with unpack=False")
+    def rows_of(self, y: Tensor, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
+        """Return FP8 rows of the activation of y, none of which fit: `mm_fp8_rows` reads their values."""
+        call = ActivationFakeQuantize(y, activation, self.element, BLOCK, self.scale_mode, self.rounding)
+        values = call.decompose()
+        scale = values.new_full((*values.shape[:-1], 1), UNFIT, dtype=torch.float32)
+        return torch.zeros_like(values, dtype=torch.uint8), scale, values
 
 
 @operator("quantize_fp8_rows", 3, _ROWS, words={"spreads": _SPREADS})
-@dataclass(frozen=True, slots=True)
-class QuantizeFP8Rows(Operator[T]):
+class QuantizeFP8Rows(_MakesRows[T]):
     """`quantize_mx` of an activation of x, in blocks of 32 along the last dimension, as FP8 rows: E4M3 codes of the
     same values with one scale a row. A row does not fit that is not finite, or where the scale of a block that is not
     zero is too far below the largest ({spreads}).
@@ -82,23 +96,14 @@ class QuantizeFP8Rows(Operator[T]):
     activation: Annotated[str, f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}"]
 
     def check(self) -> MXSpec:
-        """Return the spec of x; MXError for what the operator does not take."""
         check_activation(self.activation)
-        return _check(self.x, self.element, self.scale_mode, self.rounding)
+        return _MakesRows.check(self)
 
     def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         return run_kernel("quantize_fp8_rows", self.x, self.check(), self.activation)
 
-    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
-        self.check()
-        return _empty_rows(self.x)
-
     def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
-        modes = self.activation, self.element, BLOCK, self.scale_mode, self.rounding
-        return _no_row_fits(ActivationFakeQuantize(self.x, *modes).decompose())
-
-    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
-        raise _refuse_gradient()
+        return self.rows_of(self.x, self.activation)
 
 
 @operator(
@@ -106,8 +111,7 @@ class QuantizeFP8Rows(Operator[T]):
     3,
     {"normed": "x's shape and dtype: the norm before it is quantized", **_ROWS},
 )
-@dataclass(frozen=True, slots=True)
-class LayerNormFP8Rows(Operator[T]):
+class LayerNormFP8Rows(_MakesRows[T]):
     """`quantize_fp8_rows` of the layer norm of x + residual along the last dimension, both rounded to x's dtype.
 
     Example:
@@ -128,9 +132,7 @@ class LayerNormFP8Rows(Operator[T]):
     rounding: PlainRounding
 
     def check(self) -> MXSpec:
-        """Return the spec of x; MXError for what the operator does not take."""
-        x, residual = self.x, self.residual
-        spec = _check(x, self.element, self.scale_mode, self.rounding)
+        x, residual, spec = self.x, self.residual, _MakesRows.check(self)
         if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
             raise MXError(
                 f"the residual {tuple(residual.shape)} {residual.dtype} must have the shape and the dtype of x, "
@@ -143,22 +145,16 @@ class LayerNormFP8Rows(Operator[T]):
         args = self.x, self.residual, self.weight, self.bias, self.eps
         return run_kernel("layer_norm_fp8_rows", *args, self.check())
 
-    def fake(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        self.check()
-        return self.x.new_empty(self.x.shape), *_empty_rows(self.x)
+    def fake(self) -> tuple[Tensor, ...]:
+        return self.x.new_empty(self.x.shape), *_MakesRows.fake(self)
 
     def decompose(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
-        modes = "none", self.element, BLOCK, self.scale_mode, self.rounding
-        return normed, *_no_row_fits(ActivationFakeQuantize(normed, *modes).decompose())
-
-    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
-        raise _refuse_gradient()
+        return normed, *self.rows_of(normed)
 
 
 @operator("mm_fp8_rows", 1, "(..., N) in the dtype of `rest`")
-@dataclass(frozen=True, slots=True)
-class MmFP8Rows(Operator[T]):
+class MmFP8Rows(_WithoutGradient[T]):
     """The matmul of FP8 rows and a weight of FP8 rows that all fit; a row that does not fit has its values in `rest`.
     On a GPU sums are those of its tensor cores for FP8, with partial sums in float32.
 
@@ -178,7 +174,6 @@ class MmFP8Rows(Operator[T]):
     bias: Annotated[T | None, "(N,) in the dtype of `rest`, or None"] = None
 
     def check(self) -> None:
-        """Raise MXError for what does not fit."""
         data, scale, unfit, weight, weight_scale, bias = self.args
         if {data.dtype, weight.dtype} != {torch.uint8} or {scale.dtype, weight_scale.dtype} != {torch.float32}:
             raise MXError(
@@ -208,18 +203,19 @@ class MmFP8Rows(Operator[T]):
         self.check()
         return run_kernel("mm_fp8_rows", *self.args)
 
-    def fake(self) -> Tensor:
-        self.check()
-        return self.unfit.new_empty((*self.data.shape[:-1], self.weight.shape[0]))
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.data.shape[:-1], self.weight.shape[0])
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.unfit.dtype
 
     def decompose(self) -> Tensor:
         values = self.data.view(E4M3).to(torch.float32) * self.scale
         weight = self.weight.view(E4M3).to(torch.float32) * self.weight_scale
         x = torch.where(self.scale < 0, self.unfit, values.to(self.unfit.dtype))
         return functional.linear(x, weight.to(self.unfit.dtype), self.bias)
-
-    def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
-        raise _refuse_gradient()
 
 
 quantize_fp8_rows = QuantizeFP8Rows.overload

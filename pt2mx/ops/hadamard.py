@@ -9,7 +9,6 @@ neighbours in one order, and makes slower code of the quantization alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -19,15 +18,14 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.hadamard import rotate, rotate_back
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import VALUES, BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
+from pt2mx.ops.activations import QuantizesRows
+from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
 from pt2mx.ops.checks import check_input, check_rotation, check_target_dtype
 from pt2mx.ops.operator import COMPLIANT, Operator, T, operator
-from pt2mx.ops.quantization import fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 
 @operator("hadamard", 2, "x's shape and dtype, contiguous", COMPLIANT)
-@dataclass(frozen=True, slots=True)
 class Hadamard(Operator[T]):
     """Values, those negated whose index in its block has an odd form b0 b1 + b2 b3 + ... of its bits, times Sylvester's
     Hadamard matrix over the square root of `size`, block by block along the axis. Sums in float32, then a cast. The
@@ -42,15 +40,14 @@ class Hadamard(Operator[T]):
 
     x: Annotated[T, VALUES]
     size: Annotated[int, "values of a block, a power of two that divides n"]
-    axis: Annotated[int, "the dimension along which blocks run and codes are packed"]
+    axis: Axis
+
+    def check(self) -> None:
+        check_rotation(self.x, self.size, self.axis)
 
     def kernel(self) -> Tensor:
-        check_rotation(self.x, self.size, self.axis)
+        self.check()
         return run_kernel("hadamard", self.x, self.size, self.axis)
-
-    def fake(self) -> Tensor:
-        check_rotation(self.x, self.size, self.axis)
-        return self.x.new_empty(self.x.shape)
 
     def decompose(self) -> Tensor:
         return rotate(*self.args)
@@ -60,8 +57,7 @@ class Hadamard(Operator[T]):
 
 
 @operator("rotated_fake_quantize_mx", 3, "x's shape, contiguous, in `target_dtype`")
-@dataclass(frozen=True, slots=True)
-class RotatedFakeQuantize(Operator[T]):
+class RotatedFakeQuantize(QuantizesRows[T]):
     """`fake_quantize_mx` of `hadamard`, to the bit, both in blocks along the last dimension. The gradient is that of
     `hadamard`.
 
@@ -83,12 +79,12 @@ class RotatedFakeQuantize(Operator[T]):
     ] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the spec and the dtype of the result; MXError for what the operator does not take."""
         check_rotation(self.x, self.size)
         spec = check_input(self.x, self.element, self.block_size, -1, self.scale_mode, self.rounding)
         if ROUNDINGS[self.rounding].random:
-            rounding = self.rounding
-            raise MXError(f"rotated values are not rounded {rounding!r} at once: use hadamard and fake_quantize_mx")
+            raise MXError(
+                f"rotated values are not rounded {self.rounding!r} at once: use hadamard and fake_quantize_mx"
+            )
         return spec, check_target_dtype(self.target_dtype, self.x)
 
     def kernel(self) -> Tensor:
@@ -98,13 +94,8 @@ class RotatedFakeQuantize(Operator[T]):
             return result
         return run_kernel("fake_quantize_mx", run_kernel("hadamard", self.x, self.size), spec, None).to(dtype)
 
-    def fake(self) -> Tensor:
-        _, dtype = self.check()
-        return self.x.new_empty(self.x.shape, dtype=dtype)
-
     def decompose(self) -> Tensor:
-        modes = (self.element, self.block_size, -1, self.scale_mode, self.rounding, None, "identity")
-        return fake_quantize_mx(rotate(self.x, self.size), *modes).to(self.target_dtype or self.x.dtype)
+        return self.fake_quantize(rotate(self.x, self.size))
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": rotate_back(grad, self.size).to(ctx.dtype)}

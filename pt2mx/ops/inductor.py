@@ -19,7 +19,7 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import guards
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
-from pt2mx.ops.bf16_matmul import AttentionBfloat16
+from pt2mx.ops.attention import AttentionBfloat16
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard

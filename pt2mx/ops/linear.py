@@ -7,7 +7,6 @@ program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -49,9 +48,28 @@ def check_weight(x: Tensor, codes: Tensor, scale: Tensor, element: str, block_si
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(codes.shape)} bytes: {error}") from None
 
 
-@operator("linear_mx", 4, "(..., N) in `target_dtype`", autocast=Autocast(("x", "bias", "target_dtype")))
-@dataclass(frozen=True, slots=True)
-class LinearMX(Operator[T]):
+class PackedMatmul(Operator[T]):
+    """A matmul of x with a weight that is packed along the dimension that the matmul reduces."""
+
+    __slots__ = ()
+    codes: T
+    scale: T
+    element: str
+    block_size: int
+
+    def weight(self, dtype: torch.dtype, length: int) -> Tensor:
+        """Return the dequantized weight, with `length` values along its last dimension."""
+        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length)
+
+
+@operator(
+    "linear_mx",
+    4,
+    "(..., N) in `target_dtype`",
+    autocast=Autocast(("x", "bias", "target_dtype")),
+    saved=("codes", "scale"),
+)
+class LinearMX(PackedMatmul[T]):
     """`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are in
     float32, in any order. x and bias have gradients; autocast casts both to its dtype.
 
@@ -75,7 +93,6 @@ class LinearMX(Operator[T]):
     ] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the weight's spec and the dtype of the result; MXError for what does not fit."""
         spec = check_weight(self.x, self.codes, self.scale, self.element, self.block_size, 2)
         if self.rotation:
             check_rotation(self.x, self.rotation)
@@ -88,21 +105,14 @@ class LinearMX(Operator[T]):
         spec, dtype = self.check()
         return run_kernel("linear_mx", self.x, self.codes, self.scale, self.bias, spec, self.rotation, dtype)
 
-    def fake(self) -> Tensor:
-        _, dtype = self.check()
-        return self.x.new_empty((*self.x.shape[:-1], self.codes.shape[0]), dtype=dtype)
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.codes.shape[0])
 
     def decompose(self) -> Tensor:
         x = rotate(self.x, self.rotation) if self.rotation else self.x
-        x = x.to(self.target_dtype or x.dtype)
+        x = x.to(self.result_dtype)
         return functional.linear(x, self.weight(x.dtype, x.shape[-1]), self.bias)
-
-    def weight(self, dtype: torch.dtype, length: int) -> Tensor:
-        """Return the dequantized weight, of `length` columns."""
-        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length)
-
-    def saved(self) -> tuple[str, ...]:
-        return ("codes", "scale")
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         x = grad @ self.weight(grad.dtype, ctx.shape[-1])
@@ -110,9 +120,8 @@ class LinearMX(Operator[T]):
         return {"x": x.to(ctx.dtype), "bias": grad.flatten(0, -2).sum(0) if "bias" in ctx.needs else None}
 
 
-@operator("grouped_linear_mx", 2, "(T, N) in `target_dtype`")
-@dataclass(frozen=True, slots=True)
-class GroupedLinearMX(Operator[T]):
+@operator("grouped_linear_mx", 2, "(T, N) in `target_dtype`", saved=("codes", "scale", "offs"))
+class GroupedLinearMX(PackedMatmul[T]):
     """`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`; rows
     past the last offset are undefined. x has a gradient.
 
@@ -133,7 +142,6 @@ class GroupedLinearMX(Operator[T]):
     target_dtype: Annotated[TargetDtype, "as of `linear_mx`"] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        """Return the weight's spec and the dtype of the result; MXError for what does not fit."""
         x, offs = self.x, self.offs
         spec = check_weight(x, self.codes, self.scale, self.element, self.block_size, 3)
         if x.dim() != 2 or offs.shape != self.codes.shape[:1] or offs.dtype != torch.int32 or offs.device != x.device:
@@ -147,20 +155,13 @@ class GroupedLinearMX(Operator[T]):
         spec, dtype = self.check()
         return run_kernel("grouped_linear_mx", self.x, self.codes, self.scale, self.offs, spec, dtype)
 
-    def fake(self) -> Tensor:
-        _, dtype = self.check()
-        return self.x.new_empty((self.x.shape[0], self.codes.shape[1]), dtype=dtype)
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (self.x.shape[0], self.codes.shape[1])
 
     def decompose(self) -> Tensor:
-        x = self.x.to(self.target_dtype or self.x.dtype)
+        x = self.x.to(self.result_dtype)
         return grouped_mm(x, self.weight(x.dtype, x.shape[-1]).mT, self.offs)
-
-    def weight(self, dtype: torch.dtype, length: int) -> Tensor:
-        """Return the dequantized weights (E, N, length)."""
-        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length)
-
-    def saved(self) -> tuple[str, ...]:
-        return ("codes", "scale", "offs")
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         x = grouped_mm(grad.contiguous(), self.weight(grad.dtype, ctx.shape[-1]), self.offs).to(ctx.dtype)
@@ -174,7 +175,6 @@ class GroupedLinearMX(Operator[T]):
     "(..., n) bfloat16",
     autocast=Autocast(("x", "bias"), computes_in=torch.bfloat16),
 )
-@dataclass(frozen=True, slots=True)
 class LinearMXMMALayout(Operator[T]):
     """`linear_mx` with the weight in the order of an NVIDIA GPU's tensor cores. Only programs that were lowered for
     such a GPU hold it.
@@ -197,7 +197,6 @@ class LinearMXMMALayout(Operator[T]):
     rotation: Rotation
 
     def check(self) -> None:
-        """Raise MXError for what does not fit."""
         x, bias, n = self.x, self.bias, self.n
         if self.element not in FRAGMENTS:
             raise MXError(f"no MMA layout of {self.element!r}: allowed are {', '.join(sorted(FRAGMENTS))}")
@@ -224,9 +223,9 @@ class LinearMXMMALayout(Operator[T]):
         weight = self.codes, self.scale, self.bias, ELEMENTS[self.element]
         return run_kernel("linear_mx_mma_layout", self.x, *weight, self.n, self.rotation)
 
-    def fake(self) -> Tensor:
-        self.check()
-        return self.x.new_empty((*self.x.shape[:-1], self.n))
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.n)
 
     def decompose(self) -> Tensor:
         weight = from_mma_layout(self.codes, self.scale, ELEMENTS[self.element], self.n, self.x.shape[-1])

@@ -1,12 +1,13 @@
 """The declaration of an operator `torch.ops.pt2mx.*`: one frozen dataclass of its arguments.
 
-The fields are the operator's signature, and their annotations say the rest: `@operator` makes the schema from them, and
-registers the methods that a class has.
+The fields are the operator's signature, and their annotations say the rest: `@operator` makes the dataclass and the
+schema from them, and registers the methods.
 
 | method | |
 |---|---|
+| `check` | an error for arguments that do not fit each other; else what the kernel needs of them |
 | `kernel` | the result, on every device |
-| `fake` | an empty tensor like the result |
+| `fake`, or `result_shape` and `result_dtype` | an empty tensor like the result |
 | `backward`, `saved`, `remember` | the gradients by field, and what they read |
 | `decompose` | the result by aten operators, for programs that run without pt2mx |
 
@@ -20,26 +21,13 @@ import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    NamedTuple,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from typing_extensions import Self, dataclass_transform
 
 T = TypeVar("T", bound=Any)
 _Class = TypeVar("_Class", bound="type[Operator]")
@@ -103,6 +91,7 @@ class Operator(Generic[T]):
     words: ClassVar[Mapping[str, str]]
     arguments: ClassVar[tuple[Argument, ...]]
     _getter: ClassVar[Callable[[Any], tuple[Any, ...]]]
+    _saved: ClassVar[tuple[str, ...]]
 
     @classmethod
     def summary(cls) -> str:
@@ -129,25 +118,46 @@ class Operator(Generic[T]):
         """Return a copy with other values of some fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every subclass is a dataclass
 
+    def check(self) -> Any:
+        """Return what `kernel` needs besides the arguments: the spec, and the dtype of the result where it is an
+        argument. Raise MXError for arguments that the operator does not take."""
+
+    @property
+    def result_shape(self) -> Sequence[int]:
+        """The shape of the result; by default that of the first argument."""
+        return self.args[0].shape
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the result: that of the argument `target_dtype`, or else of the first argument."""
+        return getattr(self, "target_dtype", None) or self.args[0].dtype
+
+    def fake(self) -> Any:
+        """Return an empty tensor like the result, contiguous."""
+        self.check()
+        return self.args[0].new_empty(self.result_shape, dtype=self.result_dtype)
+
     def saved(self) -> tuple[str, ...]:
         """Return the fields of the tensors that `backward` reads."""
-        return ()
+        return self._saved
 
     def remember(self, ctx: Any, outputs: Any) -> None:
         """Keep what else `backward` reads; `ctx.shape` and `ctx.dtype` are those of the first argument."""
 
 
+@dataclass_transform(frozen_default=True)
 def operator(
     name: str,
     version: int,
     results: str | Mapping[str, str],
     tags: Sequence[torch.Tag] = ANY_STRIDES,
     autocast: Autocast | None = None,
+    saved: tuple[str, ...] = (),
     key: str = "CompositeExplicitAutograd",
     differentiable_once: bool = False,
     words: Mapping[str, str] | None = None,
 ) -> Callable[[_Class], _Class]:
-    """Register the operator that a dataclass declares.
+    """Make a class a frozen dataclass, and register the operator that it declares.
 
     Args:
         name: of the operator.
@@ -155,14 +165,16 @@ def operator(
         results: the meaning of the result, or of each by its name in the schema.
         tags: of torch.
         autocast: how `torch.autocast` casts the arguments; None for not at all.
+        saved: the fields of the tensors that `backward` reads.
         key: the dispatch key of `kernel`.
         differentiable_once: a second derivative is an error.
         words: values of the names in braces in the docstring of the class.
     """
 
-    def register(cls: Any) -> Any:
+    def register(declared: Any) -> Any:
+        cls: Any = dataclasses.dataclass(frozen=True, slots=True)(declared)
         hints = get_type_hints(cls, include_extras=True)
-        cls.name, cls.version, cls.words = name, version, words or {}
+        cls.name, cls.version, cls.words, cls._saved = name, version, words or {}, saved
         cls.results = {"": results} if isinstance(results, str) else results
         cls.arguments = tuple(_argument(field, hints[field.name]) for field in dataclasses.fields(cls))
         cls._getter = _getter([argument.field.name for argument in cls.arguments])
@@ -172,7 +184,7 @@ def operator(
         torch.library.define(f"pt2mx::{name}", schema, tags=tuple(tags))
         cls.overload = getattr(torch.ops.pt2mx, name).default
         torch.library.impl(f"pt2mx::{name}", key, cls.function(cls.kernel))
-        if hasattr(cls, "fake"):
+        if key != "CompositeImplicitAutograd":
             torch.library.register_fake(f"pt2mx::{name}", cls.function(cls.fake))
         if hasattr(cls, "backward"):
             backward = once_differentiable(_backward(cls)) if differentiable_once else _backward(cls)
@@ -222,6 +234,18 @@ def _backward(cls: Any) -> Callable[..., tuple[Tensor | None, ...]]:
         return tuple(gradients.get(argument.field.name) for argument in cls.arguments)
 
     return backward
+
+
+def gradients_by_recomputing(
+    call: Any, names: Sequence[str], function: Callable[[Any], Sequence[Tensor]], grads: Sequence[Tensor]
+) -> dict[str, Tensor | None]:
+    """Return the gradients of some fields of a call through `function(call)`, which is computed again."""
+    with torch.enable_grad(), torch.autocast(grads[0].device.type, enabled=False):  # the operands were cast already
+        leaves = {name: getattr(call, name).detach().requires_grad_() for name in names}
+        results = function(call.replace(**leaves))
+    pairs = [(y, grad.to(y.dtype)) for y, grad in zip(results, grads, strict=True) if y.requires_grad]
+    outputs, of_outputs = zip(*pairs, strict=True)
+    return dict(zip(names, torch.autograd.grad(outputs, list(leaves.values()), of_outputs), strict=True))
 
 
 def _casting(cls: type[Operator], autocast: Autocast, key: str, device: str) -> Callable[..., Any]:

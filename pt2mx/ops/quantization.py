@@ -72,7 +72,7 @@ class Quantization(Operator[T]):
         return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
 
     def check(self) -> MXSpec:
-        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
+        """Return the spec, its axis counted from the front."""
         return check_input(self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
 
 
@@ -85,7 +85,6 @@ class Quantization(Operator[T]):
     },
     COMPLIANT,
 )
-@dataclass(frozen=True, slots=True)
 class Quantize(Quantization[T]):
     """Codes and scales of values (OCP MX v1.0, section 6.3). A scalar counts as a tensor of shape (1,). The results
     have no gradient, but `dequantize_mx` of them passes its gradient straight through to `data_hp`.
@@ -144,7 +143,6 @@ def _is_decided_by_data(length: torch.SymInt) -> bool:
 
 
 @operator("dequantize_mx", 2, "(..., n, ...) in `target_dtype`", COMPLIANT)
-@dataclass(frozen=True, slots=True)
 class Dequantize(Operator[T]):
     """The values of codes: exact in float32, then cast with ties to even.
 
@@ -165,7 +163,7 @@ class Dequantize(Operator[T]):
     ] = None
 
     def check(self) -> tuple[MXSpec, int]:
-        """Return the spec, its axis counted from the front, and n; MXError for what does not fit."""
+        """Return the spec, its axis counted from the front, and n."""
         return check_packed(*self.args)
 
     def kernel(self) -> Tensor:
@@ -209,7 +207,6 @@ torch.library.impl("pt2mx::dequantize_mx", "Autograd", Dequantize.function(Dequa
 
 
 @operator("fake_quantize_mx", 2, "x's shape and dtype", COMPLIANT)
-@dataclass(frozen=True, slots=True)
 class FakeQuantize(Quantization[T]):
     """`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.
 
@@ -225,7 +222,6 @@ class FakeQuantize(Quantization[T]):
     ]
 
     def check(self) -> MXSpec:
-        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
         check_ste(self.ste)
         return Quantization.check(self)
 
@@ -257,8 +253,8 @@ def check_ste(ste: object) -> None:
     2,
     "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale",
     COMPLIANT,
+    saved=("x",),
 )
-@dataclass(frozen=True, slots=True)
 class ClipGradient(Operator[T]):
     """The gradient of `fake_quantize_mx` with `clipped`.
 
@@ -277,7 +273,6 @@ class ClipGradient(Operator[T]):
     rounding: Rounding
 
     def check(self) -> MXSpec:
-        """Return the spec with its axis counted from the front; MXError for what the operator does not take."""
         return check_input(*self.args[1:])
 
     def kernel(self) -> Tensor:
@@ -295,16 +290,12 @@ class ClipGradient(Operator[T]):
         self.check()
         return empty_in_format_of(self.x, self.x.shape, self.grad.dtype)
 
-    def saved(self) -> tuple[str, ...]:
-        return ("x",)
-
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         """Clipping is linear in the gradient that it clips."""
         return {"grad": clip_gradient_mx(grad, *self.args[1:])}
 
 
 @operator("random_bits", 1, "`size` int32, in [0, 2**31)", COMPLIANT)
-@dataclass(frozen=True, slots=True)
 class RandomBits(Operator[T]):
     """The numbers of stochastic rounding, by Philox-4x32-10: the i-th in row-major order is the upper 31 bits of word
     i % 4 of the block whose counter is i // 4 and whose key is the seed.

@@ -7,7 +7,6 @@ Inductor keeps them calls. `pt2mx.kernels.select` lists the kernels; without one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +28,7 @@ from pt2mx.ops.arguments import (
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
 from pt2mx.ops.convolution import Conv2dMX, ConvCodes, ConvScale, Padding
 from pt2mx.ops.linear import LinearMX, linear_mx
-from pt2mx.ops.operator import As, Autocast, Operator, T, operator
+from pt2mx.ops.operator import As, Autocast, Operator, T, gradients_by_recomputing, operator
 from pt2mx.spec import MXSpec
 
 _ProductDtype = Annotated[torch.dtype | None, "the dtype to which the product is rounded; None is that of x"]
@@ -37,14 +36,41 @@ _OutElement = Annotated[str, As("out_elem_dtype_name"), "the element of the resu
 _OutBlockSize = Annotated[int, "that of the result"]
 
 
+class _QuantizesMatmul(Operator[T]):
+    """A matmul with a packed weight, the activation of its result, and the quantization of that."""
+
+    __slots__ = ()
+    x: T
+    activation: str
+    out_element: str
+    out_block_size: int
+    scale_mode: str
+    rounding: str
+    target_dtype: torch.dtype | None
+
+    def check_result(self, name: str, dtype: torch.dtype) -> tuple[MXSpec, torch.dtype]:
+        """Return the spec and the dtype of the quantized result. `dtype`: of what is quantized."""
+        check_activation(self.activation)
+        spec = self.out_element, self.out_block_size, self.scale_mode, self.rounding
+        try:
+            return check_quantization(self.x, *spec, self.target_dtype or dtype)
+        except MXError as error:
+            raise MXError(f"the result of the {name}: {error}") from None
+
+    def quantize(self, y: Tensor) -> ActivationFakeQuantize[Tensor]:
+        """Return the call that quantizes the activation of y."""
+        spec = self.out_element, self.out_block_size, self.scale_mode, self.rounding
+        return ActivationFakeQuantize(y, self.activation, *spec, self.target_dtype)
+
+
 @operator(
     "linear_fake_quantize_mx",
     2,
     "(..., N) in `target_dtype`",
     autocast=Autocast(("x", "bias", "product_dtype")),
+    saved=("x", "codes", "scale", "bias"),
 )
-@dataclass(frozen=True, slots=True)
-class LinearFakeQuantize(Operator[T]):
+class LinearFakeQuantize(_QuantizesMatmul[T]):
     """`activation_fake_quantize_mx` of `linear_mx`, to the bit. The gradient is that of both; autocast casts x and bias
     to its dtype, to which the product is rounded then.
 
@@ -76,21 +102,10 @@ class LinearFakeQuantize(Operator[T]):
         weight = self.codes, self.scale, self.bias, self.element, self.block_size
         return LinearMX(self.x, *weight, 0, self.product_dtype)
 
-    def quantize(self, product: Tensor) -> ActivationFakeQuantize[Tensor]:
-        """Return the call that quantizes the activation of the product."""
-        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding, self.target_dtype
-        return ActivationFakeQuantize(product, self.activation, *modes)
-
     def check(self) -> tuple[MXSpec, torch.dtype, MXSpec, torch.dtype]:
         """Return the weight's spec, the dtype of the product, the spec of the result and its dtype."""
         weight, product_dtype = self.linear.check()
-        check_activation(self.activation)
-        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding
-        try:
-            quantization, dtype = check_quantization(self.x, *modes, self.target_dtype or product_dtype)
-        except MXError as error:
-            raise MXError(f"the result of the product: {error}") from None
-        return weight, product_dtype, quantization, dtype
+        return weight, product_dtype, *self.check_result("product", product_dtype)
 
     def kernel(self) -> Tensor:
         weight, product_dtype, quantization, dtype = self.check()
@@ -98,15 +113,16 @@ class LinearFakeQuantize(Operator[T]):
         result = run_kernel("linear_fake_quantize_mx", *args)
         return self.quantize(self.linear.kernel()).kernel() if result is None else result
 
-    def fake(self) -> Tensor:
-        *_, dtype = self.check()
-        return self.x.new_empty((*self.x.shape[:-1], self.codes.shape[0]), dtype=dtype)
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.linear.result_shape
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        return self.target_dtype or self.linear.result_dtype
 
     def decompose(self) -> Tensor:
         return self.quantize(self.linear.decompose()).decompose()
-
-    def saved(self) -> tuple[str, ...]:
-        return ("x", "codes", "scale", "bias")
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         with torch.autocast(self.x.device.type, enabled=False):  # as the product was cast already
@@ -125,10 +141,10 @@ class LinearFakeQuantize(Operator[T]):
         "quantized": "(B, H', W', N) in `target_dtype`",
     },
     autocast=Autocast(("x", "bias", "product_dtype")),
+    saved=("x", "codes", "scale", "bias", "residual"),
     differentiable_once=True,
 )
-@dataclass(frozen=True, slots=True)
-class Conv2dFakeQuantize(Operator[T]):
+class Conv2dFakeQuantize(_QuantizesMatmul[T]):
     """`activation_fake_quantize_mx` of `conv2d_mx` + residual, to the bit, and the activation. Product, sum and
     activation are rounded to their dtype. The gradient is that of all of these; autocast casts x and bias to its dtype,
     to which the product is rounded then.
@@ -172,8 +188,7 @@ class Conv2dFakeQuantize(Operator[T]):
         and its dtype."""
         conv, residual = self.conv, self.residual
         weight, product_dtype = conv.check()
-        check_activation(self.activation)
-        sum_dtype, shape = product_dtype, conv.shape()
+        sum_dtype, shape = product_dtype, conv.result_shape
         if residual is not None:
             if residual.shape != shape or residual.dtype not in HIGH_PRECISION or residual.device != self.x.device:
                 raise MXError(
@@ -182,12 +197,7 @@ class Conv2dFakeQuantize(Operator[T]):
                     "convolution"
                 )
             sum_dtype = torch.promote_types(product_dtype, residual.dtype)
-        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding
-        try:
-            quantization, dtype = check_quantization(self.x, *modes, self.target_dtype or sum_dtype)
-        except MXError as error:
-            raise MXError(f"the result of the convolution: {error}") from None
-        return weight, product_dtype, sum_dtype, quantization, dtype
+        return weight, product_dtype, sum_dtype, *self.check_result("convolution", sum_dtype)
 
     def kernel(self) -> tuple[Tensor, Tensor]:
         weight, product_dtype, _, quantization, dtype = self.check()
@@ -200,32 +210,23 @@ class Conv2dFakeQuantize(Operator[T]):
         """Return the results by two functions of calls."""
         product = convolve(self.conv)
         summed = product if self.residual is None else product + self.residual
-        modes = self.out_element, self.out_block_size, self.scale_mode, self.rounding, self.target_dtype
-        quantized = quantize(ActivationFakeQuantize(summed, self.activation, *modes))
+        quantized = quantize(self.quantize(summed))
         activated = ACTIVATIONS[self.activation](summed).contiguous() if self.keep_activated else summed.new_empty(0)
         return activated, quantized
 
     def fake(self) -> tuple[Tensor, Tensor]:
         _, _, sum_dtype, _, dtype = self.check()
-        shape = self.conv.shape()
+        shape = self.conv.result_shape
         activated = self.x.new_empty(shape if self.keep_activated else (0,), dtype=sum_dtype)
         return activated, self.x.new_empty(shape, dtype=dtype)
 
     def decompose(self) -> tuple[Tensor, Tensor]:
         return self.in_steps(Conv2dMX.decompose, ActivationFakeQuantize.decompose)
 
-    def saved(self) -> tuple[str, ...]:
-        return ("x", "codes", "scale", "bias", "residual")
-
     def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
         """The gradient of the steps, which are computed again."""
         names = [name for name in ("x", "bias", "residual") if getattr(self, name) is not None]
-        with torch.enable_grad(), torch.autocast(self.x.device.type, enabled=False):  # as the product was cast already
-            leaves = {name: getattr(self, name).detach().requires_grad_() for name in names}
-            results = self.replace(**leaves).in_steps(_overload, _overload)
-        kept = [(y, grad) for y, grad in zip(results, grads, strict=True) if y.requires_grad]
-        outputs, of_outputs = zip(*kept, strict=True)
-        return dict(zip(names, torch.autograd.grad(outputs, list(leaves.values()), of_outputs), strict=True))
+        return gradients_by_recomputing(self, names, lambda call: call.in_steps(_overload, _overload), grads)
 
 
 def _overload(call: Operator[Tensor]) -> Any:

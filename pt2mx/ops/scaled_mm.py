@@ -1,54 +1,22 @@
-"""`scaled_mm_mx`: matmuls of packed activations and packed weights on tensor cores that take MX.
+"""`scaled_mm_mx`, `swizzle_scale`: matmuls of packed activations and packed weights on tensor cores that take MX.
 
-On NVIDIA GPUs of the Blackwell generation it is `torch.nn.functional.scaled_mm`, elsewhere a plain emulation. Untested
-on hardware: on the GPU's side, shapes, layouts and dtypes are checked against what torch's operator says it takes.
-
-It is an operator of its own because Inductor (torch 2.13) asserts that the scales of torch's are not swizzled, which
-those of MX have to be, and its C++ does not know their dtype.
+On NVIDIA GPUs of the Blackwell generation `torch.nn.functional.scaled_mm` computes it, elsewhere a plain emulation
+(`pt2mx.kernels.scaled_mm`). It is an operator of its own because Inductor (torch 2.13) asserts that the scales of
+torch's are not swizzled, which those of MX have to be, and its C++ does not know their dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.scaled_mm import FORMS, swizzle, values_of
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
-from pt2mx.ops.quantization import dequantize_mx
-
-#: values of a block
-BLOCK = 32
-
-
-@dataclass(frozen=True)
-class Form:
-    """A pair of elements that tensor cores multiply: torch's dtypes of their codes, the dtypes of a result, those of
-    them to which a bias can be added at once, and the major compute capabilities of the GPUs.
-
-    Source: `ScaledBlas.cpp` of torch. Its matmul of two FP4 tensors ignores a bias.
-    """
-
-    x: torch.dtype
-    weight: torch.dtype
-    results: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-    biased: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    majors: tuple[int, ...] = (10, 11, 12)
-
-
-#: elements of x and of the weight -> how they are multiplied; two E5M2 are not
-FORMS = {
-    ("fp8_e4m3", "fp8_e4m3"): Form(torch.float8_e4m3fn, torch.float8_e4m3fn),
-    ("fp8_e4m3", "fp8_e5m2"): Form(torch.float8_e4m3fn, torch.float8_e5m2),
-    ("fp8_e5m2", "fp8_e4m3"): Form(torch.float8_e5m2, torch.float8_e4m3fn),
-    ("fp4_e2m1", "fp4_e2m1"): Form(
-        torch.float4_e2m1fn_x2, torch.float4_e2m1fn_x2, results=(torch.bfloat16,), biased=(), majors=(10,)
-    ),
-}
-
 
 _PAIRS = "; ".join(
     f"`{x}` x `{weight}` to {', '.join(str(dtype).removeprefix('torch.') for dtype in form.results)}"
@@ -57,7 +25,6 @@ _PAIRS = "; ".join(
 
 
 @operator("scaled_mm_mx", 1, "(..., N) in `target_dtype`", COMPLIANT, words={"pairs": _PAIRS})
-@dataclass(frozen=True, slots=True)
 class ScaledMM(Operator[T]):
     """The matmul of packed activations and a packed weight, both in blocks of 32 along K, with sums in float32; K is a
     multiple of 32 and N of 16. Elements and results: {pairs}.
@@ -80,8 +47,7 @@ class ScaledMM(Operator[T]):
     weight_element: Annotated[str, As("weight_elem_dtype_name"), "the element of the weight"]
     target_dtype: Annotated[torch.dtype, "the dtype of the result"]
 
-    def check(self) -> Form:
-        """Return how tensor cores multiply the elements; MXError for what does not fit."""
+    def check(self) -> None:
         x, weight, dtype = self.x, self.weight, self.target_dtype
         form = FORMS.get((self.x_element, self.weight_element))
         if form is None or dtype not in form.results:
@@ -89,58 +55,22 @@ class ScaledMM(Operator[T]):
             raise MXError(
                 f"tensor cores do not multiply {self.x_element} x {self.weight_element} to {dtype}: allowed are {pairs}"
             )
-        k = _values(weight, self.weight_element)
+        k = values_of(weight, self.weight_element)
         if weight.dim() != 2 or x.shape[-1] != weight.shape[1] or k % BLOCK or weight.shape[0] % 16:
             raise MXError(
                 f"codes of shapes {tuple(x.shape)} and {tuple(weight.shape)} cannot be multiplied: they must be "
                 f"(..., bytes) and (N, bytes) of the same K values, K a multiple of {BLOCK} and N of 16"
             )
-        return form
 
     def kernel(self) -> Tensor:
-        """Emulate the tensor cores, on any device."""
         self.check()
-        x = _dense(self.x, self.x_scale, self.x_element)
-        y = x @ _dense(self.weight, self.weight_scale, self.weight_element).t()  # (M, N)
-        y = y if self.bias is None else y + self.bias
-        return y.to(self.target_dtype).view(*self.x.shape[:-1], self.weight.shape[0])
+        x, elements = self.x.reshape(-1, self.x.shape[-1]), (self.x_element, self.weight_element)
+        packed = x, self.x_scale, self.weight, self.weight_scale
+        return run_kernel("scaled_mm_mx", *packed, self.bias, elements, self.target_dtype).view(self.result_shape)
 
-    def multiply(self) -> Tensor:
-        """Multiply on tensor cores."""
-        form, bias = self.check(), self.bias
-        is_fused = bias is not None and self.target_dtype in form.biased
-        y = functional.scaled_mm(
-            self.x.reshape(-1, self.x.shape[-1]).contiguous().view(form.x),  # codes lie in memory as their values did
-            self.weight.contiguous().view(form.weight).t(),
-            self.x_scale.view(torch.float8_e8m0fnu),
-            functional.ScalingType.BlockWise1x32,
-            self.weight_scale.view(torch.float8_e8m0fnu),
-            functional.ScalingType.BlockWise1x32,
-            functional.SwizzleType.SWIZZLE_32_4_4,
-            functional.SwizzleType.SWIZZLE_32_4_4,
-            bias=bias if is_fused else None,
-            output_dtype=self.target_dtype,
-        )
-        y = y if bias is None or is_fused else y + bias
-        return y.view(*self.x.shape[:-1], self.weight.shape[0])
-
-    def fake(self) -> Tensor:
-        self.check()
-        return self.x.new_empty((*self.x.shape[:-1], self.weight.shape[0]), dtype=self.target_dtype)
-
-
-torch.library.impl("pt2mx::scaled_mm_mx", "CUDA", ScaledMM.function(ScaledMM.multiply))
-
-
-def _dense(codes: Tensor, scale: Tensor, element: str) -> Tensor:
-    codes = codes.reshape(-1, codes.shape[-1])
-    scale = unswizzle(scale, codes.shape[0], _values(codes, element) // BLOCK)
-    return dequantize_mx(codes, scale, element, BLOCK, torch.float32, -1)
-
-
-def _values(codes: Tensor, element: str) -> int:
-    """Return the count of values in a row of codes."""
-    return codes.shape[-1] * (2 if element == "fp4_e2m1" else 1)
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.weight.shape[0])
 
 
 @operator(
@@ -150,7 +80,6 @@ def _values(codes: Tensor, element: str) -> int:
     COMPLIANT,
     key="CompositeImplicitAutograd",
 )
-@dataclass(frozen=True, slots=True)
 class SwizzleScale(Operator[T]):
     """Scales in the order in which tensor cores read them (cuBLAS, 1D Block Scaling Factors Layout): tiles of 128 rows
     and 4 columns one after the other, in a tile the 4 columns of rows r, r + 32, r + 64 and r + 96 next to each other.
@@ -166,34 +95,6 @@ class SwizzleScale(Operator[T]):
 
     def kernel(self) -> Tensor:
         return swizzle(self.scale)
-
-
-def swizzle(scale: Tensor) -> Tensor:
-    """Return the scales of a matrix in the order in which tensor cores read them.
-
-    Tiles of 128 rows and 4 columns lie one after the other, and in a tile the 4 columns of rows r, r + 32, r + 64 and
-    r + 96 next to each other, for r from 0 to 31. Missing rows and columns are filled with 0. Source: cuBLAS
-    documentation, "1D Block Scaling Factors Layout"; `SwizzleType.SWIZZLE_32_4_4`.
-
-    scale: (..., C) uint8, R rows in all -> (ceil(R / 128) * 128 * ceil(C / 4) * 4,) uint8.
-    """
-    scale = scale.reshape(-1, scale.shape[-1])  # (R, C)
-    rows, columns = scale.shape
-    across = (columns + 3) // 4  # tiles
-    # By position, not by views: of a dimension that holds the tiles, tracing would ask whether it is 1.
-    position = torch.arange((rows + 127) // 128 * across * 512, device=scale.device)
-    tile = position // 512
-    row = tile // across * 128 + position % 16 // 4 * 32 + position % 512 // 16
-    column = tile % across * 4 + position % 4
-    values = scale[row.clamp(max=rows - 1), column.clamp(max=columns - 1)]
-    return torch.where((row < rows) & (column < columns), values, 0)
-
-
-def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the (rows, columns) matrix from which `swizzle` made these scales."""
-    tiles = scale.view((rows + 127) // 128, (columns + 3) // 4, 32, 4, 4)
-    matrix = tiles.permute(0, 3, 2, 1, 4).reshape((rows + 127) // 128 * 128, (columns + 3) // 4 * 4)
-    return matrix[:rows, :columns]
 
 
 scaled_mm_mx = ScaledMM.overload

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx.ops.bf16_matmul import matmul_bfloat16
+from pt2mx.ops.attention import matmul_bfloat16
 from tests.attention import attend
 from tests.benchmarks.attention import graph
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, medians_in_turns, run_formats

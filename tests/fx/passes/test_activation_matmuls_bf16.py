@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.fx.passes import activation_matmuls_bf16
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import attention_bfloat16, matmul_bfloat16
 from tests.flow import convert
 from tests.graph import calls, count
 

@@ -11,7 +11,7 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_indu
 from pt2mx.fx import lower
 from pt2mx.fx.passes import activation_matmuls_bf16, fuse_activation_quantize
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
-from pt2mx.ops.bf16_matmul import attention_bfloat16
+from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.attention import attend
 from tests.compare import relative_error, same

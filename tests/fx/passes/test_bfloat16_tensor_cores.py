@@ -7,7 +7,7 @@ from torch import nn
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.extras import import_extra
 from pt2mx.fx.passes.bf16_matmul import use_bfloat16_tensor_cores
-from pt2mx.ops.bf16_matmul import matmul_bfloat16
+from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import relative_error
 from tests.flow import convert

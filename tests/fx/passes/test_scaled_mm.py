@@ -11,8 +11,8 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
+from pt2mx.kernels.scaled_mm import FORMS
 from pt2mx.ops.linear import linear_mx
-from pt2mx.ops.scaled_mm import FORMS
 from tests.flow import convert
 from tests.graph import calls
 from tests.models import BATCH

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError, ops
-from pt2mx.ops.bf16_matmul import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
 from tests.attention import attend
 from tests.oracle import NARROW
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config, ops
-from pt2mx.ops.bf16_matmul import attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import attention_bfloat16, matmul_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.attention import attend
 from tests.compare import relative_error

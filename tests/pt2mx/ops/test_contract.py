@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -162,7 +161,6 @@ def test_a_default_other_than_none_is_refused():
     with pytest.raises(TypeError, match=re.escape("size=32: the only default of an argument is None")):
 
         @declare
-        @dataclass(frozen=True, slots=True)
         class _Declared(Operator[T]):
             x: Annotated[T, "a tensor"]
             size: Annotated[int, "a size"] = 32
