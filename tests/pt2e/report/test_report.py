@@ -11,6 +11,7 @@ from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.pt2e.report.report import QuantizationReport
 from tests.flow import calibrated, exported, prepare, reloaded
 from tests.models import IMAGES, NormalizedConv, exported_conv
+from tests.subgraph_models import Branches
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
 
@@ -132,15 +133,7 @@ def test_bits_of_the_weights_alone():
 
 
 def test_columns_without_sqnr_say_why():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
-
-    x = torch.ones(2, 32)
+    x = torch.ones(2, 64)
     prepared = pt2mx.prepare_pt2e(exported(Branches().eval(), x), MXQuantizer().set_global(CONFIG))
     converted = pt2mx.convert_pt2e(prepared)
     untouched = quantization_report(converted)

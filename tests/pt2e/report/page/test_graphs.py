@@ -7,6 +7,7 @@ from pt2mx import MXError
 from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
 from tests.flow import convert, exported
 from tests.models import Tied
+from tests.subgraph_models import Branches
 
 IDS = torch.tensor([[1, 2]])
 
@@ -54,15 +55,7 @@ def test_positions_of_operators_before_and_after(forms):
 
 
 def test_subgraphs(forms):
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
-
-    x = torch.ones(2, 32)
+    x = torch.ones(2, 64)
     before, after = exported(Branches().eval(), x), convert(Branches(), (x,))
     names = [operator.name for operator in pt2mx.quantization_report(after).operators]
     drawn = DrawnGraph.of(before, "before"), DrawnGraph.of(after, "after")
