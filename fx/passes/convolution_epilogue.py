@@ -47,7 +47,7 @@ _VIEWS = (
 @dataclass(frozen=True)
 class _Chain:
     """The nodes from a `conv2d_mx` to a quantization, in order: views of its result; the sum with a residual, and the
-    residual's argument name; the activation; views, the last of which is quantized."""
+    residual's argument name; the activation; views, whose last result is quantized."""
 
     convolution: Node
     views: list[Node]

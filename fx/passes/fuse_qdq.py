@@ -1,4 +1,5 @@
-"""One `fake_quantize_mx` for each quantized activation: fuse its pair, and merge those of equal or adjacent values."""
+"""One `fake_quantize_mx` for each quantized activation: fuse its pair, and merge quantizations of equal or adjacent
+values."""
 
 from __future__ import annotations
 

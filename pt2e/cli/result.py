@@ -119,7 +119,7 @@ def summary(report: QuantizationReport, full: bool = False, hint: str = "--full 
     *table, _ = replace(report, operators=tuple(shown)).to_table().splitlines()
     heading = f"the {len(shown)} operators {order} of {len(report.operators)} ({hint}):"
     reasons = Counter(operator.reason for operator in report.operators if not operator.quantized)
-    skipped = [f"left alone: {count} x {reason}" for reason, count in reasons.most_common()]
+    skipped = [f"not quantized: {count} x {reason}" for reason, count in reasons.most_common()]
     return "\n".join([heading, *table, *skipped, report.summary])
 
 

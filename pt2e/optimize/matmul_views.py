@@ -45,7 +45,7 @@ class MatmulView:
         from_matrices: (groups, N, K), the weight's shape -> weight.
         rows: input, and the matmul's extra inputs -> (groups, rows, K), or (1, rows, K) for each group.
         columns_last: True if the columns are the last dimension of the input.
-        experts: True if the groups are experts, each of which gets some of the rows.
+        experts: True if the groups are experts, which share the rows.
     """
 
     axis: int

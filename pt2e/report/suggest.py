@@ -248,9 +248,9 @@ def least_noise(items: Sequence[Sequence[Option]], budget: int) -> list[int] | N
     most `budget` bytes; None if even the smallest options take more.
 
     Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), chapter 11. Dynamic programming over the bytes
-    beyond those of the smallest options, in units of their greatest common divisor, is exact. If that
-    makes more than 65,536 steps, larger units are used and costs are rounded up to them: the budget is respected, and
-    at most a 65,536th of it per item is unused.
+    beyond the smallest options, in units of their greatest common divisor, is exact. For more than 65,536 steps, the
+    units are larger and costs round up to them: the choice stays within the budget, and leaves at most a 65,536th of it
+    per item unused.
     """
     floors = [min(option.bytes for option in options) for options in items]
     spare = budget - sum(floors)

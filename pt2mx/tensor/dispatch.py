@@ -39,7 +39,8 @@ _MATMULS = ("matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
     + [F.linear, Tensor.__matmul__, Tensor.__rmatmul__]
 )
 def _matmul(func: Callable, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Call the function on dequantized tensors, before torch decomposes it: the bits are those of plain tensors."""
+    """Call the function on dequantized tensors, before torch decomposes it. The bits equal the bits of plain
+    tensors."""
     args, kwargs = tree_map_only(MXTensor, MXTensor.to_dtype, (args, kwargs))
     return func(*args, **kwargs)
 

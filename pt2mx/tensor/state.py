@@ -73,7 +73,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] |
 
     Args:
         tensors: plain tensors by their names.
-        metadata: the formats; other entries are left alone.
+        metadata: the formats; other entries do not change.
 
     Returns:
         The state dict.

@@ -25,7 +25,7 @@ from tests.sweep.rows import Row, row
 from tests.sweep.stages import STAGES
 from tests.sweep.table import ARCHITECTURES, COMPILED
 
-_FIGURES = ("quantized", "left alone", "cosine to float", "of compiled", "seconds")
+_FIGURES = ("quantized", "not quantized", "cosine to float", "of compiled", "seconds")
 _HEADER = ("architecture", "kind", "recipe", *STAGES, *_FIGURES)
 
 

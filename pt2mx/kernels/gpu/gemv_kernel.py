@@ -186,7 +186,7 @@ def _multiply(acc, words, scales, pairs, C: gl.constexpr):
 
 @gluon.jit
 def _rotated(values, words, C: gl.constexpr):
-    """Rotate blocks, of which each thread has four values, and return them as operands: each column has the values of
+    """Rotate blocks, with four values of each in a thread, and return them as operands: each column has the values of
     one thread."""
     pairs = ()
     for i in gl.static_range(gl.constexpr(C.k_unroll * 8 * C.k8_groups // _BLOCK)):

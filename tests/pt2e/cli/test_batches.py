@@ -150,7 +150,7 @@ def test_batches_in_the_order_of_their_names(tmp_path):
     torch.save(torch.ones(1), tmp_path / "b.pt")
     torch.save({"x": torch.ones(2)}, tmp_path / "a.pt")
     np.savez(tmp_path / "c.npz", x=np.ones(3, np.float32))
-    (tmp_path / "notes.txt").write_text("left alone")
+    (tmp_path / "notes.txt").write_text("not a batch")
     result = load_batches(tmp_path, {})
     assert [Path(source).name for source in result] == ["a.pt", "b.pt", "c.npz"]
     assert [batch["x"].shape[0] if isinstance(batch, dict) else batch.item() for batch in result.values()] == [2, 1, 3]

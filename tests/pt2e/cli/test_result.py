@@ -39,7 +39,7 @@ def test_the_worst_ten_stand_first(report):
     assert heading == "the 10 operators with the lowest SQNR of 12 (--full prints all):"
     order = sorted((o for o in report.operators if o.quantized), key=sqnr)
     assert [row.split()[0] for row in rows] == [operator.module for operator in order[:WORST_OPERATORS]]
-    assert left.startswith("left alone: 1 x ") and last == report.summary
+    assert left.startswith("not quantized: 1 x ") and last == report.summary
 
 
 def test_full_is_the_whole_table(report):
