@@ -235,4 +235,5 @@ def _aliased_arguments(node: Node, target: OpOverload) -> list[tuple[Node, bool]
 def _writes_by_argument(target: OpOverload) -> dict[str, bool | None]:
     """Map the name of each argument, in the order of the schema, to whether the operator writes it. None: the operator
     neither writes it nor returns a view of it."""
-    return {a.name: a.alias_info and a.alias_info.is_write for a in target._schema.arguments}
+    infos = {argument.name: argument.alias_info for argument in target._schema.arguments}
+    return {name: None if info is None else info.is_write for name, info in infos.items()}
