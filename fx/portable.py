@@ -14,7 +14,7 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
 
 #: meta that marks the nodes of a portable program; it is saved with the program

@@ -8,7 +8,7 @@ from torch import Tensor
 from pt2mx import MXSpec
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as cpu
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import differing

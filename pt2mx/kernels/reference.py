@@ -4,8 +4,12 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; 
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, so that one
 bf16 block in 150 would get another exponent. All constants of a format come from `pt2mx.formats` and `pt2mx.modes`.
 `axis` is non-negative here, and the callers in `pt2mx.ops` check the inputs. `random`: the numbers for stochastic
-rounding (`pt2mx.kernels.philox`), in the shape of x. `prims`: the primitives, by default `pt2mx.kernels.elements`; all
+rounding (`random_bits`), in the shape of x. `prims`: the primitives, by default `pt2mx.kernels.elements`; all
 implementations give the same bits.
+
+The random numbers are those of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+A value's number depends only on the seed and its position in the tensor, so every kernel draws the same numbers, in any
+order.
 """
 
 import torch
@@ -20,6 +24,10 @@ from pt2mx.spec import MXSpec
 _MANTISSA = 0x7FFFFF
 _INF = 0x7F800000
 _SIGN = -0x80000000
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_WORD = 0xFFFFFFFF
 
 
 def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> tuple[Tensor, Tensor]:
@@ -159,3 +167,39 @@ def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
 def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int, prims: Prims = elements) -> Tensor:
     scale = prims.scale_bytes(exponent, finite).squeeze(spec.axis + 1)
     return trim_axis(scale, spec.axis, -(-length // spec.block_size))
+
+
+def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
+    """seed: () int64 -> a number in [0, 2**31) for each position of a tensor of that shape, int32.
+
+    The i-th value in row-major order takes the upper 31 bits of word `i % 4` of the block whose counter is `i // 4`
+    and whose key is the seed.
+    """
+    count = 1
+    for size in shape:
+        count = count * size
+    position = torch.arange(count, device=seed.device, dtype=torch.int64)
+    words = philox(position >> 2, seed)
+    word = words[3]
+    for lane in range(3):
+        word = torch.where((position & 3) == lane, words[lane], word)
+    return (word >> 1).to(torch.int32).reshape(shape)
+
+
+def philox(counter: Tensor, seed: Tensor) -> list[Tensor]:
+    """counter: (...) int64, seed: () int64 -> four words (...) int64 in [0, 2**32)."""
+    c = [counter & _WORD, counter >> 32 & _WORD, torch.zeros_like(counter), torch.zeros_like(counter)]
+    key = [seed & _WORD, seed >> 32 & _WORD]
+    for _ in range(_ROUNDS):
+        (high0, low0), (high1, low1) = (_multiply(c[2 * i], _MULTIPLIERS[i]) for i in range(2))
+        c = [high1 ^ c[1] ^ key[0], low1, high0 ^ c[3] ^ key[1], low0]
+        key = [key[i] + _KEY_STEPS[i] & _WORD for i in range(2)]
+    return c
+
+
+def _multiply(a: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Return upper and lower 32 bits of the 64-bit product. It multiplies 16-bit halves of a, because int64 would
+    overflow."""
+    low = (a & 0xFFFF) * m
+    high = (a >> 16) * m + (low >> 16)
+    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels import reference
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.spec import MXSpec
 
 __all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "split"]

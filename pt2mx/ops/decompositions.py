@@ -39,7 +39,7 @@ def decompositions(
     """Return operator -> its decomposition, by the reference kernels.
 
     Args:
-        random_bits: the numbers of stochastic rounding, as `pt2mx.kernels.philox.random_bits`.
+        random_bits: the numbers of stochastic rounding, as `pt2mx.kernels.reference.random_bits`.
         prims_for: the module with the functions of `pt2mx.kernels.elements` that suits a tensor.
         dense: gives the values of a tensor contiguous strides, for tracing at least.
     """

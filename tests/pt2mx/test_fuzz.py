@@ -7,7 +7,7 @@ import torch
 
 from pt2mx import ELEMENTS, MXError, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels import reference
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

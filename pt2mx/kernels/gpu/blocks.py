@@ -206,7 +206,7 @@ def decode(codes, C: tl.constexpr):
 
 @triton.jit
 def random_at(seed, position):
-    """Return the numbers of `pt2mx.kernels.philox.random_bits` for a position in the tensor, int32 in [0, 2**31)."""
+    """Return the numbers of `pt2mx.kernels.reference.random_bits` for a position in the tensor, int32 in [0, 2**31)."""
     counter = position.to(tl.int64) >> 2
     zero = tl.zeros_like(counter).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed), counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)

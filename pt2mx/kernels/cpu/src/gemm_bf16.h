@@ -11,7 +11,6 @@
 #include "decode_bf16.h"
 #include "epilogue.h"
 #include "gemm_microkernel.h"
-#include "gemm_tasks.h"
 
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 

@@ -13,7 +13,6 @@
 
 #include "epilogue.h"
 #include "gemm_microkernel.h"
-#include "gemm_tasks.h"
 
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 

@@ -1,9 +1,10 @@
-// Shared by all kernels of linear_mx: the call and the data prepared for it, the scales of the weight's groups, and
-// storing sums.
+// Shared by all kernels of linear_mx: the call and the data prepared for it, the scales of the weight's groups,
+// storing sums, and the tasks of threads.
 
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <vector>
 
@@ -115,6 +116,32 @@ struct Scales {
   void split(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
     for (i64 g = begin; g < end; ++g) two[g - begin] = factors_of(scale[g / per_block], shift);
   }
+};
+
+struct Task {
+  int64_t top, bottom, first, last;  // rows, columns
+};
+
+// The tasks of a GEMM: blocks of its result. A thread that finishes a task takes the next one, so that no thread waits
+// for another. Tasks of the same columns are consecutive, so that a thread often has these columns decoded already.
+class Tasks {
+ public:
+  explicit Tasks(const LinearCall& c)
+      : call_(c), down_((c.m + c.task_rows - 1) / c.task_rows), across_((c.n + c.task_columns - 1) / c.task_columns) {}
+
+  int64_t count() const { return down_ * across_; }
+
+  // Returns false when all tasks are taken.
+  bool take(Task& task) {
+    const int64_t at = taken_++, row = at % down_ * call_.task_rows, column = at / down_ * call_.task_columns;
+    task = {row, std::min(row + call_.task_rows, call_.m), column, std::min(column + call_.task_columns, call_.n)};
+    return at < count();
+  }
+
+ private:
+  const LinearCall& call_;
+  const int64_t down_, across_;
+  std::atomic<int64_t> taken_{0};
 };
 
 }  // namespace

@@ -24,7 +24,7 @@ inline int32_t exponent_of(int32_t amax, const Spec& s) {
   return amax < kInf ? exponent : kNotFinite;
 }
 
-// ---- the random numbers of stochastic rounding: pt2mx/kernels/philox.py ----
+// ---- the random numbers of stochastic rounding: pt2mx/kernels/reference.py ----
 
 // Draws the numbers of values [first, first + n) into `out`, which has room for whole counters of four. Returns a
 // pointer to the first one.

@@ -12,7 +12,7 @@ from pt2mx import ELEMENTS, FORMATS, MXSpec
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, environment

@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import ELEMENTS, FORMATS, MXSpec
 from pt2mx.kernels import reference, select
-from pt2mx.kernels.philox import random_bits
+from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import same
 from tests.oracle import NARROW

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import ops
-from pt2mx.kernels.philox import philox, random_bits
+from pt2mx.kernels.reference import philox, random_bits
 from tests.oracle import philox as exact_philox
 from tests.oracle import random_number
 
