@@ -49,6 +49,14 @@ def run_program(
     return Finished(process.exitcode, out.read_text(), err.read_text())
 
 
+def run_file(path: Path) -> str:
+    """Run a Python file in a process of its own; return what it printed."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = run_program(code, "-c", path.parent, arguments=[str(path)])
+    assert done.status == 0, done.err
+    return done.out
+
+
 def _run(code: str, argv: list[str], folder: Path, out: Path, err: Path, warning_filters: Sequence[tuple]) -> None:
     sys.argv = argv
     for path, descriptor in ((out, 1), (err, 2)):

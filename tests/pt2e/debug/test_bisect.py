@@ -7,7 +7,7 @@ from torch import nn
 from pt2mx import MXError
 from pt2mx.pt2e.debug.bisect import bisect
 from pt2mx.pt2e.debug.errors import relative_error
-from tests.fresh_process import run_program
+from tests.fresh_process import run_file
 from tests.stage_models import IDS, stages
 from tests.subgraph_models import Branches
 
@@ -28,14 +28,6 @@ def broken(converted, name, factor=1.5):
     return model
 
 
-def printed_by(path, folder):
-    """The lines that the program of a subgraph prints."""
-    run_path = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = run_program(run_path, "-c", folder, arguments=[str(path)])
-    assert done.status == 0, done.err
-    return done.out.splitlines()
-
-
 def test_another_graph(net, tmp_path):
     _, forms = net
     assert bisect(forms["converted"], forms["lowered"], IDS) is None
@@ -43,7 +35,7 @@ def test_another_graph(net, tmp_path):
     worst = bisect(forms["converted"], broken(forms["converted"], "linear_3"), IDS, path=path)
     assert (worst.nodes, worst.modules, worst.path) == (("linear_3",), ("wide",), path)
     assert 0.4 < worst.error < 0.6  # with a bias
-    *code, last = printed_by(path, tmp_path)
+    *code, last = run_file(path).splitlines()
     assert last == f"relative error: {worst.error}" and any("linear" in line for line in code)
 
 
@@ -63,7 +55,7 @@ def test_a_form_that_is_made_of_subgraphs(net, tmp_path):
 
     worst = bisect(forms["lowered"], wrong_gelu, IDS, bound=1e-5, path=tmp_path / "gelu.py")
     assert worst.nodes == ("gelu",) and 1e-5 < worst.error < 1e-2
-    assert f"relative error: {worst.error}" in printed_by(worst.path, tmp_path)
+    assert f"relative error: {worst.error}" in run_file(worst.path)
 
 
 @pytest.mark.slow

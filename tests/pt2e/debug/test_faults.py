@@ -1,8 +1,6 @@
 """A fault in one layer of a real model: the first line of `compare_stages`, and the subgraph that `bisect` returns."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch import nn
 
 import pt2mx
 from tests.faults import scaled_weight, turned_scales
+from tests.fresh_process import run_file
 
 
 def converted(exported, recipe="mxfp8"):
@@ -49,8 +48,7 @@ def test_an_lstm(tmp_path):
     sound = converted(exported)
     worst = check(exported, sound, scaled_weight(sound, "second"), "second", x, tmp_path / "subgraph.py")
     assert worst.nodes[0].startswith("lstm")
-    done = subprocess.run([sys.executable, str(worst.path)], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == f"relative error: {worst.error}"
+    assert run_file(worst.path).splitlines()[-1] == f"relative error: {worst.error}"
 
 
 @pytest.mark.slow
