@@ -17,6 +17,8 @@ from pt2mx.pt2e.archive import add_records
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.inspect.inspect_file import inspect_file
+from pt2mx.pt2e.inspect.schema import TensorInfo
 from pt2mx.pt2e.packages.package import load_package
 
 #: runs a package in another process, and compares the bits
@@ -65,7 +67,7 @@ def folder(tmp_path_factory):
     args = inputs(4, 3)
     prepared = pt2mx.prepare_pt2e(export(Net().eval(), args, shapes).module(), quantizer)
     converted = pt2mx.convert_pt2e(prepared)
-    torch.export.save(export(converted, args, shapes), path / "net.pt2")
+    pt2mx.save_program(export(converted, args, shapes), path / "net.pt2", quantizer)
     lowered = lower_to_inductor(converted)
     for i, args in enumerate([inputs(4, 3), inputs(1, 1), inputs(99, 7)]):
         with torch.no_grad():
@@ -73,7 +75,6 @@ def folder(tmp_path_factory):
             torch.save((args, lowered(*args)), path / f"lowered{i}.pt")
             torch.save((args, converted(*args)), path / f"converted{i}.pt")
     write_package(path, "net.aoti.pt2")
-    write_package(path, "portable.pt2", "--portable")
     return path
 
 
@@ -95,11 +96,14 @@ def test_package_gives_the_bits_of_the_lowered_model_in_another_process(here, ru
     assert run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()[::2] == ["True"] * 3
 
 
-@pytest.mark.parametrize("name", ["portable.pt2", pytest.param("unpacked.pt2", marks=pytest.mark.slow)])
-def test_portable_package_runs_without_pt2mx(name, here, run_python):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"), [("portable.pt2", ["--portable"]), ("unpacked.pt2", ["--portable", "--unpack"])]
+)
+def test_portable_package_runs_without_pt2mx(name, options, here, run_python):
     """The package dequantizes the weight to the bit and calls the same matmul as eager mode."""
-    if name == "unpacked.pt2":
-        write_package(here, name, "--portable", "--unpack")
+    write_package(here, name, *options)
+    check_printed(here, name)
     arguments = ["without", name, *(f"converted{i}.pt" for i in range(3))]
     printed = run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()
     assert all(float(error) < 1e-6 for error in printed[1::2])
@@ -129,12 +133,31 @@ def test_several_threads_and_calls_in_turn(here):
 
 
 def test_compile_prints_how_well_it_agrees(here):
-    for name in ("net.aoti.pt2", "portable.pt2"):
-        fidelity, sizes = (here / f"{name}.txt").read_text().splitlines()
-        assert fidelity.startswith("compiled against eager: SQNR ") and fidelity.endswith("cosine 1.000000")
-        assert float(fidelity.split()[4]) > 100
-        package, program = ((here / file).stat().st_size / 1e6 for file in (name, "net.pt2"))
-        assert f"{name}: {package:.1f} MB (the program: {program:.1f} MB); load " in sizes and sizes.endswith(" s")
+    check_printed(here, "net.aoti.pt2")
+
+
+def check_printed(folder, name):
+    """Check what the command printed when it wrote a package."""
+    fidelity, sizes = (folder / f"{name}.txt").read_text().splitlines()
+    assert fidelity.startswith("compiled against eager: SQNR ") and fidelity.endswith("cosine 1.000000")
+    assert float(fidelity.split()[4]) > 100
+    package, program = ((folder / file).stat().st_size / 1e6 for file in (name, "net.pt2"))
+    assert f"{name}: {package:.1f} MB (the program: {program:.1f} MB); load " in sizes and sizes.endswith(" s")
+
+
+def test_inspect_of_a_package(here, capsys):
+    (program,), (package,) = (inspect_file(here / name) for name in ("net.pt2", "net.aoti.pt2"))
+    assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")
+    x, gate = ("0..99", "0..", 70), ("0..99", 1, 128)
+    assert package.inputs == (TensorInfo("x", "float32", x), TensorInfo("gate", "float32", gate))
+    assert package.operators == {"pt2mx.linear_mx": 2, "pt2mx.rotated_fake_quantize_mx": 1}
+    assert set(package.tensors) == set(program.tensors)
+    for ours, theirs in zip(package.weights, program.weights, strict=True):
+        fields = [(one.name, one.format, one.axis, one.shape, one.bytes) for one in (ours, theirs)]
+        assert fields[0] == fields[1] and ours.scales is None
+    assert main(["inspect", "net.aoti.pt2"]) == 0
+    out = capsys.readouterr().out
+    assert "a package of" in out and "for: cpu, " in out
 
 
 @pytest.mark.parametrize("kind", ["example", "tuple.pt", "names.npz"])
@@ -200,7 +223,8 @@ def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
 def test_a_program_with_a_broken_record_is_compiled_all_the_same(here, capsys, monkeypatch):
     with zipfile.ZipFile("net.pt2") as program, zipfile.ZipFile("broken.pt2", "w") as broken:
         for name in program.namelist():
-            broken.writestr(name, program.read(name))
+            if not name.endswith("pt2mx.json"):
+                broken.writestr(name, program.read(name))
     add_records("broken.pt2", {"extra/pt2mx.json": b"{"})
     monkeypatch.setattr("pt2mx.pt2e.cli.compile.compile_program", lambda *args: 1 / 0)  # the program holds no recipe
     assert main(["compile", "broken.pt2", "--output", "o.pt2"]) == 2

@@ -7,7 +7,7 @@ from tests.language_models import checkpoint
 
 
 def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
-    folder = checkpoint("llama", tmp_path / "checkpoint")
+    folder = checkpoint("llama", tmp_path / "checkpoint", num_hidden_layers=1)
     monkeypatch.setattr(demo_language, "smollm2_checkpoint", lambda: folder)
     actual = demo_language.main(tmp_path, "mxfp4_weight_only")
     lines = capsys.readouterr().out.splitlines()

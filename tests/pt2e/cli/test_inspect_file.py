@@ -1,4 +1,4 @@
-"""`pt2mx inspect`: its output for programs, packages and folders."""
+"""`pt2mx inspect`: its output for programs and folders; test_compile.py has packages."""
 
 import json
 from math import prod
@@ -10,9 +10,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli import command
-from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
-from pt2mx.pt2e.inspect.schema import TensorInfo, _histogram
+from pt2mx.pt2e.inspect.schema import _histogram
 from pt2mx.pt2e.packed_weights import packed_weights
 from tests.flow import convert
 from tests.language_models import quantized_decoder, tokenizer_of_bytes
@@ -27,14 +26,13 @@ def mlp():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A program, its model, and its packages."""
+    """A program, its portable form, and a float one."""
     folder, x = tmp_path_factory.mktemp("files"), torch.randn(8, 64)
     quantizer = MXQuantizer.from_recipe("mxfp4")
     program = torch.export.export(convert(mlp(), (x,), quantizer, shapes=BATCH), (x,), dynamic_shapes=BATCH)
     pt2mx.save_program(program, folder / "program.pt2", quantizer)
     torch.export.save(pt2mx.make_portable(program), folder / "portable.pt2")
     torch.export.save(torch.export.export(mlp(), (x,)), folder / "float.pt2")
-    compile_program(program, folder / "package.pt2", recipe=quantizer)
     return folder, program
 
 
@@ -81,24 +79,6 @@ def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
     assert lines[-3] == f"{reason}: 0.weight, 2.weight"
     (result,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
     assert [weight["storage"] for weight in result["weights"]] == [reason, None, reason]
-
-
-def test_a_package(files, capsys):
-    (program,), (package,) = (inspect_file(files[0] / name) for name in ("program.pt2", "package.pt2"))
-    assert (package.kind, package.origin, package.target["AOTI_DEVICE_KEY"]) == ("package", program.origin, "cpu")
-    assert package.inputs == (TensorInfo("input", "float32", ("0..64", 64)),)
-    calls = {"pt2mx.linear_mx": 2, "pt2mx.rotated_fake_quantize_mx": 1, "pt2mx.activation_fake_quantize_mx": 1}
-    assert package.operators == calls and set(package.tensors) == set(program.tensors)
-    for ours, theirs in zip(package.weights, program.weights, strict=True):
-        assert (ours.name, ours.format, ours.axis, ours.shape) == (
-            theirs.name,
-            theirs.format,
-            theirs.axis,
-            theirs.shape,
-        )
-        assert ours.bytes == theirs.bytes and ours.scales is None
-    out = run(files[0] / "package.pt2", capsys=capsys).out
-    assert "a package of" in out and "for: cpu, " in out
 
 
 def test_programs_without_packed_weights(files, capsys):
