@@ -237,6 +237,7 @@ def train_compiled_on_half(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow  # two processes import torch and compile
 def test_compiled_training_of_two_processes_is_that_of_eager(tmp_path):
     run_ranks(train_compiled_on_half, str(tmp_path), method="spawn")
     for rank in (0, 1):
