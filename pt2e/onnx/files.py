@@ -1,9 +1,11 @@
-"""ONNX models in files: read, converted to an opset, checked and written as a whole."""
+"""ONNX models in files: read, converted, checked and written as a whole; the names and tensors of their graphs."""
 
 from __future__ import annotations
 
+import math
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
@@ -11,7 +13,7 @@ from pt2mx.pt2e.onnx.nodes import graphs_in
 from pt2mx.pt2e.output import whole_file
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
 
 onnx = import_extra("onnx", "onnx")
 
@@ -19,6 +21,10 @@ onnx = import_extra("onnx", "onnx")
 _LIMIT = 2**31 - 1
 #: the lowest opset and IR version of a model with our functions: IR 10 has overloads of functions
 OPSET, IR_VERSION = 18, 10
+#: operators that only rearrange their input
+_REARRANGING = ("Transpose", "Identity", "Gather")
+#: constants of at least this many values: inference sees their shape and not their values
+_LARGE = 256
 
 
 def read_model(path: str | os.PathLike[str]) -> ModelProto:
@@ -114,3 +120,78 @@ def _exceeds_file(model: ModelProto) -> bool:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def used_names(graph: GraphProto) -> set[str]:
+    """Return the names of the nodes and tensors of a graph and its subgraphs."""
+    used: set[str] = set()
+    for each in graphs_in(graph):
+        used |= {value.name for value in (*each.input, *each.output, *each.initializer)}
+        used |= {name for node in each.node for name in (node.name, *node.input, *node.output)}
+    return used
+
+
+def fresh_name(name: str, used: set[str]) -> str:
+    """Return `name`, or the first of `name_1`, ... that is not in use, and add it to the names in use."""
+    candidates = (name if i == 0 else f"{name}_{i}" for i in range(len(used) + 1))
+    fresh = next(candidate for candidate in candidates if candidate not in used)
+    used.add(fresh)
+    return fresh
+
+
+def remove_unused(graph: GraphProto) -> None:
+    """Remove initializers that neither the graph nor its subgraphs use, and the nodes that rearranged them."""
+    subgraphs = [each for each in graphs_in(graph) if each is not graph]
+    used = {name for subgraph in subgraphs for node in subgraph.node for name in node.input}
+    used |= {output.name for each in (graph, *subgraphs) for output in each.output}
+    kept = []
+    for node in reversed(graph.node):
+        if node.op_type not in _REARRANGING or not used.isdisjoint(node.output):
+            used |= set(node.input)
+            kept.append(node)
+    nodes = kept[::-1]
+    initializers = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(initializers)
+
+
+class TensorType(NamedTuple):
+    """The `TensorProto` data type and the shape of a tensor; None for what is unknown, also for a single dimension."""
+
+    dtype: int | None = None
+    shape: tuple[int | None, ...] | None = None
+
+
+def tensor_types(model: ModelProto, is_identity: Callable[[NodeProto], bool] | None = None) -> dict[str, TensorType]:
+    """Infer the types of the tensors of a model's graph, by name.
+
+    Args:
+        model: the model. It is not changed, and large constants are not copied.
+        is_identity: true for nodes of a domain unknown to inference whose output has the type of their input.
+
+    Raises:
+        MXError: where nodes do not fit together.
+    """
+    inputs = {value.name for value in model.graph.input}
+    constants = [tensor for tensor in model.graph.initializer if tensor.name not in inputs]
+    graph = onnx.GraphProto(name="types", input=model.graph.input, output=model.graph.output)
+    graph.value_info.extend(model.graph.value_info)
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if math.prod(tensor.dims) < _LARGE)
+    graph.input.extend(onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in constants)
+    for node in model.graph.node:
+        plain = is_identity is not None and is_identity(node)
+        graph.node.append(onnx.helper.make_node("Identity", node.input, node.output) if plain else node)
+    light = onnx.ModelProto(ir_version=model.ir_version, graph=graph, functions=model.functions)
+    light.opset_import.extend(model.opset_import)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(light).graph
+    except onnx.shape_inference.InferenceError as error:
+        raise MXError(f"the types of the model's tensors cannot be inferred: {first_line(error)}") from None
+    return {value.name: _type(value) for value in (*inferred.input, *inferred.value_info, *inferred.output)}
+
+
+def _type(value: ValueInfoProto) -> TensorType:
+    kind = value.type.tensor_type
+    shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
+    return TensorType(kind.elem_type or None, shape if kind.HasField("shape") else None)

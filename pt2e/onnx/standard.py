@@ -21,10 +21,9 @@ from torch import Tensor
 
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.pt2e.onnx.files import opset_of, raise_opset
+from pt2mx.pt2e.onnx.files import TensorType, fresh_name, opset_of, raise_opset, remove_unused, tensor_types, used_names
 from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, unit_of
-from pt2mx.pt2e.onnx.graphs import TensorType, fresh_name, remove_unused, tensor_types, used_names
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.spec import MXSpec
 

@@ -16,8 +16,16 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 from onnx.reference import ReferenceEvaluator
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.onnx.files import check_model, first_line, raise_opset, read_model
-from pt2mx.pt2e.onnx.graphs import TensorType, fresh_name, tensor_types, used_names
+from pt2mx.pt2e.onnx.files import (
+    TensorType,
+    check_model,
+    first_line,
+    fresh_name,
+    raise_opset,
+    read_model,
+    tensor_types,
+    used_names,
+)
 from pt2mx.pt2e.onnx.nodes import graphs_in, node_attributes
 
 #: domains whose nodes show that a file is quantized already

@@ -11,7 +11,7 @@ import torch
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from pt2mx.functional import quantize_mx
-from pt2mx.pt2e.onnx.graphs import fresh_name, remove_unused, used_names
+from pt2mx.pt2e.onnx.files import fresh_name, remove_unused, used_names
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand
