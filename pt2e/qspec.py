@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.ops.quantization import check_ste
+from pt2mx.ops.checks import check_ste
 from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 

@@ -15,9 +15,9 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import reference_chunked
-from pt2mx.ops.checks import check_length, check_seed, check_spec, check_tensors
+from pt2mx.ops.checks import check_length, check_seed, check_spec, check_ste, check_tensors
 from pt2mx.ops.memory_format import with_memory_format_of
-from pt2mx.ops.quantization import check_ste, seed_of
+from pt2mx.ops.quantization import seed_of
 from pt2mx.spec import MXSpec, parse
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.ops.quantization import check_ste
+from pt2mx.ops.checks import check_ste
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES

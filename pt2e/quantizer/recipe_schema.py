@@ -8,7 +8,7 @@ from typing import Any
 from pt2mx.algorithms.options import ALGORITHMS, PRESETS, range_of
 from pt2mx.formats import ELEMENTS
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
-from pt2mx.ops.quantization import STRAIGHT_THROUGH
+from pt2mx.ops.checks import STRAIGHT_THROUGH
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import ROLES
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS

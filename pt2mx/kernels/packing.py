@@ -82,6 +82,28 @@ def resized(x: Tensor, axis: int, size: int) -> list[int]:
     return [*x.shape[:axis], size, *x.shape[axis + 1 :]]
 
 
+def new_size(size: int, length: int) -> int:
+    """Return `size`, a quotient of the symbolic `length`, in an exported graph as a size of its own.
+
+    Tracing asks of every size whether it is 1. Of a quotient that is a guard on `length` ("at most one block"):
+    exporting with a dynamic length would fail, and torch.compile would compile twice. Of a length that the data decide
+    nothing is asked, and a decomposition could not give a size of its own again.
+    """
+    if isinstance(length, int) or _is_decided_by_data(length):
+        return size
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _is_decided_by_data(length: torch.SymInt) -> bool:
+    """True if `nonzero`, `item` and the like gave a length. Dynamo has a symbol with a value for `item`; later traces
+    of the same graph do not."""
+    from torch._dynamo.source import CallMethodItemSource  # a symbolic length means that dynamo is there
+
+    sources = length.node.shape_env.var_to_sources
+    by_item = (isinstance(s, CallMethodItemSource) for x in length.node.expr.free_symbols for s in sources.get(x, ()))
+    return not length.node.has_hint() or any(by_item)
+
+
 def is_packed(bits: int) -> bool:
     """Return whether codes of `bits` bits share bytes, so that the number of bytes does not determine the number of
     codes."""

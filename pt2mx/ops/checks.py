@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.modes import ROUNDINGS
@@ -17,6 +17,8 @@ from pt2mx.spec import MXSpec
 
 #: dtypes that can be quantized, and dequantized to
 HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+#: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
+STRAIGHT_THROUGH = ("identity", "clipped")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,6 +71,12 @@ def check_seed(seed: object) -> None:
         raise MXError(
             f"seed={seed!r} must be an integer from 0 to 2**63 - 1, a torch.Generator, or None for a new draw each call"
         )
+
+
+def check_ste(ste: object) -> None:
+    """Raise `MXError` for a gradient that is not one of `STRAIGHT_THROUGH`."""
+    if not isinstance(ste, str) or ste not in STRAIGHT_THROUGH:
+        raise MXError(f"unknown ste {ste!r}: {nearest(ste, STRAIGHT_THROUGH)}")
 
 
 def check_packed(

@@ -62,11 +62,8 @@ class _Decompositions:
 
     def quantize(self, call: Quantize[Tensor]) -> tuple[Tensor, ...]:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
-
-        def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-            return reference.quantize(x, spec, random, prims)
-
-        return self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
+        random = self._random(x, spec, call.seed)
+        return self._in_order(lambda spec, x, r=None: reference.quantize(x, spec, r, prims), spec, x, *random)
 
     def dequantize(self, call: Dequantize[Tensor]) -> Tensor:
         (spec, length), prims = call.check(), self.prims_for(call.codes)
@@ -78,20 +75,14 @@ class _Decompositions:
 
     def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
-
-        def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-            return (reference.fake_quantize(x, spec, random, prims),)
-
-        (y,) = self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
+        random = self._random(x, spec, call.seed)
+        (y,) = self._in_order(lambda spec, x, r=None: (reference.fake_quantize(x, spec, r, prims),), spec, x, *random)
         return y if call.x.dim() else y.reshape(())
 
     def clip_gradient(self, call: ClipGradient[Tensor]) -> Tensor:
         spec, prims = call.check(), self.prims_for(call.x)
-
-        def kernel(spec: MXSpec, x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-            return (reference.clip_gradient(grad, x, spec, prims),)
-
-        (y,) = self._in_order(kernel, spec, torch.atleast_1d(call.x), torch.atleast_1d(call.grad))
+        operands = torch.atleast_1d(call.x), torch.atleast_1d(call.grad)
+        (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims),), spec, *operands)
         return y if call.x.dim() else y.reshape(())
 
     def _random(self, x: Tensor, spec: MXSpec, seed: int | None) -> tuple[Tensor, ...]:

@@ -16,18 +16,16 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from pt2mx.errors import MXError, nearest
-from pt2mx.kernels.packing import is_packed, packed_length, resized
+from pt2mx.errors import MXError
+from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, Rounding, ScaleMode, Seed, choices
-from pt2mx.ops.checks import check_input, check_packed, check_seed
+from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_seed, check_ste
 from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 from pt2mx.spec import MXSpec
 
-#: What becomes of the gradient: it passes unchanged, or is zero where the value saturated.
-STRAIGHT_THROUGH = ("identity", "clipped")
 _KERNELS = {
     name: functools.partial(run_kernel, name)
     for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx")
@@ -105,9 +103,9 @@ class Quantize(Quantization[T]):
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
         length, bits = x.shape[spec.axis], spec.element.bits
-        scale_shape = resized(x, spec.axis, _quotient(-(-length // spec.block_size), length))
+        scale_shape = resized(x, spec.axis, new_size(-(-length // spec.block_size), length))
         size = packed_length(length, bits)
-        data_shape = resized(x, spec.axis, _quotient(size, length) if is_packed(bits) else size)
+        data_shape = resized(x, spec.axis, new_size(size, length) if is_packed(bits) else size)
         return empty_in_format_of(x, scale_shape, torch.uint8), empty_in_format_of(x, data_shape, torch.uint8)
 
     def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
@@ -118,28 +116,6 @@ class Quantize(Quantization[T]):
 
     def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
         return {}  # the outputs are integers
-
-
-def _quotient(size: int, length: int) -> int:
-    """Return `size`, a quotient of the symbolic `length`, in an exported graph as a size of its own.
-
-    Tracing asks of every size whether it is 1. Of a quotient that is a guard on `length` ("at most one block"):
-    exporting with a dynamic length would fail, and torch.compile would compile twice. Of a length that the data decide
-    nothing is asked, and a decomposition could not give a size of its own again.
-    """
-    if isinstance(length, int) or _is_decided_by_data(length):
-        return size
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-def _is_decided_by_data(length: torch.SymInt) -> bool:
-    """True if `nonzero`, `item` and the like gave a length. Dynamo has a symbol with a value for `item`; later traces
-    of the same graph do not."""
-    from torch._dynamo.source import CallMethodItemSource  # a symbolic length means that dynamo is there
-
-    sources = length.node.shape_env.var_to_sources
-    by_item = (isinstance(s, CallMethodItemSource) for x in length.node.expr.free_symbols for s in sources.get(x, ()))
-    return not length.node.has_hint() or any(by_item)
 
 
 @operator("dequantize_mx", 2, "(..., n, ...) in `target_dtype`", COMPLIANT)
@@ -240,12 +216,6 @@ class FakeQuantize(Quantization[T]):
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": grad if self.ste == "identity" else clip_gradient_mx(grad, *self.args[:6])}
-
-
-def check_ste(ste: object) -> None:
-    """Raise `MXError` for a gradient that is not one of `STRAIGHT_THROUGH`."""
-    if not isinstance(ste, str) or ste not in STRAIGHT_THROUGH:
-        raise MXError(f"unknown ste {ste!r}: {nearest(ste, STRAIGHT_THROUGH)}")
 
 
 @operator(
