@@ -45,6 +45,7 @@ def test_code_that_does_not_load(status, stderr, message, monkeypatch):
         package.check_loads("m.pt2", CUDA)
 
 
+@pytest.mark.slow  # an interpreter imports torch
 def test_a_real_child_process(tmp_path):
     path = tmp_path / "m.pt2"
     path.write_bytes(b"no package")
