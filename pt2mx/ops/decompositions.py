@@ -105,8 +105,8 @@ class _Decompositions:
 
     def _laid_out(self, y: Tensor, order: Order, axis: int, x: Tensor) -> Tensor:
         """Return y, whose dimensions are in x's order, as a result for x: dense, also where filled last blocks along
-        `axis` were cut off. Scales and codes of a length that has one of them in the example stay as they are, where
-        nothing would guard that."""
+        `axis` were cut off. Scales and codes whose length is one in the example do not change where nothing would
+        guard that length."""
         is_cut = not is_dense(y, contiguous_order(y))
         left = is_cut and is_one_in_the_example(y.shape[axis])
         y = self.dense(y) if is_cut and not left else y

@@ -69,7 +69,7 @@ class _MakesRows(_WithoutGradient[T]):
         return codes, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)
 
     def rows_of(self, y: Tensor, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
-        """Return FP8 rows of the activation of y, none of which fit: `mm_fp8_rows` reads their values."""
+        """Return the activation of y as FP8 rows that do not fit: `mm_fp8_rows` reads their values."""
         call = ActivationFakeQuantize(y, activation, self.element, BLOCK, self.scale_mode, self.rounding)
         values = call.decompose()
         scale = values.new_full((*values.shape[:-1], 1), UNFIT, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""`torch.autocast` around products with packed weights, which it casts as it casts linear layers."""
+"""`torch.autocast` around matmuls with packed weights: it casts them like linear layers."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 class ConvolutionThenLinear(nn.Module):
-    """The convolution gives the linear layer an input of autocast's dtype, beside its own bias."""
+    """The convolution gives the linear layer an input of autocast's dtype; the bias keeps its own."""
 
     def __init__(self, bias):
         super().__init__()
@@ -54,7 +54,7 @@ def converted_model(name, activation):
 
 @torch.no_grad()
 def check(run, converted, x, dtype):
-    """As the converted model under autocast, whose products are torch's own."""
+    """The reference is the converted model under autocast, whose matmuls are torch's."""
     with torch.autocast("cpu", dtype):
         got, want = run(x), converted(x)
     assert got.dtype == want.dtype == dtype

@@ -27,7 +27,7 @@ def operands(dtype=torch.float32, heads=4, key_heads=2):
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("shape", [(40, 64), (5, 64), (3, 40, 64), (2, 1, 3, 20, 64), (0, 64), (2, 40, 0)])
-def test_products_are_those_of_matmul(shape, dtype):
+def test_matmuls_are_those_of_torch(shape, dtype):
     torch.manual_seed(0)
     x, y = values(*shape, dtype=dtype), values(*shape[:-2], shape[-1], 30, dtype=dtype)
     got = matmul_bfloat16(x, y)
@@ -191,12 +191,12 @@ def test_autocast_is_that_of_torch():
         ((2, 4, 3), (1, 3, 5), "x (2, 4, 3)"),
     ],
 )
-def test_shapes_of_products(x, y, message):
+def test_shapes_of_matmuls(x, y, message):
     with pytest.raises(MXError, match=re.escape(message)):
         matmul_bfloat16(torch.ones(x), torch.ones(y))
 
 
-def test_dtypes_of_products():
+def test_dtypes_of_matmuls():
     with pytest.raises(MXError, match=re.escape("operands are torch.float64 and target_dtype is None")):
         matmul_bfloat16(torch.ones(2, 2).double(), torch.ones(2, 2).double())
     with pytest.raises(MXError, match=re.escape("target_dtype is torch.int8")):

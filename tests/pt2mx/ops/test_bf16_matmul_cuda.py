@@ -26,7 +26,7 @@ def is_exact(got, product, exact):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_products(name):
+def test_matmuls(name):
     torch.manual_seed(0)
     for batch, m, k, n in (((), 65, 64, 37), ((3,), 40, 1100, 33), ((2, 3), 130, 33, 100), ((2, 1, 2), 1, 300, 5)):
         x = ops.fake_quantize_mx(
@@ -42,7 +42,7 @@ def test_products(name):
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 40, 4096), (20, 300, 4096), (70, 96, 1000), (3000, 700, 384)])
-def test_many_products_in_a_sum(m, n, k):
+def test_sums_of_many_terms(m, n, k):
     torch.manual_seed(0)
     x, y = values(m, k), values(k, n)
     exact = x.double() @ y.double()
@@ -51,7 +51,7 @@ def test_many_products_in_a_sum(m, n, k):
 
 
 @pytest.mark.parametrize("rows", [(), (7,), (2, 50), (0,)])
-def test_float32_products_with_a_packed_weight(rows):
+def test_float32_matmuls_with_a_packed_weight(rows):
     torch.manual_seed(0)
     scale, data = ops.quantize_mx(torch.randn(300, 4096, device="cuda"), "fp8_e4m3", 32, -1, "floor", "even")
     weight = ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1)

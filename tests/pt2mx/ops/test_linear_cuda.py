@@ -186,14 +186,14 @@ def test_each_product_waits_for_the_one_before(batch, captured):
 def test_streams_run_side_by_side():
     fragments = [fp4() for _ in range(4)]
     inputs = [torch.randn(3, 256, device="cuda", dtype=torch.bfloat16) for _ in fragments]
-    wanted = [linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96, 0) for x, f in zip(inputs, fragments, strict=True)]
+    expected = [linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96, 0) for x, f in zip(inputs, fragments, strict=True)]
     torch.cuda.synchronize()
     got = []
     for x, f in zip(inputs, fragments, strict=True):
         with torch.cuda.stream(torch.cuda.Stream()):
             got.append([linear_mx_mma_layout(x, *f, None, "fp4_e2m1", 96, 0) for _ in range(20)])
     torch.cuda.synchronize()
-    assert all(torch.equal(y, want) for ys, want in zip(got, wanted, strict=True) for y in ys)
+    assert all(torch.equal(y, want) for ys, want in zip(got, expected, strict=True) for y in ys)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
