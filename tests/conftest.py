@@ -65,12 +65,12 @@ def warning_filters(pytestconfig):
 @pytest.fixture(scope="session")
 def run_python(tmp_path_factory):
     """Run code in a process of its own, with arguments; return what it printed. The process is forked from one that has
-    imported torch, unless `fresh` or `env` asks for a new interpreter, which takes seconds."""
+    imported torch and Dynamo; torch alone, if `fresh`; `env` asks for a new interpreter, which takes seconds."""
 
     def run(code: str, arguments: tuple | list = (), cwd: Path | None = None, env=None, fresh: bool = False) -> str:
-        if env is None and not fresh:
-            folder = tmp_path_factory.mktemp("process")
-            status, out, err = run_program(code, "-c", Path(cwd or Path.cwd()), (), arguments, folder)
+        if env is None:
+            folder, imported = tmp_path_factory.mktemp("process"), ("torch",) if fresh else ("torch", "torch._dynamo")
+            status, out, err = run_program(code, "-c", Path(cwd or Path.cwd()), (), arguments, folder, imported)
         else:
             command = [sys.executable, "-c", code, *arguments]
             result = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)

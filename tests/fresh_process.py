@@ -1,10 +1,14 @@
-"""Run programs in separate processes, forked from a process that has only imported torch: importing torch takes longer
+"""Run programs in separate processes, forked from a process that has imported torch: importing torch takes longer
 than most programs."""
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import functools
+import importlib
 import os
+import pickle
+import subprocess
 import sys
 import traceback
 import warnings
@@ -12,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch._dynamo"])
+ROOT = Path(__file__).parent.parent
 
 
 class Finished(NamedTuple):
@@ -31,6 +34,7 @@ def run_program(
     warning_filters: Sequence[tuple] = (),
     arguments: Sequence[str] = (),
     output: Path | None = None,
+    imported: tuple[str, ...] = ("torch", "torch._dynamo"),
 ) -> Finished:
     """Run a program in a separate process.
 
@@ -41,12 +45,34 @@ def run_program(
         warning_filters: arguments of `warnings.filterwarnings`, a tuple for each call.
         arguments: the arguments of the command line, after the program's name.
         output: the folder of the files for its output; by default `folder`.
+        imported: the modules that the process has imported before.
     """
-    out, err = ((output or folder) / f"{stream}.txt" for stream in ("stdout", "stderr"))
-    process = _FORKS.Process(target=_run, args=(code, [name, *arguments], folder, out, err, warning_filters))
-    process.start()
-    process.join()
-    return Finished(process.exitcode, out.read_text(), err.read_text())
+    out, err = ((output or folder).absolute() / f"{stream}.txt" for stream in ("stdout", "stderr"))
+    server = _server(imported)
+    request = pickle.dumps((code, [name, *arguments], folder, out, err, warning_filters))
+    print(request.hex(), file=server.stdin, flush=True)
+    return Finished(int(server.stdout.readline()), out.read_text(), err.read_text())
+
+
+@functools.cache
+def _server(imported: tuple[str, ...]) -> subprocess.Popen:
+    """Start the process that programs are forked from. It ends with this one."""
+    code = "import sys; sys.path[:] = sys.argv[2:]; from tests.fresh_process import serve; serve()"
+    command = [sys.executable, "-c", code, ",".join(imported), *sys.path]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    atexit.register(server.communicate)  # closes its stdin, and waits
+    return server
+
+
+def serve() -> None:
+    """Import the modules of the command line. Then run each program of stdin in a fork, and print its exit status."""
+    for module in sys.argv[1].split(","):
+        importlib.import_module(module)
+    for line in sys.stdin:
+        if not (child := os.fork()):
+            _run(*pickle.loads(bytes.fromhex(line)))
+            raise SystemExit
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def run_file(path: Path) -> str:
@@ -59,8 +85,9 @@ def run_file(path: Path) -> str:
 
 def _run(code: str, argv: list[str], folder: Path, out: Path, err: Path, warning_filters: Sequence[tuple]) -> None:
     sys.argv = argv
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for path, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(folder)
     for arguments in warning_filters:
         warnings.filterwarnings(*arguments)

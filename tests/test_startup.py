@@ -1,4 +1,4 @@
-"""What `import pt2mx` leaves for later, and that it is there when it is needed. Each in a fresh process."""
+"""What `import pt2mx` leaves for later, and that it is there when it is needed. Each in a process with torch alone."""
 
 from pathlib import Path
 
@@ -98,6 +98,7 @@ print(graph.eliminate_dead_code(), "torchao" in sys.modules)
     assert run_python(code, fresh=True).split() == ["False", "False"]
 
 
+@pytest.mark.slow  # without circles of imports, which test_package.py looks for, any order will do
 def test_any_module_of_the_flow_may_be_imported_first(run_python):
     """Which one a program reaches first is up to it."""
     code = """

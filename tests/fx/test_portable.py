@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -35,7 +32,7 @@ class Net(nn.Module):
         return self.fc(torch.relu(self.conv(x)).mean((2, 3))) @ self.table.weight.t() + self.table.weight[0, 0]
 
 
-def test_runs_where_pt2mx_is_not_installed(tmp_path):
+def test_runs_where_pt2mx_is_not_installed(tmp_path, run_python):
     """Every format with ragged blocks and a dynamic batch, a stochastic rounding, and a subgraph."""
     x = torch.randn(4, 3, 8, 8)
     specs = [("mxfp4", "mxfp6_e3m2"), ("mxfp6_e2m3", "mxfp8_e5m2(rceil,half_away)"), ("mxint8(mse)", "mxfp8_e4m3")]
@@ -52,10 +49,7 @@ def test_runs_where_pt2mx_is_not_installed(tmp_path):
         assert "pt2mx" not in str(program)
         torch.export.save(program, tmp_path / f"{name}.pt2")
         torch.save((inputs, want), tmp_path / f"{name}.pt")
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PT2MX, *cases], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.split() == ["True"] * len(cases)
+    assert run_python(WITHOUT_PT2MX, [*cases], cwd=tmp_path).split() == ["True"] * len(cases)
 
 
 def test_stochastic_rounding_by_its_seed():

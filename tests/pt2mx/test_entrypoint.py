@@ -80,10 +80,8 @@ def test_doctor_runs_without_torch(tmp_path):
 
 
 def test_another_process_is_left_alone(run_python):
-    assert (
-        run_python("import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')", fresh=True)
-        == "went on\n"
-    )
+    code = "import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')"
+    assert run_python(code, env=os.environ) == "went on\n"
 
 
 @pytest.mark.parametrize(
