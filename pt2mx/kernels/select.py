@@ -43,7 +43,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cuda": "gpu.quantize:clip_gradient",
     },
     "random_bits": {
-        "any": "philox:random_bits",
+        "any": "reference:random_bits",
         "cpu": "cpu.quantize:random_bits",
         "cuda": "gpu.quantize:random_bits",
     },
