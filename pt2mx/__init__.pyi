@@ -15,6 +15,7 @@ from pt2mx.formats import parse_element as parse_element
 from pt2mx.functional import dequantize_mx as dequantize_mx
 from pt2mx.functional import fake_quantize_mx as fake_quantize_mx
 from pt2mx.functional import quantize_mx as quantize_mx
+from pt2mx.functional import tensor_scale_mx as tensor_scale_mx
 from pt2mx.fx.inductor_pass import LoweringPass as LoweringPass
 from pt2mx.fx.lower import lower_to_inductor as lower_to_inductor
 from pt2mx.fx.portable import make_portable as make_portable
@@ -59,6 +60,9 @@ from pt2mx.pt2e.switches import disable_fake_quant as disable_fake_quant
 from pt2mx.pt2e.switches import disable_observer as disable_observer
 from pt2mx.pt2e.switches import enable_fake_quant as enable_fake_quant
 from pt2mx.pt2e.switches import enable_observer as enable_observer
+from pt2mx.scale_formats import SCALE_FORMATS as SCALE_FORMATS
+from pt2mx.scale_formats import ScaleFormat as ScaleFormat
+from pt2mx.scale_formats import parse_scale_format as parse_scale_format
 from pt2mx.spec import MXSpec as MXSpec
 from pt2mx.spec import create_mx_spec as create_mx_spec
 from pt2mx.spec import parse as parse

@@ -40,10 +40,11 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "torchao",
             "0.18.0",
-            "stores an FP6 code in a byte of its own",
+            "stores an FP6 code in a byte of its own; NVFP4 multiplies by reciprocals, and its smallest scale is 2**-6",
             f"scale byte 0 halves or flushes values; an Inf leaves the scale finite; RCEIL with {_ROUNDED_LOG2}; codes "
             "in NaN blocks, in FP8 0x7F for a NaN (here 0: the scale byte says it)",
             packed_widths=(4,),
+            float_scale_mode="nearest_reciprocal",
         ),
         Preset(
             "torchmx",
@@ -82,6 +83,15 @@ PRESETS: dict[str, Preset] = {
             f"{_ROUNDED_LOG2}; +0 stored as -0 in FP4",
             scale_mode="rceil",
             rounding_of=(("fp4_e2m1", "half_toward_zero"),),
+        ),
+        Preset(
+            "compressed_tensors",
+            "0.20.0",
+            "the tensor scale of NVFP4 is a divisor (448 * 6 / amax); a block scale that rounds to zero becomes 1/8, "
+            "so that its values become zero",
+            "a tensor below 2**-116 gets the tensor scale 1, and all its values become zero",
+            float_scale_mode="nearest_flush",
+            divides_by_tensor_scale=True,
         ),
     )
 }

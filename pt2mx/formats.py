@@ -71,6 +71,11 @@ class ElementFormat:
         return ((self.emax + self.bias - 1) << self.mantissa_bits) + significand
 
     @property
+    def unit(self) -> float:
+        """The value of an integer's code 1, which scales with a significand count; 1 for a float."""
+        return 2.0**-self.mantissa_bits if self.is_int else 1.0
+
+    @property
     def lowest(self) -> float:
         """The most negative value; `-max_normal` but in a full-range integer."""
         return -self.max_normal - (2.0**-self.mantissa_bits if self.full_range else 0.0)

@@ -6,6 +6,7 @@ an argument that is passed too wins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
-from pt2mx.kernels import reference_chunked
-from pt2mx.ops.checks import check_length, check_seed, check_spec, check_ste, check_tensors
+from pt2mx.kernels import float_scales, reference_chunked
+from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.ops.checks import HIGH_PRECISION, check_input, check_length, check_seed, check_ste, check_tensors
 from pt2mx.ops.memory_format import with_memory_format_of
 from pt2mx.ops.quantization import seed_of
 from pt2mx.spec import MXSpec, parse
@@ -29,8 +31,11 @@ def quantize_mx(
     scale_mode: str | None = None,
     rounding: str | None = None,
     seed: int | torch.Generator | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize to an MX format (OCP MX v1.0, section 6.3).
+    """Quantize to an MX format (OCP MX v1.0, section 6.3), or to one with other scales.
+
+    Formats whose scales are not E8M0, or whose blocks have several rows, work in eager calls.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
@@ -41,16 +46,18 @@ def quantize_mx(
         rounding: how values are rounded to the element's grid; by default "even".
         seed: of `rounding="stochastic"`: 0 to 2**63 - 1, the same numbers on every device; a generator, from which a
             seed is drawn; or None, for another draw each call.
+        tensor_scale: () float32, of formats with a scale a tensor (`"nvfp4"`), as `tensor_scale_mx` gives it.
 
     Returns:
         scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
-            with an Inf or a NaN; it dequantizes to NaN.
+            with an Inf or a NaN; it dequantizes to NaN. Of another scale format in its dtype, with its NaN; of blocks
+            with several rows one for `block_rows` rows.
         data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6, 2 * n
             for elements of more than 8 bits. Both are integers, and have no gradient.
 
     Raises:
-        MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range, a scale that
-            is not E8M0.
+        MXError: for another dtype, an unknown format or mode, a block size below 1, an axis out of range, a tensor
+            scale that the format lacks, or none where it has one.
 
     Example:
         >>> import torch, pt2mx
@@ -61,9 +68,13 @@ def quantize_mx(
         tensor([ 66, 117], dtype=torch.uint8)
     """
     check_tensors(x=x)
-    return ops.quantize_mx(
-        x.detach(), *_modes(elem_dtype, block_size, axis, scale_mode, rounding).op_args(), _seed(seed)
-    )
+    spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
+    _check_tensor_scale(tensor_scale, spec, required=True)
+    if not _is_eager(spec):
+        return ops.quantize_mx(x.detach(), *spec.op_args(), _seed(seed))
+    spec, row = _check_spec(x, spec), torch.atleast_1d(x.detach())
+    scale, data = _run(row, reference_chunked.quantize, (row,), spec, seed_of(x, spec, _seed(seed)), tensor_scale)
+    return scale, data
 
 
 def dequantize_mx(
@@ -74,17 +85,19 @@ def dequantize_mx(
     target_dtype: torch.dtype = torch.float32,
     axis: int | None = None,
     length: int | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """Return the values of MX codes (OCP MX v1.0, section 5.1): exact in fp32, then cast with ties to even.
 
     Args:
         data: codes as `quantize_mx` returns them, or viewed in torch's own dtype of the element.
-        scale: scales as `quantize_mx` returns them, or viewed in `torch.float8_e8m0fnu`.
+        scale: scales as `quantize_mx` returns them, or viewed in torch's own dtype of the scale format.
         elem_dtype: the element format, as `pt2mx.parse` takes it.
         block_size: values that share a scale, as they were quantized; by default 32.
         target_dtype: float32, float16 or bfloat16.
         axis: the dimension along which blocks run, as they were quantized; by default -1.
         length: n, where packing rounded it up (an odd n in FP4, an n that 4 does not divide in FP6).
+        tensor_scale: as they were quantized.
 
     Returns:
         (..., length, ...) `target_dtype`.
@@ -105,9 +118,45 @@ def dequantize_mx(
     check_length(length)
     if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
         data = data.view(torch.uint8)
-    if scale.dtype == torch.float8_e8m0fnu:
+    if scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
         scale = scale.view(torch.uint8)
-    return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, target_dtype, spec.axis, length)
+    _check_tensor_scale(tensor_scale, spec, required=True)
+    if not _is_eager(spec):
+        return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, target_dtype, spec.axis, length)
+    spec, length = _check_stored(data, scale, spec, target_dtype, length)
+    packed = data, scale
+    return _run(data, reference_chunked.dequantize, packed, spec, target_dtype, length, tensor_scale)[0]
+
+
+def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None) -> Tensor:
+    """Return the scale of a whole tensor, of formats that have one (`"nvfp4"`).
+
+    Args:
+        x: float32, float16 or bfloat16, of any shape.
+        elem_dtype: the format, as `pt2mx.parse` takes it.
+        scale_mode: as in `quantize_mx`.
+
+    Returns:
+        () float32: with it the largest block has the largest scale. Inf and NaN do not count; 1 for a tensor of zeros.
+
+    Raises:
+        MXError: for another dtype, and a format without a tensor scale.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> x = torch.tensor([0.5, 2688.0, -1.0])  # 6 * 448
+        >>> tensor_scale = pt2mx.tensor_scale_mx(x, "nvfp4")
+        >>> tensor_scale
+        tensor(1.)
+        >>> pt2mx.quantize_mx(x, "nvfp4", tensor_scale=tensor_scale)[0].view(torch.float8_e4m3fn).float()
+        tensor([448.])
+    """
+    check_tensors(x=x)
+    spec = _spec(elem_dtype, scale_mode=scale_mode)
+    check_input(x, spec.element, spec.block_size)
+    if not spec.scale_format.tensor:
+        raise MXError(f"{spec} has no tensor scale: {spec.scale_format} scales are all that it has")
+    return float_scales.tensor_scale(x.detach(), spec)
 
 
 def fake_quantize_mx(
@@ -119,6 +168,7 @@ def fake_quantize_mx(
     rounding: str | None = None,
     seed: int | torch.Generator | None = None,
     ste: str = "identity",
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """Return `dequantize_mx(quantize_mx(x))` to the bit, in x's dtype, without the codes.
 
@@ -134,6 +184,7 @@ def fake_quantize_mx(
         seed: as in `quantize_mx`.
         ste: the gradient: `"identity"` passes it unchanged, `"clipped"` makes it zero where x is beyond the largest
             value of its block's scale.
+        tensor_scale: as in `quantize_mx`; by default `tensor_scale_mx(x)`. It gets no gradient.
 
     Returns:
         (..., n, ...) in x's dtype.
@@ -154,30 +205,103 @@ def fake_quantize_mx(
     check_tensors(x=x)
     check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
-    if spec.has_e8m0_scale:
+    _check_tensor_scale(tensor_scale, spec, required=False)
+    if spec.has_operators:
         return ops.fake_quantize_mx(x, *spec.op_args(), _seed(seed), ste)
-    return _OtherScale.apply(x, check_spec(x, spec), _seed(seed), ste)
+    if tensor_scale is None and spec.scale_format.tensor:
+        tensor_scale = tensor_scale_mx(x, spec)
+    return _OtherScale.apply(x, _check_spec(x, spec), _seed(seed), ste, tensor_scale)
 
 
 class _OtherScale(torch.autograd.Function):
-    """`fake_quantize_mx` with a scale that is not E8M0: the reference kernel, no operator."""
+    """`fake_quantize_mx` by the reference kernel: scales other than E8M0, and blocks of several rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str, tensor_scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
-        ctx.spec = spec
-        start = seed_of(x, spec, seed)
+        ctx.spec, ctx.tensor_scale = spec, tensor_scale
         row = torch.atleast_1d(x)
-        (y,) = with_memory_format_of(row, reference_chunked.fake_quantize, (row,), spec, start)
+        (y,) = _run(row, reference_chunked.fake_quantize, (row,), spec, seed_of(x, spec, seed), tensor_scale)
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
             row, tensors = torch.atleast_1d(x), (torch.atleast_1d(grad), torch.atleast_1d(x))
-            (grad,) = with_memory_format_of(row, reference_chunked.clip_gradient, tensors, ctx.spec)
+            (grad,) = _run(row, reference_chunked.clip_gradient, tensors, ctx.spec, ctx.tensor_scale)
             grad = grad if x.dim() else grad.as_strided_((), ())
-        return grad, None, None, None
+        return grad, None, None, None, None
+
+
+def _run(x: Tensor, kernel: Callable[..., Any], tensors: tuple[Tensor, ...], spec: MXSpec, *extra: Any) -> Any:
+    """Return what a kernel gives, in x's order of dimensions in memory. Blocks of several rows are contiguous: their
+    rows go by the position of a dimension."""
+    if spec.block_rows == 1:
+        return with_memory_format_of(x, kernel, tensors, spec, *extra)
+    results = kernel(*tensors, spec, *extra)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _is_eager(spec: MXSpec) -> bool:
+    """Return whether `quantize_mx` and `dequantize_mx` run the reference kernel; otherwise an operator."""
+    return not spec.scale_format.is_power_of_two or (spec.has_e8m0_scale and spec.block_rows > 1)
+
+
+def _check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
+    """Return `spec` with its axis counted from the front; raise `MXError` for an axis, rows or a dtype of x that
+    are not allowed."""
+    spec = spec.replace(axis=check_input(x, spec.element, spec.block_size, spec.axis).axis)
+    if spec.block_rows > 1:
+        spec.row_axis(x.dim() or 1)
+    return spec
+
+
+def _check_tensor_scale(tensor_scale: Tensor | None, spec: MXSpec, required: bool) -> None:
+    if tensor_scale is None:
+        if required and spec.scale_format.tensor:
+            raise MXError(
+                f"{spec} has a tensor scale: pass tensor_scale, for example tensor_scale_mx(x, {str(spec)!r})"
+            )
+        return
+    check_tensors(tensor_scale=tensor_scale)
+    if not spec.scale_format.tensor:
+        raise MXError(f"{spec} has no tensor scale, but tensor_scale was passed: leave it out")
+    if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
+        raise MXError(
+            f"tensor_scale must be one float32 number, not of shape {tuple(tensor_scale.shape)} and "
+            f"{tensor_scale.dtype}"
+        )
+
+
+def _check_stored(
+    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int | None
+) -> tuple[MXSpec, int]:
+    """Return the spec, its axis counted from the front, and the length of the values of codes and scales; raise
+    `MXError` for those that do not fit each other."""
+    if not (data.dim() and scale.dim()):
+        raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
+    spec = spec.replace(axis=check_input(data.to("meta", torch.float32), spec.element, spec.block_size, spec.axis).axis)
+    if dtype not in HIGH_PRECISION:
+        raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
+    if (data.dtype, scale.dtype) != (torch.uint8, spec.scale_format.dtype):
+        raise MXError(
+            f"codes are uint8 and {spec.scale_format} scales {spec.scale_format.dtype}, not {data.dtype} and "
+            f"{scale.dtype}"
+        )
+    size, bits = data.shape[spec.axis], spec.element.bits
+    length = unpacked_length(size, bits) if length is None else length
+    expected = list(data.shape)
+    expected[spec.axis] = -(-length // spec.block_size)
+    if spec.block_rows > 1:
+        rows = spec.row_axis(data.dim())
+        expected[rows] = -(-expected[rows] // spec.block_rows)
+    if packed_length(length, bits) != size or list(scale.shape) != expected:
+        raise MXError(
+            f"data of shape {tuple(data.shape)} and scale of shape {tuple(scale.shape)} do not fit each other: "
+            f"{length} values of {spec} along dimension {spec.axis} take {packed_length(length, bits)} bytes, and "
+            f"scales of shape {tuple(expected)}"
+        )
+    return spec, length
 
 
 #: dtypes as which the codes of their own element format can be viewed

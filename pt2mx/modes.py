@@ -5,13 +5,14 @@ Every kernel reads these tables, or is tested against the reference kernel, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
+from pt2mx.scale_formats import ScaleFormat
 
 _FP32_MANTISSA = (1 << 23) - 1
 
@@ -43,6 +44,7 @@ def _max_normal_mantissa(element: ElementFormat) -> int:
     return round((element.max_normal / 2.0**element.emax - 1) * 2**23)
 
 
+#: of scales that are powers of two
 SCALE_MODES: dict[str, ScaleMode] = {
     # OCP section 6.3: never rounded up
     "floor": ScaleMode(_never),
@@ -57,6 +59,64 @@ SCALE_MODES: dict[str, ScaleMode] = {
     # of floor and its two neighbours the one that loses least
     "mse": ScaleMode(_never, exponent_offsets=(0, -1, 1)),
 }
+
+
+@dataclass(frozen=True)
+class FloatScaleMode:
+    """The rule by which a block's scale follows from its amax, for scale formats with a significand.
+
+    The quotient of amax and the largest value of the element is the scale before it is rounded to its format, to
+    nearest, ties to even. With a tensor scale the quotient counts it, so that the scale of the largest block is
+    `tensor_room`. A quotient of at most `zero_below` (none if that is negative) is replaced by `zero`; then it is
+    clamped to `least` and the largest scale.
+
+    Args:
+        least: the smallest scale before rounding.
+        zero_below, zero: the largest quotient that counts as zero, and the scale instead of it.
+        tensor_room: the scale of the largest block, from which the tensor scale follows.
+        reciprocal: True multiplies values by a reciprocal; False divides them by the scale.
+        rounds_up: True takes the next scale where the rounded one is smaller than the quotient.
+        factors, code_offsets: the candidates of a search, as multiples of the quotient and as offsets to the code of
+            the rounded scale; the one with the smallest squared error over the block is taken, of equal ones the first.
+    """
+
+    least: Callable[[ScaleFormat], float] = lambda scale: scale.min_value
+    zero_below: Callable[[ScaleFormat], float] = lambda scale: 0.0
+    zero: Callable[[ScaleFormat], float] = lambda scale: 1.0
+    tensor_room: Callable[[ScaleFormat], float] = lambda scale: scale.max_value
+    reciprocal: bool = False
+    rounds_up: bool = False
+    factors: Callable[[ElementFormat], tuple[float, ...]] = lambda element: (1.0,)
+    code_offsets: tuple[int, ...] = (0,)
+
+
+FLOAT_SCALE_MODES: dict[str, FloatScaleMode] = {
+    # ModelOpt's NVFP4
+    "nearest": FloatScaleMode(),
+    # torchao's NVFP4: the smallest scale is a normal number, and values are multiplied by a reciprocal
+    "nearest_reciprocal": FloatScaleMode(
+        zero_below=lambda scale: -1.0, least=lambda scale: 2.0**scale.grid.emin, reciprocal=True
+    ),
+    # compressed-tensors: a scale that rounds to zero becomes the epsilon of its format, so that its values become zero
+    "nearest_flush": FloatScaleMode(
+        zero_below=lambda scale: scale.min_value / 2, zero=lambda scale: 2.0**-scale.grid.mantissa_bits
+    ),
+    # the smallest scale at which no value saturates
+    "rceil": FloatScaleMode(rounds_up=True),
+    # the block's largest value on the element's largest value, or on its largest power of two (FP4: 6 or 4). Cook et
+    # al., "Four Over Six" (arXiv:2512.02010): the tensor scale leaves room for the second (E4M3: 256, not 448)
+    "four_six": FloatScaleMode(
+        tensor_room=lambda scale: 2.0**scale.grid.emax,
+        factors=lambda element: (1.0, element.max_normal / 2.0**element.emax),
+    ),
+    # of the nearest scale and its two neighbours the one that loses least
+    "mse": FloatScaleMode(code_offsets=(0, -1, 1)),
+}
+
+
+def scale_modes(scale_format: ScaleFormat) -> Mapping[str, ScaleMode | FloatScaleMode]:
+    """Return the scale modes of a scale format, by name."""
+    return SCALE_MODES if scale_format.is_power_of_two else FLOAT_SCALE_MODES
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS, ElementFormat
-from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import is_packed, pack, unpack
 from pt2mx.ops.checks import check_spec, check_tensors
+from pt2mx.scale_formats import parse_scale_format
 from pt2mx.spec import MXSpec, parse
 
 #: pt2mx's defaults
@@ -29,13 +30,15 @@ class Preset:
     Args:
         name, version: the library.
         rounding, scale_mode, axis, block_size: its defaults; `axis=None` flattens the tensor to one row.
-        rounding_of: (element name, rounding) pairs for elements with another rounding.
+        rounding_of: (element name, rounding) pairs for elements with another rounding, under E8M0 scales.
         rounding_modes: the roundings of integers that `rounding_mode=0, 1, ...` of `spec` selects.
         full_range: True if its integers use the most negative code.
         int_scale_offset: added to the scale bytes of 8-bit integers, because its codes are whole numbers.
         high_nibble_first: True if the first of two 4-bit codes is in the high nibble of their byte.
         packed_widths: the widths of codes that share bytes; a code of another width takes a byte.
         flush_subnormal_blocks: True sets a block to zero if its largest magnitude is an fp32 subnormal.
+        float_scale_mode: its scale mode for scale formats with a significand.
+        divides_by_tensor_scale: True if its tensor scale is a divisor of block scales, the reciprocal of a factor.
         overflow_to_nan: True sets a block to NaN if its shared exponent exceeds the range of the scale
             (`scale_exp_bits` below 8; scale mode floor).
         reason: how the preset differs from the defaults.
@@ -67,6 +70,8 @@ class Preset:
     high_nibble_first: bool = False
     packed_widths: tuple[int, ...] = (4, 6)
     flush_subnormal_blocks: bool = False
+    float_scale_mode: str = "nearest"
+    divides_by_tensor_scale: bool = False
     overflow_to_nan: bool = False
 
     def spec(self, elem_dtype: object, rounding_mode: int | None = None, **fields: Any) -> MXSpec:
@@ -89,17 +94,44 @@ class Preset:
             mxint8_full{32}(half_up)
         """
         spelled = parse(elem_dtype)
-        element = spelled.element
+        element, scale_format = spelled.element, fields.get("scale_format", spelled.scale_format)
+        scale_format = parse_scale_format(scale_format)
+        if self.divides_by_tensor_scale and scale_format.tensor == "factor":
+            scale_format = parse_scale_format(f"{scale_format}_divisor")
         if self.full_range and element.is_int and not element.full_range:
             element = ELEMENTS[f"{element.name}_full"]
+        is_mx = scale_format.is_power_of_two
         preset = {
             "block_size": self.block_size,
             "axis": -1 if self.axis is None else self.axis,
-            "scale_mode": self.scale_mode,
-            "rounding": self._rounding(element, rounding_mode),
+            "scale_mode": self.scale_mode if is_mx else self.float_scale_mode,
+            "rounding": self._rounding(element, rounding_mode) if is_mx else "even",
         }
-        said = {name: value for name, value in vars(spelled).items() if value != getattr(_PLAIN, name)}
-        return MXSpec(**{**preset, **said, **fields, "element": element})
+        plain = _PLAIN.replace(scale_format=spelled.scale_format)
+        said = {name: value for name, value in vars(spelled).items() if value != getattr(plain, name)}
+        return MXSpec(**{**preset, **said, **fields, "element": element, "scale_format": scale_format})
+
+    def tensor_scale(self, x: Tensor, elem_dtype: object, **fields: Any) -> Tensor:
+        """Return the scale of a whole tensor as the library stores it, of formats that have one.
+
+        Args:
+            x: float32, float16 or bfloat16.
+            elem_dtype, fields: as in `spec`.
+
+        Returns:
+            () float32.
+
+        Raises:
+            MXError: as `spec` and `pt2mx.tensor_scale_mx`.
+
+        Example:
+            >>> import torch
+            >>> from pt2mx.compat import PRESETS
+            >>> x = torch.tensor([1344.0, 1.0])  # half of 6 * 448
+            >>> [PRESETS[name].tensor_scale(x, "nvfp4").item() for name in ("modelopt", "compressed_tensors")]
+            [0.5, 2.0]
+        """
+        return tensor_scale_mx(x, self.spec(elem_dtype, **fields))
 
     def fake_quantize(self, x: Tensor, elem_dtype: object, **fields: Any) -> Tensor:
         """Quantize and dequantize as the library does.
@@ -117,12 +149,15 @@ class Preset:
         rows, spec = self._rows(x, elem_dtype, fields)
         return fake_quantize_mx(rows, spec).reshape(x.shape)
 
-    def quantize(self, x: Tensor, elem_dtype: object, **fields: Any) -> tuple[Tensor, Tensor]:
+    def quantize(
+        self, x: Tensor, elem_dtype: object, tensor_scale: Tensor | None = None, **fields: Any
+    ) -> tuple[Tensor, Tensor]:
         """Quantize to the bytes that the library stores.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
             elem_dtype, fields: as in `spec`.
+            tensor_scale: () float32, of formats that have one, as `tensor_scale` gives it.
 
         Returns:
             scale: (..., blocks, ...) uint8.
@@ -143,7 +178,7 @@ class Preset:
         """
         rows, spec = self._rows(x, elem_dtype, fields)
         length = torch.atleast_1d(rows).shape[spec.axis]
-        return self.to_storage(*quantize_mx(rows, spec), spec, length)
+        return self.to_storage(*quantize_mx(rows, spec, tensor_scale=tensor_scale), spec, length)
 
     def dequantize(
         self,
@@ -152,6 +187,7 @@ class Preset:
         elem_dtype: object,
         target_dtype: torch.dtype = torch.float32,
         length: int | None = None,
+        tensor_scale: Tensor | None = None,
         **fields: Any,
     ) -> Tensor:
         """Dequantize the bytes that the library stores.
@@ -161,6 +197,7 @@ class Preset:
             elem_dtype, fields: as in `spec`.
             target_dtype: of the result: float32, float16 or bfloat16.
             length: values along the axis, by default all in `data`; ignored if each code takes a byte.
+            tensor_scale: as in `quantize`.
 
         Returns:
             (..., length, ...) in `target_dtype`.
@@ -173,7 +210,7 @@ class Preset:
         if not self._shares_bytes(spec) and data.dim():
             length = data.shape[spec.axis]
         scale, data = self.from_storage(scale, data, spec)
-        return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length)
+        return dequantize_mx(data, scale, spec, target_dtype=target_dtype, length=length, tensor_scale=tensor_scale)
 
     def to_storage(self, scale: Tensor, data: Tensor, spec: MXSpec, length: int) -> tuple[Tensor, Tensor]:
         """Convert the results of `pt2mx.quantize_mx` to the library's bytes.

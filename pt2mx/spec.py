@@ -9,26 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS, ElementFormat, parse_element
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS, scale_modes
+from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
+
+#: the block size of blocks as long as the row
+ROW = 2**63 - 1
+_E8M0 = SCALE_FORMATS["e8m0"]
 
 
 @dataclass(frozen=True)
 class MXSpec:
-    """The quantization of a tensor: element format, block, axis, scale mode and rounding.
+    """The quantization of a tensor: element format, block, axis, scale mode, rounding and scale format.
 
     Args:
         element: an `ElementFormat` or any spelling that `parse_element` takes (`"fp4_e2m1"`, `"mxfp4"`, ...).
-        block_size: values that share one scale, at least 1. A last block may be shorter.
+        block_size: values along the axis that share one scale, at least 1. A last block may be shorter.
         axis: the dimension along which blocks run; negative counts from the end. Inside the export flow each operator
             sets it to its own reduction dimension.
-        scale_mode: how the shared exponent follows from the block's values; a key of `SCALE_MODES`.
+        scale_mode: how the scale follows from the block's values: a key of `SCALE_MODES` for scales that are powers of
+            two, of `FLOAT_SCALE_MODES` for others; None: the default of the scale format.
         rounding: how values are rounded to the element's grid; a key of `ROUNDINGS`.
         scale_exp_bits: width of the shared exponent, 1 to 11; it is clamped to +-(2**(scale_exp_bits - 1) - 1).
         scale_sig_bits: bits of a scale's significand, 0 to 23. As in pychop they are stored and counted, and the scale
             stays a power of two.
+        scale_format: the format of scales; a `ScaleFormat` or any spelling that `parse_scale_format` takes.
+        block_rows: rows that share one scale, at least 1: a block has `block_rows * block_size` values. Rows are
+            counted along `row_axis`.
 
-    The operators support E8M0 scales, the default of the last two. Other widths work in `fake_quantize_mx`, in eager
-    mode.
+    The operators support E8M0 scales of one row, the default of the last four. Others work in eager calls of
+    `quantize_mx`, `dequantize_mx` and `fake_quantize_mx`; other widths of the exponent in `fake_quantize_mx`.
 
     Raises:
         MXError: for any other value.
@@ -45,35 +54,49 @@ class MXSpec:
     element: ElementFormat
     block_size: int = 32
     axis: int = -1
-    scale_mode: str = "floor"
+    scale_mode: str = None  # type: ignore[assignment]  # `__post_init__` puts the default of the scale format here
     rounding: str = "even"
     scale_exp_bits: int = 8
     scale_sig_bits: int = 0
+    scale_format: ScaleFormat = _E8M0
+    block_rows: int = 1
 
-    if TYPE_CHECKING:  # `element` is given in any spelling, and read as what it names
+    if TYPE_CHECKING:  # formats are given in any spelling, and read as what they name
 
         def __init__(
             self,
             element: object,
             block_size: int = 32,
             axis: int = -1,
-            scale_mode: str = "floor",
+            scale_mode: str | None = None,
             rounding: str = "even",
             scale_exp_bits: int = 8,
             scale_sig_bits: int = 0,
+            scale_format: object = _E8M0,
+            block_rows: int = 1,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.element, ElementFormat):
             object.__setattr__(self, "element", parse_element(self.element))
+        if not isinstance(self.scale_format, ScaleFormat):
+            object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
+        if self.scale_mode is None:
+            object.__setattr__(self, "scale_mode", self.scale_format.scale_mode)
         for field, (least, most, described) in _INTEGERS.items():
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise MXError(f"{field}={value!r} must be an integer{described}")
-        for field, allowed in (("scale_mode", SCALE_MODES), ("rounding", ROUNDINGS)):
+        for field, allowed in (("scale_mode", scale_modes(self.scale_format)), ("rounding", ROUNDINGS)):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in allowed:
-                raise MXError(f"unknown {field} {value!r}: {nearest(value, allowed)}")
+                scales = f" of {self.scale_format} scales" if field == "scale_mode" and not self._is_e8m0 else ""
+                raise MXError(f"unknown {field} {value!r}{scales}: {nearest(value, allowed)}")
+        if not self._is_e8m0 and (self.scale_exp_bits, self.scale_sig_bits) != (8, 0):
+            raise MXError(
+                f"scale_exp_bits={self.scale_exp_bits} and scale_sig_bits={self.scale_sig_bits} are widths of e8m0 "
+                f"scales: {self.scale_format} has its own"
+            )
 
     def replace(self, **changes: Any) -> MXSpec:
         """Return this spec with some fields changed, checked again.
@@ -92,7 +115,35 @@ class MXSpec:
             >>> print(pt2mx.parse("mxfp8").replace(block_size=64, scale_mode="rceil"))
             mxfp8_e4m3{64}(rceil)
         """
+        if "scale_format" in changes and "scale_mode" not in changes:
+            modes = scale_modes(parse_scale_format(changes["scale_format"]))
+            changes["scale_mode"] = self.scale_mode if self.scale_mode in modes else None
         return dataclasses.replace(self, **changes) if changes else self
+
+    def row_axis(self, rank: int) -> int:
+        """Return the dimension of a block's rows, counted from the front: of the last two dimensions the one that is
+        not `axis`; where `axis` is another, the dimension before it.
+
+        Args:
+            rank: dimensions of the tensor.
+
+        Returns:
+            The dimension.
+
+        Raises:
+            MXError: for a tensor without one.
+
+        Example:
+            >>> import pt2mx
+            >>> weight = pt2mx.parse("mxfp8{128x128}")
+            >>> weight.row_axis(2), weight.replace(axis=-2).row_axis(2), weight.replace(axis=1).row_axis(4)
+            (0, 1, 0)
+        """
+        axis = self.axis % rank
+        rows = rank - 1 if axis == rank - 2 else axis - 1
+        if rows < 0:
+            raise MXError(f"{self}: a tensor of {rank} dimensions has no rows beside dimension {self.axis}")
+        return rows
 
     def op_args(self) -> tuple[str, int, int, str, str]:
         """Return the arguments by which the operators `torch.ops.pt2mx.*` take this spec.
@@ -101,41 +152,68 @@ class MXSpec:
             The element's name, block size, axis, scale mode and rounding.
 
         Raises:
-            MXError: for a scale that is not E8M0; the operators store no other.
+            MXError: for scales that are not E8M0 and blocks of several rows; the operators support no other.
 
         Example:
             >>> import pt2mx
             >>> pt2mx.parse("mxfp4{16}").op_args()
             ('fp4_e2m1', 16, -1, 'floor', 'even')
         """
-        if not self.has_e8m0_scale:
+        if not self.has_operators:
             raise MXError(
-                f"{self}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0); "
-                "use fake_quantize_mx in eager mode for other scales"
+                f"{self}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) "
+                "of one row; use fake_quantize_mx in eager mode for other scales and blocks"
             )
         return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
 
     @property
+    def _is_e8m0(self) -> bool:
+        return self.scale_format.name == _E8M0.name
+
+    @property
     def has_e8m0_scale(self) -> bool:
         """True if scales are the E8M0 bytes of the OCP specification (OCP MX v1.0, section 5.4.1)."""
-        return self.scale_exp_bits == 8 and self.scale_sig_bits == 0
+        return self._is_e8m0 and self.scale_exp_bits == 8 and self.scale_sig_bits == 0
+
+    @property
+    def has_operators(self) -> bool:
+        """True if the operators `torch.ops.pt2mx.*` support this spec."""
+        return self.has_e8m0_scale and self.block_rows == 1
+
+    @property
+    def scale_bits(self) -> int:
+        """The bits of a block's scale."""
+        if self._is_e8m0:
+            return self.scale_exp_bits + self.scale_sig_bits
+        return self.scale_format.bits
 
     @property
     def effective_bits(self) -> float:
         """The bits of a value, with its share of the scale, in whole blocks."""
-        return self.element.bits + (self.scale_exp_bits + self.scale_sig_bits) / self.block_size
+        return self.element.bits + self.scale_bits / (self.block_rows * self.block_size)
 
     def __str__(self) -> str:
-        words = [m for m, default in ((self.scale_mode, "floor"), (self.rounding, "even")) if m != default]
+        defaults = ((self.scale_mode, self.scale_format.scale_mode), (self.rounding, "even"))
+        words = [m for m, default in defaults if m != default]
         if words == ["even"]:  # the scale mode of that name
             words = ["even", "even"]
-        if not self.has_e8m0_scale:
+        prefix = _PREFIX_OF.get(self.scale_format.name, "")
+        if not prefix:
+            words.append(self.scale_format.name)
+        elif self.scale_bits != self.scale_format.bits or self.scale_sig_bits:
             words.append(f"e{self.scale_exp_bits}m{self.scale_sig_bits}")
-        return f"mx{self.element}{{{self.block_size}}}" + (f"({','.join(words)})" if words else "")
+        rows = f"{self.block_rows}x" if self.block_rows > 1 else ""
+        size = "row" if self.block_size == ROW else self.block_size
+        return f"{prefix}{self.element}{{{rows}{size}}}" + (f"({','.join(words)})" if words else "")
 
+
+#: prefix of an element -> the scale format that it says, and the block size where none is named
+_PREFIXES = {"mx": ("e8m0", 32), "nv": ("e4m3_f32", 16)}
+_PREFIX_OF = {scale_format: prefix for prefix, (scale_format, _) in _PREFIXES.items()}
 
 _INTEGERS = {
-    "block_size": (1, 2**63 - 1, " of at least 1"),
+    "block_size": (1, ROW, " of at least 1"),
+    "block_rows": (1, ROW, " of at least 1"),
     "axis": (-(2**63), 2**63 - 1, ""),
     "scale_exp_bits": (1, 11, ", 1 to 11"),
     "scale_sig_bits": (0, 23, ", 0 to 23"),
@@ -168,9 +246,11 @@ def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields:
     return MXSpec((exp_bits, sig_bits), block_size, **fields)
 
 
-# MXFP8[E4M3]{32}, mxfp4_e2m1{16}, mxint8{64,-2}, fp8_e4m3{32}(rceil), mxfp4{32}(ceil,up,e5m0)
+# MXFP8[E4M3]{32}, mxint8{64,-2}, fp8_e4m3{128x128}(f32), int4{row}(bf16), mxfp4{32}(ceil,up,e5m0)
 _SPEC = re.compile(
-    r"(?P<element>[^{(]+?)\s*(?:\{(?P<block>\d{1,19})(?:,(?P<axis>-?\d{1,19}))?\})?(?:\((?P<modes>\w+(?:,\w+)*)?\))?",
+    r"(?P<element>[^{(]+?)\s*"
+    r"(?:\{(?:(?P<rows>\d{1,19})x)?(?P<block>\d{1,19}|row)(?:,(?P<axis>-?\d{1,19}))?\})?"
+    r"(?:\((?P<modes>\w+(?:,\w+)*)?\))?",
     re.ASCII,
 )
 # BFP[8|8]{64,-1}(SN): integer element bits | scale bits, block, axis, (S)ymmetric or _, and the rounding letter
@@ -186,15 +266,20 @@ _BFP_NAME = re.compile(
 _BFP_BLOCKS = {"16": 64, "12": 128}
 _BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
 _SCALE = re.compile(r"e(\d{1,3})m(\d{1,3})", re.ASCII)
+_ELEMENT = re.compile(f"({'|'.join(_PREFIXES)})?(.*)", re.DOTALL)
 
 
 def parse(spelling: object, **overrides: Any) -> MXSpec:
     """Return the spec that a spelling names. `str(spec)` parses back to the spec, its axis apart.
 
+    The prefix `mx` says E8M0 scales, and `nv` E4M3 scales with a float32 scale a tensor, in blocks of 16. Without a
+    prefix the last word in parentheses may be a scale format; by default it is E8M0.
+
     Args:
         spelling: an `MXSpec`; what `parse_element` takes; a string of an element with a block size and axis in braces
-            and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`); a block
-            floating point shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
+            and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`,
+            `"nvfp4"`, `"fp8_e4m3{128x128}(f32)"`, `"fp8_e4m3{row}(f32)"`, `"int4{128}(bf16)"`); a block floating point
+            shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
             rounding N, S, U or D: nearest, stochastic, up or down); or d-Matrix's name of one. `"BFP16_64"` is
             `BFP[8|8]{64}`: 16 counts the bits of an element and of the exponent; `"BFP16A_64"` has the full range of
             two's complement; `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format: 16 bits
@@ -223,12 +308,15 @@ def parse(spelling: object, **overrides: Any) -> MXSpec:
     match = _SPEC.fullmatch(text)
     if match is None:
         raise MXError(f"unknown MX format {spelling!r}: {nearest(spelling, [f'mx{n}{{32}}' for n in FORMATS])}")
-    for key, group in (("block_size", "block"), ("axis", "axis")):
+    prefix, element = _ELEMENT.fullmatch(match["element"]).groups()  # type: ignore[union-attr]  # it matches any text
+    if prefix:
+        fields["scale_format"], fields["block_size"] = _PREFIXES[prefix]
+    for key, group in (("block_rows", "rows"), ("block_size", "block"), ("axis", "axis")):
         if match[group] is not None:
-            fields[key] = int(match[group])
+            fields[key] = ROW if match[group] == "row" else int(match[group])
     try:
-        fields.update(_modes([word for word in (match["modes"] or "").split(",") if word]))
-        return MXSpec(match["element"], **{**fields, **overrides})
+        fields.update(_modes([word for word in (match["modes"] or "").split(",") if word], prefix))
+        return MXSpec(element, **{**fields, **overrides})
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
 
@@ -256,13 +344,21 @@ def _as_integer(spelling: str) -> tuple[str, dict[str, Any]]:
     return f"int{bfp['bits']}{full}{bfp['rest']}", fields
 
 
-def _modes(words: list[str]) -> dict[str, Any]:
-    """Return the fields that the words in parentheses name: a scale mode, a rounding, the widths of the scale."""
+def _modes(words: list[str], prefix: str | None) -> dict[str, Any]:
+    """Return the fields that the words in parentheses name: a scale mode, a rounding, and the scale format or the
+    widths of an E8M0 scale. Behind the prefix `mx` E4M3 and E5M3 are such widths."""
     fields: dict[str, Any] = {}
-    if words and (scale := _SCALE.fullmatch(words[-1])):
+    last = words[-1] if words else ""
+    if not prefix and is_scale_format(last):
+        fields["scale_format"] = parse_scale_format(last)
+        words = words[:-1]
+    elif prefix != "nv" and (scale := _SCALE.fullmatch(last)):
         fields["scale_exp_bits"], fields["scale_sig_bits"] = int(scale[1]), int(scale[2])
         words = words[:-1]
-    if len(words) == 1 and words[0] in ROUNDINGS and words[0] not in SCALE_MODES:
+    elif prefix and is_scale_format(last):
+        raise MXError(f"the prefix {prefix!r} says {_PREFIXES[prefix][0]} scales: leave it out for {last} scales")
+    modes = scale_modes(fields.get("scale_format") or SCALE_FORMATS[_PREFIXES[prefix or "mx"][0]])
+    if len(words) == 1 and words[0] in ROUNDINGS and words[0] not in modes:
         return {**fields, "rounding": words[0]}
     if len(words) > 2:
         raise MXError(f"at most a scale mode, a rounding and a scale eXmY go into the parentheses, not {words}")

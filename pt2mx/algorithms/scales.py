@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels import elements, reference
+from pt2mx.kernels import elements, exponent_scales
 from pt2mx.spec import MXSpec
 
 #: changes of a block's exponent that `block_exponents` compares where inputs are known
@@ -51,7 +51,7 @@ def block_exponents(
         raise MXError(f"the importance of {weight.shape[1]} columns has the shape {tuple(importance.shape)}")
     blocks = to_blocks(weight.float(), spec, line)  # (N, blocks, block)
     whole = spec.replace(axis=1, block_size=blocks.shape[2])
-    exponent, _ = reference.shared_exponent(blocks, whole)
+    exponent, _ = exponent_scales.shared_exponent(blocks, whole)
     candidates = torch.stack([exponent + offset for offset in (_OFFSETS if importance is not None else (0,))])
     candidates = candidates.clamp(-_LIMIT, _LIMIT)  # (candidates, N, blocks, 1)
     if importance is None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.reference import squared_error_bits
+from pt2mx.kernels.scale_search import squared_error_bits
 from pt2mx.modes import SCALE_MODES, ScaleMode
 from pt2mx.spec import MXSpec
 

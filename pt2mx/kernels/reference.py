@@ -2,8 +2,9 @@
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.3 and 6.3; the steps follow the design page.
 Everything is computed in fp32 on bit patterns: a floating-point log2 is wrong one ulp below a power of two, so that one
-bf16 block in 150 would get another exponent. All constants of a format come from `pt2mx.formats` and `pt2mx.modes`.
-`axis` is non-negative here, and the callers in `pt2mx.ops` check the inputs. `random`: the numbers for stochastic
+bf16 block in 150 would get another exponent. All constants of a format come from `pt2mx.formats`,
+`pt2mx.scale_formats` and `pt2mx.modes`. `axis` is non-negative here, and the callers in `pt2mx.ops` check the inputs.
+`tensor_scale`: () fp32, for scale formats with one (`pt2mx.kernels.float_scales`). `random`: the numbers for stochastic
 rounding (`random_bits`), in the shape of x. `prims`: the primitives, by default `pt2mx.kernels.elements`; all
 implementations give the same bits.
 
@@ -15,158 +16,128 @@ order.
 import torch
 from torch import Tensor
 
-from pt2mx.kernels import elements
-from pt2mx.kernels.elements import BIAS, Prims, pow2, times_pow2
-from pt2mx.kernels.packing import pack, split_axis, trim_axis, unpack
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.kernels import elements, exponent_scales, float_scales
+from pt2mx.kernels.elements import Prims
+from pt2mx.kernels.float_scales import codes_of
+from pt2mx.kernels.packing import pack, pad_axis, split_axis, trim_axis, unpack
+from pt2mx.kernels.scale_search import BlockScale, in_units
 from pt2mx.spec import MXSpec
 
-_MANTISSA = 0x7FFFFF
-_INF = 0x7F800000
-_SIGN = -0x80000000
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
+#: `spec.scale_format.is_power_of_two` -> the module of its scales
+_SCALES = {True: exponent_scales, False: float_scales}
 
 
-def quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> tuple[Tensor, Tensor]:
-    """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) uint8, data (..., bytes, ...) uint8."""
-    exponent, finite, values = _quantize_blocks(x, spec, random, prims)
-    codes = elements.encode(torch.where(finite, values, 0.0), spec.element)
-    codes = prims.from_blocks(codes, spec.axis, x.shape[spec.axis])
-    scale = _scale_bytes(exponent, finite, spec, x.shape[spec.axis], prims)
-    return scale, pack(codes, spec.axis, spec.element.bits)
+def quantize(
+    x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) in the dtype of the scale format, data
+    (..., bytes, ...) uint8."""
+    scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
+    codes = elements.encode(torch.where(scale.finite, values, 0.0), spec.element)
+    codes = _from_blocks(codes, spec, x.shape, prims)
+    return _stored(scale, spec, x.shape), pack(codes, spec.axis, spec.element.bits)
 
 
-def scales(x: Tensor, spec: MXSpec) -> Tensor:
-    """x: (..., n, ...) -> the scales that `quantize` gives, (..., ceil(n / block), ...) uint8, without the codes."""
-    exponent, finite = shared_exponent(_to_blocks(x.to(torch.float32), spec), spec)
-    return _scale_bytes(exponent, finite, spec, x.shape[spec.axis])
+def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor:
+    """x: (..., n, ...) -> the scales that `quantize` gives, (..., ceil(n / block), ...), without the codes."""
+    scale = _scale_of(_to_blocks(x.to(torch.float32), spec), spec, tensor_scale, elements)
+    return _stored(scale, spec, x.shape)
 
 
 def dequantize(
-    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, prims: Prims = elements
+    data: Tensor,
+    scale: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype,
+    length: int,
+    prims: Prims = elements,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
+    """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) -> (..., length, ...) `dtype`."""
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
     blocks = prims.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
-    scale = split_axis(scale.to(torch.int32), spec.axis, 1)  # (..., blocks, 1, ...), padded like the codes
-    return prims.from_blocks(prims.times_scales(blocks, scale).to(dtype), spec.axis, length)
+    scale = codes_of(scale)
+    if spec.block_rows > 1:
+        scale = pad_axis(scale, spec.row_axis(scale.dim()), 1)
+    scale = split_axis(scale, spec.axis, 1)  # (..., blocks, 1, ...), padded like the codes
+    times_stored = _SCALES[spec.scale_format.is_power_of_two].times_stored
+    blocks = times_stored(blocks, scale, spec, tensor_scale, prims).to(dtype)
+    return _from_blocks(blocks, spec, codes.shape, prims)
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements) -> Tensor:
+def fake_quantize(
+    x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements, tensor_scale: Tensor | None = None
+) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
-    exponent, finite, values = _quantize_blocks(x, spec, random, prims)
-    scaled = times_pow2(values, exponent, finite, prims.realize)
-    return prims.from_blocks(scaled.to(x.dtype), spec.axis, x.shape[spec.axis])
+    scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
+    return _from_blocks(scale.multiply(values).to(x.dtype), spec, x.shape, prims)
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
+def clip_gradient(
+    grad: Tensor, x: Tensor, spec: MXSpec, prims: Prims = elements, tensor_scale: Tensor | None = None
+) -> Tensor:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     blocks = _to_blocks(x.to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec, prims)
-    v = times_pow2(blocks, -exponent, finite, prims.realize)
+    v = _scale_of(blocks, spec, tensor_scale, prims).divide(blocks)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
-    return grad.masked_fill(prims.from_blocks(saturated, spec.axis, x.shape[spec.axis]), 0.0)
+    return grad.masked_fill(_from_blocks(saturated, spec, x.shape, prims), 0.0)
 
 
-def shared_exponent(blocks: Tensor, spec: MXSpec, prims: Prims = elements) -> tuple[Tensor, Tensor]:
-    """blocks: (..., blocks, block, ...) fp32 -> exponent (..., blocks, 1, ...) int32 in the range of the scale, and
-    whether the block is finite. Design: numerics, steps 1 to 3.
-
-    The mantissa field of a subnormal fp32 amax counts units of 2**-149, without a hidden bit. Only for a format with
-    emax 0 does this matter, where 2**-127 and 2**-126 are different scales: there `(threshold + 2**23) / 2` is the
-    threshold in these units.
-    """
-    # bits of non-negative floats compare like the floats; a compiled amax may return a NaN with its sign bit set
-    amax = blocks.abs().amax(spec.axis + 1, keepdim=True).view(torch.int32) & 0x7FFFFFFF
-    lowered: int | Tensor = spec.element.emax
-    if spec.scale_exp_bits > 8:  # a wider scale also distinguishes the exponents of fp32 subnormals
-        subnormal = amax <= _MANTISSA
-        amax = torch.where(subnormal, (amax.view(torch.float32) * 2.0**24).view(torch.int32), amax)
-        lowered = lowered + 24 * subnormal.to(torch.int32)
-    mode = SCALE_MODES[spec.scale_mode]
-    threshold = mode.threshold(spec.element)
-    mantissa = amax & _MANTISSA
-    round_up = torch.where(amax == mantissa, mantissa > (threshold + _MANTISSA + 1) >> 1, mantissa > threshold)
-    exponent = (amax >> 23) - BIAS + round_up.to(torch.int32) - lowered
-    exponent, finite = _clamp(exponent, spec), amax < _INF
-    if mode.searches:
-        exponent = _least_squares(blocks, exponent, finite, spec, mode.exponent_offsets, prims)
-    return exponent, finite
+def _scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> BlockScale:
+    return _SCALES[spec.scale_format.is_power_of_two].scale_of(blocks, spec, tensor_scale, prims)
 
 
-def squared_error_bits(block_size: int) -> int:
-    """Return the bits of an error, as `_least_squares` measures it, for which the sum of a block's squared errors fits
-    int64."""
-    return min(28, (62 - (block_size - 1).bit_length()) // 2)
-
-
-def _least_squares(
-    blocks: Tensor, exponent: Tensor, finite: Tensor, spec: MXSpec, exponent_offsets: tuple[int, ...], prims: Prims
-) -> Tensor:
-    """Add each offset to `exponent`, and return the exponent with the smallest sum of squared errors; the first of
-    equal ones.
-
-    Errors are whole multiples of 2**(emax + 1 - bits) times the scale `exponent`, so their sum is exact in any order.
-    For stochastic rounding the errors of rounding to nearest count, so that a scale does not depend on the seed.
-    """
-    rounding = "even" if ROUNDINGS[spec.rounding].random else spec.rounding
-    bits = squared_error_bits(spec.block_size)
-    candidates, totals = [_clamp(exponent + change, spec) for change in exponent_offsets], []
-    for candidate in candidates:
-        v = _in_units(blocks, candidate, finite, rounding, prims)
-        rounded = prims.round_to_element(v, spec.element, rounding)
-        error = (v - rounded).abs() * prims.realize(pow2(candidate - exponent))
-        error = (error * 2.0 ** (bits - spec.element.emax - 1)).round().clamp(max=2.0**bits).to(torch.int64)
-        totals.append((error * error).sum(spec.axis + 1, keepdim=True))
-    best, least = candidates[0], totals[0]
-    for candidate, total in zip(candidates[1:], totals[1:], strict=True):
-        best = torch.where(total < least, candidate, best)
-        least = torch.minimum(total, least)
-    return best
-
-
-def _quantize_blocks(x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exponent and finiteness (..., blocks, 1, ...), and the element values (..., blocks, block, ...) of finite
-    blocks."""
+def _quantize_blocks(
+    x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims, tensor_scale: Tensor | None
+) -> tuple[BlockScale, Tensor]:
+    """Return scales (..., blocks, 1, ...), and the element values (..., blocks, block, ...) of finite blocks."""
     blocks = _to_blocks(prims.realize_if_costly(x).to(torch.float32), spec)
-    exponent, finite = shared_exponent(blocks, spec, prims)
+    scale = _scale_of(blocks, spec, tensor_scale, prims)
     if random is not None:
         random = _to_blocks(random, spec)
-    v = _in_units(blocks, exponent, finite, spec.rounding, prims)
-    return exponent, finite, prims.round_to_element(v, spec.element, spec.rounding, random)
-
-
-def _in_units(blocks: Tensor, exponent: Tensor, finite: Tensor, rounding: str, prims: Prims) -> Tensor:
-    """Return `blocks * 2**-exponent`. It may underflow to zero, except where that would change the result of a directed
-    rounding."""
-    v = times_pow2(blocks, -exponent, finite, prims.realize)
-    if not ROUNDINGS[rounding].directed:
-        return v
-    smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
-    return torch.where((v.abs() < 2.0**-126) & (blocks != 0), smallest, v)
+    v = in_units(scale, blocks, spec.rounding)
+    return scale, prims.round_to_element(v, spec.element, spec.rounding, random)
 
 
 def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
-    """(..., n, ...) -> (..., blocks, block, ...), padded with zeros (`group_count`)."""
-    length, block = x.shape[spec.axis], spec.block_size
-    if isinstance(length, int):
-        block = max(1, min(block, length))  # one short block needs no padding
-    return split_axis(x, spec.axis, block)
+    """(..., n, ...) -> (..., blocks, block, ...), padded with zeros (`group_count`). The rows of a block follow each
+    other in `block`; their dimension counts blocks."""
+    blocks = split_axis(x, spec.axis, _size(spec.block_size, x.shape[spec.axis]))
+    if spec.block_rows == 1:
+        return blocks
+    rows = spec.row_axis(x.dim())
+    at = rows + (rows > spec.axis)  # in `blocks`
+    blocks = split_axis(blocks, at, _size(spec.block_rows, x.shape[rows]))
+    return blocks.movedim(at + 1, spec.axis + 1).flatten(spec.axis + 1, spec.axis + 2)
 
 
-def _clamp(exponent: Tensor, spec: MXSpec) -> Tensor:
-    """Clamp `exponent` to the range of the scale. No block needs one below -213, and `times_pow2` supports down to
-    -252."""
-    limit = 2 ** (spec.scale_exp_bits - 1) - 1
-    return exponent.clamp(max(-limit, -252), limit)
+def _from_blocks(blocks: Tensor, spec: MXSpec, shape: torch.Size, prims: Prims) -> Tensor:
+    """(..., blocks, block, ...) -> (..., n, ...) of that shape, the filling of the last blocks cut off."""
+    if spec.block_rows > 1:
+        rows = spec.row_axis(len(shape))
+        at = rows + (rows > spec.axis)
+        size = _size(spec.block_rows, shape[rows])
+        blocks = blocks.unflatten(spec.axis + 1, (size, -1)).movedim(spec.axis + 1, at + 1)
+        blocks = trim_axis(blocks.flatten(at, at + 1), at, shape[rows])
+    return prims.from_blocks(blocks, spec.axis, shape[spec.axis])
 
 
-def _scale_bytes(exponent: Tensor, finite: Tensor, spec: MXSpec, length: int, prims: Prims = elements) -> Tensor:
-    scale = prims.scale_bytes(exponent, finite).squeeze(spec.axis + 1)
-    return trim_axis(scale, spec.axis, -(-length // spec.block_size))
+def _size(block: int, length: int) -> int:
+    """Return the size of a block; a single short one needs no padding."""
+    return max(1, min(block, length)) if isinstance(length, int) else block
+
+
+def _stored(scale: BlockScale, spec: MXSpec, shape: torch.Size) -> Tensor:
+    """Return the stored scales (..., ceil(n / block), ...) of values of that shape."""
+    stored = trim_axis(scale.stored().squeeze(spec.axis + 1), spec.axis, -(-shape[spec.axis] // spec.block_size))
+    if spec.block_rows == 1:
+        return stored
+    rows = spec.row_axis(len(shape))
+    return trim_axis(stored, rows, -(-shape[rows] // spec.block_rows))
 
 
 def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:

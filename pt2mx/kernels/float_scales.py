@@ -1,0 +1,196 @@
+"""Scales with a significand: E4M3 and others, with a float32 scale a tensor or without. Part of the definition
+(`pt2mx.kernels.reference`).
+
+Every step is one float32 operation of IEEE 754, so that all devices give the same bits: divisions are true divisions,
+and no product is added to anything. Constants are divided as tensors, because PyTorch multiplies by the reciprocal of a
+number on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.elements import Prims, decode, encode, round_to_element
+from pt2mx.kernels.scale_search import least_squares
+from pt2mx.modes import FLOAT_SCALE_MODES, FloatScaleMode
+from pt2mx.scale_formats import ScaleFormat
+from pt2mx.spec import MXSpec
+
+#: the range of a tensor scale, within which its reciprocal is a normal number
+_LEAST_TENSOR_SCALE = 2.0**-126
+#: bytes of a float -> integers of that size, and the bits that they use
+_PATTERNS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, -1)}
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """How the scale of a tensor, t, takes part: each step is one float32 operation.
+
+    Args:
+        of_amax: (amax of the tensor, the value of the element's largest number at the largest scale) -> t.
+        quotient: (amax of a block, largest number of the element, t) -> the block's scale before it is rounded.
+        stepwise_quotient: the same, for modes that multiply by a reciprocal.
+        apply: (scale of a block, t) -> what multiplies the codes.
+        reciprocal: (scale of a block, t) -> what multiplies values.
+    """
+
+    of_amax: Callable[[Tensor, Tensor], Tensor]
+    quotient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    stepwise_quotient: Callable[[Tensor, Tensor, Tensor], Tensor]
+    apply: Callable[[Tensor, Tensor], Tensor]
+    reciprocal: Callable[[Tensor, Tensor], Tensor]
+
+
+#: by the field `tensor` of a scale format
+TENSOR_SCALES = {
+    "": TensorScale(
+        of_amax=lambda amax, largest: torch.ones_like(amax),
+        quotient=lambda amax, most, t: amax / most,
+        stepwise_quotient=lambda amax, most, t: amax / most,
+        apply=lambda scale, t: scale,
+        reciprocal=lambda scale, t: torch.reciprocal(scale),
+    ),
+    "factor": TensorScale(
+        of_amax=lambda amax, largest: amax / largest,
+        quotient=lambda amax, most, t: amax / (most * t),
+        stepwise_quotient=lambda amax, most, t: (amax / most) / t,
+        apply=lambda scale, t: scale * t,
+        reciprocal=lambda scale, t: torch.reciprocal(t) / scale,
+    ),
+    "divisor": TensorScale(
+        of_amax=lambda amax, largest: torch.reciprocal(amax) * largest,  # two steps, as PyTorch divides a number
+        quotient=lambda amax, most, t: (amax / most) * t,
+        stepwise_quotient=lambda amax, most, t: (amax / most) * t,
+        apply=lambda scale, t: scale / t,
+        reciprocal=lambda scale, t: t / scale,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FloatScale:
+    """Scales by their codes, as `BlockScale`."""
+
+    code: Tensor
+    finite: Tensor
+    tensor_scale: Tensor
+    spec: MXSpec
+    prims: Prims
+
+    def divide(self, values: Tensor) -> Tensor:
+        scale, steps = self._value(), TENSOR_SCALES[self.spec.scale_format.tensor]
+        if FLOAT_SCALE_MODES[self.spec.scale_mode].reciprocal:
+            v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale))
+        else:
+            v = values / self.prims.realize(steps.apply(scale, self.tensor_scale))
+        unit = self.spec.element.unit
+        return v if unit == 1 else v * unit
+
+    def multiply(self, values: Tensor) -> Tensor:
+        return _times(values, self._value(), self.tensor_scale, self.spec, self.prims)
+
+    def stored(self) -> Tensor:
+        scale = self.spec.scale_format
+        code = torch.where(self.finite, self.code, scale.nan)
+        if not scale.dtype.is_floating_point:
+            return code.to(scale.dtype)
+        integer, _ = _PATTERNS[scale.dtype.itemsize]
+        return code.to(integer).view(scale.dtype)
+
+    def _value(self) -> Tensor:
+        return torch.where(self.finite, value_of(self.code, self.spec.scale_format), float("nan"))
+
+
+def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> FloatScale:
+    """Return the scales of blocks; without a tensor scale where the format has none."""
+    scale, mode = spec.scale_format, FLOAT_SCALE_MODES[spec.scale_mode]
+    t = tensor_scale_of(tensor_scale, spec, blocks)
+    amax = blocks.abs().amax(spec.axis + 1, keepdim=True)
+    finite = (amax < torch.inf) & (t > 0) & (t < torch.inf)
+    most = _constant(spec.element.max_normal / spec.element.unit, amax)
+    steps = TENSOR_SCALES[scale.tensor]
+    quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t)
+    codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
+    smallest, largest = (_code_of(_constant(v, amax), scale) for v in (scale.min_value, scale.max_value))
+    codes = [
+        (code + offset).clamp(smallest, largest) if offset else code for code in codes for offset in mode.code_offsets
+    ]
+    code = codes[0]
+    if len(codes) > 1:
+        first = value_of(code, scale)
+        code = least_squares(
+            blocks,
+            codes,
+            lambda candidate: FloatScale(candidate, finite, t, spec, prims),
+            lambda candidate: value_of(candidate, scale) / first,
+            spec,
+            prims,
+        )
+    return FloatScale(code, finite, t, spec, prims)
+
+
+def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> Tensor:
+    """Return values in units of their scale, times the scales of these codes."""
+    t = tensor_scale_of(tensor_scale, spec, blocks)
+    return _times(blocks, value_of(codes, spec.scale_format), t, spec, prims)
+
+
+def tensor_scale(x: Tensor, spec: MXSpec) -> Tensor:
+    """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
+    magnitude = x.to(torch.float32).abs()
+    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    amax = magnitude.amax() if x.numel() else magnitude.sum()  # of no values
+    room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
+    largest = _constant(spec.element.max_normal / spec.element.unit * room, amax)
+    t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest)
+    return torch.where(amax == 0, 1.0, t.clamp(_LEAST_TENSOR_SCALE, 1 / _LEAST_TENSOR_SCALE))
+
+
+def tensor_scale_of(tensor_scale: Tensor | None, spec: MXSpec, blocks: Tensor) -> Tensor:
+    """Return a tensor scale, () fp32: 1 for a format without."""
+    return _constant(1.0, blocks) if tensor_scale is None else tensor_scale.reshape(())
+
+
+def codes_of(stored: Tensor) -> Tensor:
+    """stored: scales of any format -> their codes, int32."""
+    if not stored.dtype.is_floating_point:
+        return stored.to(torch.int32)
+    integer, used = _PATTERNS[stored.dtype.itemsize]
+    return stored.view(integer).to(torch.int32) & used
+
+
+def value_of(codes: Tensor, scale: ScaleFormat) -> Tensor:
+    """codes: int32 -> the scales in fp32."""
+    if not scale.dtype.is_floating_point:
+        return decode(codes, scale.grid)
+    integer, _ = _PATTERNS[scale.dtype.itemsize]
+    return codes.to(integer).view(scale.dtype).to(torch.float32)
+
+
+def _code_of(value: Tensor, scale: ScaleFormat) -> Tensor:
+    """value: fp32 up to the largest scale -> the code of the nearest scale, ties to even."""
+    if not scale.dtype.is_floating_point:
+        return encode(round_to_element(value, scale.grid, "even"), scale.grid)
+    return codes_of(value.to(scale.dtype))
+
+
+def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor:
+    """Return the code of the scale that a quotient becomes."""
+    quotient = torch.where(quotient <= mode.zero_below(scale), mode.zero(scale), quotient)
+    quotient = quotient.clamp(mode.least(scale), scale.max_value)
+    code = _code_of(quotient, scale)
+    return code + (value_of(code, scale) < quotient).to(torch.int32) if mode.rounds_up else code
+
+
+def _times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:
+    steps, unit = TENSOR_SCALES[spec.scale_format.tensor], spec.element.unit
+    factor = prims.realize(steps.apply(scale, t))
+    return (values if unit == 1 else values * (1 / unit)) * factor
+
+
+def _constant(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.device)
