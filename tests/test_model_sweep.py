@@ -23,8 +23,6 @@ DEFAULT = (
     "MambaForCausalLM",
     "T5ForConditionalGeneration",
     "ConvNextModel",
-    "LevitModel",
-    "SegformerForSemanticSegmentation",
     "Wav2Vec2ConformerModel",
     "VisualBertModel",
     "PatchTSMixerModel",
