@@ -106,10 +106,10 @@ def table() -> str:
     Example:
         >>> from pt2mx import compat
         >>> for line in compat.table().splitlines()[2:5]:
-        ...     print(line[:64])
-        | `microxcaling` | 7bc4195 | rounds half away from zero unless t
-        | `microxcaling_flush` | 7bc4195 | microxcaling with mx_flush_fp
-        | `torchao` | 0.18.0 | stores an FP6 code in a byte of its own |
+        ...     print(line[:62])
+        | `microxcaling` | 7bc4195 | rounds half away from zero unless
+        | `microxcaling_flush` | 7bc4195 | microxcaling with mx_flush_
+        | `torchao` | 0.18.0 | stores an FP6 code in a byte of its own
     """
     rows = [("preset", "version", "what differs", "faults not copied"), ("---",) * 4]
     rows += [(f"`{p.name}`", p.version, p.reason, p.not_copied) for p in PRESETS.values()]

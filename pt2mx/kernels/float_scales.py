@@ -28,7 +28,7 @@ _PATTERNS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, -1)}
 
 @dataclass(frozen=True)
 class TensorScale:
-    """How the scale of a tensor, t, takes part: each step is one float32 operation.
+    """The steps in which the scale of a tensor, t, takes part; each operation is one of float32.
 
     Args:
         of_amax: (amax of the tensor, the value of the element's largest number at the largest scale) -> t.

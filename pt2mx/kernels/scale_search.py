@@ -20,7 +20,7 @@ class BlockScale(Protocol):
 
     @property
     def finite(self) -> Tensor:
-        """Whether a block is finite."""
+        """True where a block is finite."""
 
     def divide(self, values: Tensor) -> Tensor:
         """Return values in units of their scale; NaN where the block is not finite."""
