@@ -7,8 +7,10 @@ from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from torch.export import ExportedProgram
 
+import pt2mx
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language import decoder
@@ -19,6 +21,37 @@ _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "n
 _SMALL = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}
 _TOKENS = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
 _WIDE = {**_SMALL, "head_dim": 16}
+#: large weights of their own for the embedding and the head, so that the text varies
+_RECURRENT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2}
+_GRIFFIN = {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_JAMBA = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 2,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
 
 #: family -> transformers' config class and its fields
 FAMILIES = {
@@ -39,6 +72,15 @@ FAMILIES = {
     "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "rotary_dim": 16}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_SMALL, "num_experts": 4, "moe_intermediate_size": 32}),
     "glm4": ("Glm4Config", _WIDE),
+    # recurrent layers
+    "mamba": ("MambaConfig", {**_RECURRENT, "state_size": 8}),
+    "mamba2": ("Mamba2Config", {**_RECURRENT, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2}),
+    # recurrent layers and attention
+    "falcon_h1": ("FalconH1Config", {**_SMALL, **_RECURRENT, **_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 8}),
+    "lfm2": ("Lfm2Config", {**_SMALL, **_RECURRENT, "layer_types": ["conv", "full_attention"]}),
+    "qwen3_next": ("Qwen3NextConfig", {**_WIDE, **_RECURRENT, **_DELTA_NET}),
+    "jamba": ("JambaConfig", {**_SMALL, **_RECURRENT, **_JAMBA}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", {**_SMALL, **_RECURRENT, **_GRIFFIN}),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 512}),
 }
 
@@ -52,7 +94,7 @@ def tiny_decoder(family: str, **fields):
 
 
 @functools.cache
-def exported_decoder(family: str, **fields) -> tuple[torch.nn.Module, ExportedProgram]:
+def exported_decoder(family: str, **fields) -> tuple[nn.Module, ExportedProgram]:
     """Return a tiny decoder and its program. They are made once for all tests, which change neither."""
     model = tiny_decoder(family, **fields)
     return model, decoder.export_decoder(model)
@@ -69,6 +111,20 @@ def quantized_decoder(
     model, program = exported_decoder(family, **fields)
     with mock.patch.object(decoder, "export_decoder", lambda model: program):
         return quantize_language_model(model, quantizer, texts, stage=stage)
+
+
+@functools.cache
+def with_rounded_weights(family):
+    """Return the eager model with the weights of linear layers, embeddings and convolutions in MXFP4."""
+    model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
+            elif isinstance(module, nn.Conv1d):  # blocks along the input channels
+                weight = module.weight.transpose(1, 2)
+                module.weight.copy_(pt2mx.fake_quantize_mx(weight, spec).transpose(1, 2))
+    return model
 
 
 def divisible_decoder(family: str, **fields):

@@ -1,7 +1,8 @@
-"""The cache of a decoder: keys and values in a fixed number of slots, in transformers' classes; and attention over it.
+"""The cache of a decoder: named tensors of each layer, in transformers' classes; and attention over it.
 
-The keys of a layer are one tensor, (B, heads, slots, width); in a quantized cache they are a list of two, codes and
-scales. Values are stored in the same way.
+Keys and values have a fixed number of slots, one a token: (B, heads, slots, width). In a quantized cache they are lists
+of two tensors, codes and scales. Recurrent layers have states whose size does not depend on the number of tokens: the
+last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds.
 
 Transformers' own mask and attention need three changes. A program of any length needs the mask even where it hides
 nothing. Keys must not be copied for each query head. A row of padding, which sees nothing, must not become 0/0 in the
@@ -10,7 +11,8 @@ softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,30 +29,37 @@ _cache_utils = import_extra("transformers.cache_utils", "hf")
 #: the slots of a cache are a multiple of this, so that few programs are compiled
 _SLOTS = 256
 _WITH_CACHE = (
-    "only decoders with attention in all layers can be exported with their cache; give --output a name that ends in "
-    f".pt2 for a program without a cache, or {WITHOUT_EXPORT}"
+    "only decoders whose layers keep keys and values of their tokens, or the state of a recurrence, can be exported "
+    f"with their cache; give --output a name that ends in .pt2 for a program without a cache, or {WITHOUT_EXPORT}"
 )
-#: keys or values: a tensor, or codes and scales
+#: tensor of a layer's cache, and input of the program -> True where it has a slot for each token, in dimension 2
+KINDS = {"keys": True, "values": True, "conv_states": False, "recurrent_states": False}
+#: a tensor of the cache, or its codes and scales
 Stored = Tensor | list[Tensor]
-#: the keys and values of each layer, as meta tensors of one sequence and no slots
-Layers = list[tuple[Stored, Stored]]
+#: the tensors of each layer by kind. Where they stand for a cache of any size, they are meta tensors of one sequence
+#: and no slots
+Layers = list[dict[str, Stored]]
 
 
-class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
-    """Keys and values of a layer. The first `length` slots are filled: a number, or (1,) int64 inside a program."""
+class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCacheLayerMixin):  # type: ignore[name-defined]
+    """The tensors of a layer. The first `length` slots are filled: a number, or (1,) int64 inside a program."""
 
-    is_compileable, is_sliding = False, False
+    is_compileable, is_sliding, is_initialized, record_past = False, False, True, False
+    keys = property(lambda self: self.stored.get("keys"))
+    values = property(lambda self: self.stored.get("values"))
+    # transformers numbers the states of a layer
+    conv_states = property(lambda self: {0: self.stored.get("conv_states")})
+    recurrent_states = property(lambda self: {0: self.stored.get("recurrent_states")})
 
-    def __init__(self, keys: Stored, values: Stored, length: int | Tensor = 0) -> None:
-        super().__init__()
-        self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
+    def __init__(self, stored: dict[str, Stored], length: int | Tensor = 0) -> None:
+        self.stored, self.length = stored, length
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of the layer."""
-        return pytree.tree_leaves((self.keys, self.values))
+        return pytree.tree_leaves(self.stored)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -58,11 +67,21 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
 
         A program with a quantized cache does not call this: it was exported with tensors."""
         slots = self.length + torch.arange(key_states.shape[2], device=key_states.device)
-        keys, values = self.tensors
         # Inductor (torch 2.13) cannot fuse the INT8 quantization of transposed tensors of dynamic length
-        keys.index_copy_(2, slots, key_states.contiguous())
-        values.index_copy_(2, slots, value_states.contiguous())
-        return keys, values
+        self.keys.index_copy_(2, slots, key_states.contiguous())
+        self.values.index_copy_(2, slots, value_states.contiguous())
+        return self.keys, self.values
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Return the last inputs of a convolution, (B, channels, K), followed by S new ones, and keep the last K."""
+        state = self.conv_states[state_idx]
+        inputs = torch.cat([state, conv_states.to(state.dtype)], -1)
+        state.copy_(inputs[..., -state.shape[-1] :])
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Overwrite the state of a recurrence, and return it."""
+        return self.recurrent_states[state_idx].copy_(recurrent_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_max_length(), 0
@@ -71,13 +90,27 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
         return self.length
 
     def get_max_length(self) -> int:
-        return self.tensors[0].shape[2]
+        """Return the number of slots; -1 without slots, which means any number of tokens."""
+        return pytree.tree_leaves(self.keys)[0].shape[2] if "keys" in self.stored else -1
 
     def reset(self) -> None:
         self.length = 0
+        for name, stored in self.stored.items():
+            if not KINDS[name]:
+                pytree.tree_map(torch.zero_, stored)
+
+    @property
+    def is_croppable(self) -> bool:
+        return all(KINDS[name] for name in self.stored)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep this number of tokens, or for a negative number drop that many of the last."""
+        """Keep this number of tokens, or for a negative number drop that many of the last.
+
+        Raises:
+            MXError: for a recurrent layer, whose state holds all of its tokens.
+        """
+        if not self.is_croppable:
+            raise MXError("the state of a recurrent layer cannot drop tokens: read the text again with a new cache")
         number = int(tokens_to_remove)
         self.length = min(self.length, number) if number > 0 else self.length + number
 
@@ -87,13 +120,86 @@ class CacheLayer(_cache_utils.CacheLayerMixin):  # type: ignore[name-defined]
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
-def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device) -> Any:
-    """Return transformers' `Cache` over empty layers."""
+class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
+    """The cache of a decoder; `slots` is the number of tokens that fit.
 
-    def zeros(stored: Tensor) -> Tensor:
-        return torch.zeros(batch, stored.shape[1], slots, stored.shape[3], device=device, dtype=stored.dtype)
+    Inside a program `layers` are those of the model. Outside, where only the program knows its layers, the tensors of
+    each kind are in the order of the layers that have them."""
 
-    return _cache_utils.Cache(layers=[CacheLayer(*pytree.tree_map(zeros, layer)) for layer in layers])
+    def __init__(self, layers: list[CacheLayer], slots: int, mask: Any = None) -> None:
+        super().__init__(layers=layers)
+        self.slots, self.grows = slots, False
+        #: inside a program: (B, slots), zero at padding
+        self.mask = mask
+        #: the layer that was written last
+        self.latest: CacheLayer | None = None
+
+    @property
+    def length(self) -> Any:
+        """The number of filled slots."""
+        return self.layers[0].length
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens that were written."""
+        for layer in self.layers:
+            layer.length += tokens
+
+    def mask_of_tokens(self, number: int) -> Tensor:
+        """Return the columns of the mask for the next tokens."""
+        return self.mask.index_select(1, self.length + torch.arange(number, device=self.mask.device))
+
+    def inputs(self) -> dict[str, list[Stored]]:
+        """Return the tensors as inputs of a program."""
+        return by_kind([layer.stored for layer in self.layers])
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slots, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return True: the states of an empty cache are zeros, which is where each recurrence begins."""
+        return True
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.latest = self.layers[layer_idx]
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.layers[0].tensors[0])
+
+
+def by_kind(layers: Layers) -> dict[str, list[Stored]]:
+    """Return the tensors of all layers by kind: the inputs of a program."""
+    kinds = [name for name in KINDS if any(name in layer for layer in layers)]
+    return {name: [layer[name] for layer in layers if name in layer] for name in kinds}
+
+
+def by_layer(inputs: Mapping[str, Any]) -> Layers:
+    """Return the tensors of a program's inputs by their number among those of their kind."""
+    kinds = {name: inputs[name] for name in KINDS if name in inputs}
+    return [
+        {name: tensors[number] for name, tensors in kinds.items() if number < len(tensors)}
+        for number in range(max(map(len, kinds.values()), default=0))
+    ]
+
+
+def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device) -> DecoderCache:
+    """Return a cache of empty layers."""
+
+    def zeros(stored: Tensor, has_slots: bool) -> Tensor:
+        sizes = (stored.shape[1], slots, stored.shape[3]) if has_slots else stored.shape[1:]
+        return torch.zeros(batch, *sizes, device=device, dtype=stored.dtype)
+
+    def empty(layer: dict[str, Stored]) -> dict[str, Stored]:
+        return {k: pytree.tree_map(lambda stored: zeros(stored, KINDS[k]), v) for k, v in layer.items()}  # noqa: B023
+
+    return DecoderCache([CacheLayer(empty(layer)) for layer in layers if layer], slots)
 
 
 def room_for(tokens: int) -> int:
@@ -101,53 +207,51 @@ def room_for(tokens: int) -> int:
     return -(-tokens // _SLOTS) * _SLOTS
 
 
-def slots_of(cache: Any) -> int:
-    """Return the number of slots of a cache."""
-    return cache.layers[0].get_max_length()
-
-
-def grow(cache: Any, slots: int) -> None:
+def grow(cache: DecoderCache, slots: int) -> None:
     """Add slots to a cache in place."""
+    more = (0, 0, 0, slots - cache.slots)
     for layer in cache.layers:
-        more = (0, 0, 0, slots - layer.get_max_length())
-        stored = layer.keys, layer.values
-        layer.keys, layer.values = pytree.tree_map(lambda one, more=more: torch.nn.functional.pad(one, more), stored)
+        for name in filter(KINDS.get, layer.stored):
+            layer.stored[name] = pytree.tree_map(lambda one: nn.functional.pad(one, more), layer.stored[name])
+    cache.slots = slots
 
 
-def cache_within(keys: list[Tensor], values: list[Tensor], start: Tensor) -> Any:
-    """Return transformers' `Cache` over the inputs of a program, with `start` filled slots."""
-    return _cache_utils.Cache(layers=[CacheLayer(*pair, start) for pair in zip(keys, values, strict=True)])
+def cache_within(layers: Layers, inputs: Mapping[str, Any], start: Tensor, mask: Tensor) -> DecoderCache:
+    """Return a cache over the inputs of a program, with `start` filled slots; `layers` are those of the model."""
+    of_kind = {name: iter(tensors) for name, tensors in inputs.items()}
+    stored = [{name: next(of_kind[name]) for name in KINDS if name in layer} for layer in layers]
+    return DecoderCache([CacheLayer(one, start) for one in stored], mask.shape[1], mask)
 
 
 def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
     """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots.
 
     Without these groups a trace assumes that products of these sizes differ."""
-    stored = pytree.tree_leaves((inputs["keys"], inputs["values"]))
+    stored = [(one, KINDS[name]) for name in KINDS for one in pytree.tree_leaves(inputs.get(name, []))]
     tokens, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
-    batch = [(tensor, 0) for tensor in (tokens, positions, mask, *stored)]
-    return [batch, [(tokens, 1), (positions, 1)], [(mask, 1), *((tensor, 2) for tensor in stored)]]
+    batch = [(tensor, 0) for tensor in (tokens, positions, mask, *(one for one, _ in stored))]
+    slots = [(mask, 1), *((one, 2) for one, has_slots in stored if has_slots)]
+    return [batch, [(tokens, 1), (positions, 1)], slots]
 
 
 def layers_of(model: Any) -> Layers:
     """Return the layers of the cache that a causal language model fills.
 
     Raises:
-        MXError: for a layer that keeps anything but keys and values, such as a recurrent one.
+        MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     with torch.no_grad():
-        cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
-    layers: Layers = []
-    for number, layer in enumerate(getattr(cache, "layers", [])):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not (_is_of_tokens(keys) and _is_of_tokens(values)):
+        output = model(input_ids=tokens, use_cache=True)
+    cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    layers = [_stored_in(layer) for layer in getattr(cache, "layers", [])]
+    for number, (layer, stored) in enumerate(zip(getattr(cache, "layers", []), layers, strict=True)):
+        if stored is None:
             raise MXError(
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values of its "
                 f"tokens: {_WITH_CACHE}"
             )
-        layers.append((_on_meta(keys), _on_meta(values)))
-    if not layers:
+    if not any(layers):
         raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
     return layers
 
@@ -157,20 +261,37 @@ def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtyp
     values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
     inputs = [values[name] for name in program.graph_signature.user_inputs]
     _, named = pytree.tree_unflatten(inputs, program.call_spec.in_spec)
-    if not named.get("keys") or len(named["keys"]) != len(named.get("values", ())):
+    kinds = [name for name in KINDS if named.get(name)]
+    if not kinds or len(named.get("keys", ())) != len(named.get("values", ())):
         raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
-    layers = [pytree.tree_map(_on_meta, pair) for pair in zip(named["keys"], named["values"], strict=True)]
+    on_meta = {name: [pytree.tree_map(partial(_on_meta, name), one) for one in named[name]] for name in kinds}
     (logits,) = program.graph_signature.user_outputs
     dtype = next(node for node in program.graph.nodes if node.name == logits).meta["val"].dtype
-    return layers, pytree.tree_leaves(named["keys"])[0].device, dtype
+    return by_layer(on_meta), pytree.tree_leaves(named[kinds[0]])[0].device, dtype
 
 
-def _is_of_tokens(stored: object) -> bool:
-    return isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[2] == 2
+def _stored_in(layer: Any) -> dict[str, Stored] | None:
+    """Return what a layer of transformers' cache keeps, as meta tensors; None where that is of no known kind."""
+    recurrent = isinstance(layer, _cache_utils.LinearAttentionCacheLayerMixin)
+    stored = {name: getattr(layer, name, None) for name in KINDS}
+    if recurrent:
+        if layer.number_of_states != 1:
+            return None
+        stored |= {"conv_states": layer.conv_states[0], "recurrent_states": layer.recurrent_states[0]}
+    tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    of_tokens = [isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == 2 for one in _slots_in(tensors)]
+    if not all(of_tokens) or (len(of_tokens) != 2 and not (recurrent and not of_tokens)):
+        return None
+    return {name: _on_meta(name, tensor) for name, tensor in tensors.items()}
 
 
-def _on_meta(stored: Any) -> Tensor:
-    return torch.empty(1, stored.shape[1], 0, stored.shape[3], dtype=stored.dtype, device="meta")
+def _slots_in(tensors: Mapping[str, Any]) -> list[Any]:
+    return [tensor for name, tensor in tensors.items() if KINDS[name]]
+
+
+def _on_meta(name: str, stored: Any) -> Tensor:
+    sizes = (stored.shape[1], 0, stored.shape[3]) if KINDS[name] else stored.shape[1:]
+    return torch.empty(1, *sizes, dtype=stored.dtype, device="meta")
 
 
 #: the name of attention and mask for transformers, in `config._attn_implementation`

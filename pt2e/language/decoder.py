@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.pt2e.language.cache import (
     ATTENTION,
+    KINDS,
     Layers,
     cache_within,
     empty_cache,
@@ -24,6 +25,7 @@ from pt2mx.pt2e.language.cache import (
     layers_of,
     register_attention,
 )
+from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -33,15 +35,14 @@ if TYPE_CHECKING:
 #: allowed error of logits in 16 bits, computed in another order, relative to their norm
 _AGREEMENT = 0.05
 _SIZE = Dim.DYNAMIC
-#: input of the program -> its dynamic dimensions; `keys` and `values` have one tensor or two per layer
+#: input of the program -> its dynamic dimensions; the inputs of the cache have one tensor or two per layer
 DYNAMIC: dict[str, dict[int, Any]] = {
     "input_ids": {0: _SIZE, 1: _SIZE},
     "position_ids": {0: _SIZE, 1: _SIZE},
     "attention_mask": {0: _SIZE, 1: _SIZE},
     "start": {},
     "logits_to_keep": {0: _SIZE},
-    "keys": {0: _SIZE, 2: _SIZE},
-    "values": {0: _SIZE, 2: _SIZE},
+    **{name: {0: _SIZE, 2: _SIZE} if has_slots else {0: _SIZE} for name, has_slots in KINDS.items()},
 }
 #: the same for inputs of fixed length
 _OF_LENGTH: dict[str, dict[int, Any]] = {
@@ -59,9 +60,9 @@ PREFIX = "model."
 class CachedDecoder(nn.Module):
     """A causal language model whose cache is an input."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.layers = model, layers
         self._parameters_of_forward = inspect.signature(model.forward).parameters
 
     def forward(
@@ -71,10 +72,12 @@ class CachedDecoder(nn.Module):
         attention_mask: Tensor,
         start: Tensor,
         logits_to_keep: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
+        keys: list[Tensor] | None = None,
+        values: list[Tensor] | None = None,
+        conv_states: list[Tensor] | None = None,
+        recurrent_states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Read S tokens of each of B sequences, and write their keys and values into S slots of the cache.
+        """Read S tokens of each of B sequences, and write the cache: keys and values into S slots, and states.
 
         Args:
             input_ids: (B, S) int64.
@@ -82,23 +85,31 @@ class CachedDecoder(nn.Module):
             attention_mask: (B, L) int64, zero where the cache holds padding.
             start: (1,) int64, the number of filled slots.
             logits_to_keep: (T,) int64, the columns of `input_ids` whose logits to return.
-            keys, values: one tensor (B, heads, L, width) per layer, changed in place.
+            keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place.
+            conv_states: one tensor (B, channels, K) per layer with a convolution, changed in place.
+            recurrent_states: one tensor (B, ...) per layer with a recurrence, changed in place.
 
         Returns:
             (B, T, vocabulary) logits.
         """
         tokens = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        for (first, first_dim), *others in equal_dims({**tokens, "keys": keys, "values": values}):
+        all_kinds = zip(KINDS, (keys, values, conv_states, recurrent_states), strict=True)
+        stored = {name: tensors for name, tensors in all_kinds if tensors}
+        for (first, first_dim), *others in equal_dims({**tokens, **stored}):
             for tensor, dim in others:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
+        cache = cache_within(self.layers, stored, start, attention_mask)
         optional = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
-        logits = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache_within(keys, values, start),
-            use_cache=True,
-            **{name: value for name, value in optional.items() if name in self._parameters_of_forward},
-        ).logits
+        optional |= {"past_key_values": cache, "cache_params": cache}
+        if "past_key_values" not in self._parameters_of_forward:  # without attention, the mask is that of the tokens
+            attention_mask = cache.mask_of_tokens(input_ids.shape[1])
+        with with_recurrences(self.model, cache):
+            logits = self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                use_cache=True,
+                **{name: value for name, value in optional.items() if name in self._parameters_of_forward},
+            ).logits
         return logits if "logits_to_keep" in self._parameters_of_forward else logits[:, logits_to_keep]
 
 
@@ -106,7 +117,8 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
     """Export a causal language model of transformers with its cache, for batches, prompts and caches of any size.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values, or that cannot be exported.
+        MXError: for a model that keeps anything but keys and values, and the state of a recurrence, or that cannot be
+            exported.
     """
     _check_rope(model)
     layers, original = layers_of(model), model.config._attn_implementation
@@ -116,7 +128,7 @@ def export_decoder(model: PreTrainedModel) -> ExportedProgram:
         model.set_attn_implementation(ATTENTION)
     try:
         with quiet_export():
-            program = export(CachedDecoder(model), example)
+            program = export(CachedDecoder(model, layers), example)
     except Exception as error:
         text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
         raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
@@ -145,7 +157,7 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers) -> 
     prompt, length = 12, 16
     tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
     call = inputs(layers, model.device, tokens)
-    for name in ("keys", "values"):
+    for name in filter(KINDS.get, call):
         call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
     call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
     decoder, logits = program.module(), []
@@ -198,8 +210,7 @@ def inputs(
         "attention_mask": torch.ones(batch, slots, dtype=torch.long, device=device),
         "start": torch.zeros(1, dtype=torch.long, device=device),
         "logits_to_keep": torch.arange(length - kept, length, device=device),
-        "keys": [layer.keys for layer in cache.layers],
-        "values": [layer.values for layer in cache.layers],
+        **cache.inputs(),
     }
 
 

@@ -21,7 +21,7 @@ from pt2mx.fx.graph.tensors import device_named, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_prompts, check_sampling, check_step
-from pt2mx.pt2e.language.cache import CacheLayer, cache_of, empty_cache, grow, room_for, slots_of
+from pt2mx.pt2e.language.cache import DecoderCache, cache_of, empty_cache, grow, room_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.runtime import Runner, load_packages, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
@@ -213,8 +213,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             MXError: for more tokens than fit into the cache.
         """
         cache = self._cache_for(input_ids, past_key_values)
-        filled, slots = cache.get_seq_length(), slots_of(cache)
-        check_step(input_ids, attention_mask, position_ids, len(cache.layers[0].tensors[0]), filled, slots)
+        filled, slots = cache.length, cache.slots
+        check_step(input_ids, attention_mask, position_ids, cache.batch_size, filled, slots)
         batch, length = input_ids.shape
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
@@ -226,11 +226,11 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         logits = self.runner.read(input_ids, position_ids, mask, kept, cache)
         return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
 
-    def _cache_for(self, tokens: Tensor, cache: Any) -> Any:
+    def _cache_for(self, tokens: Tensor, cache: Any) -> DecoderCache:
         """Return the cache to write to: a cache of this model, or a new one that grows in place of an empty one."""
-        if cache is not None and all(isinstance(layer, CacheLayer) for layer in cache.layers) and cache.layers:
-            if getattr(cache, "grows", False) and cache.get_seq_length() + tokens.shape[1] > slots_of(cache):
-                grow(cache, room_for(cache.get_seq_length() + tokens.shape[1]))
+        if isinstance(cache, DecoderCache):
+            if cache.grows and cache.length + tokens.shape[1] > cache.slots:
+                grow(cache, room_for(cache.length + tokens.shape[1]))
             return cache
         if cache is not None and cache.get_seq_length():
             raise MXError(f"past_key_values is a filled {type(cache).__name__}: give what new_cache or a call gave")
@@ -238,7 +238,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         cache.grows = True
         return cache
 
-    def new_cache(self, batch: int, tokens: int) -> Any:
+    def new_cache(self, batch: int, tokens: int) -> DecoderCache:
         """Make an empty cache for `past_key_values`.
 
         Args:
@@ -274,8 +274,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:
         cache = model_kwargs.get("past_key_values")
-        if cache is not None and isinstance(cache.layers[0] if cache.layers else None, CacheLayer):
-            if max_cache_length > slots_of(cache):
+        if isinstance(cache, DecoderCache):
+            if max_cache_length > cache.slots:
                 grow(cache, room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)

@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize, args_of, set_value, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.pt2e.language.cache import equal_dims
+from pt2mx.pt2e.language.cache import KINDS, Layers, by_layer, equal_dims
 from pt2mx.pt2e.language.decoder import free_inputs, inputs_of, set_inputs
 
 _WRITE = torch.ops.aten.index_copy_.default
@@ -32,7 +32,7 @@ def pack_cache(model: GraphModule) -> GraphModule:
         MXError: where such a tensor is read before it is written, or written more than once.
     """
     named = free_inputs(model)
-    for kind in ("keys", "values"):
+    for kind in filter(KINDS.get, named):
         named[kind] = [_pack(stored) for stored in named[kind]]
     _state_equal_dims(named)
     set_inputs(model, named)
@@ -53,10 +53,9 @@ def _state_equal_dims(inputs: dict[str, Any]) -> None:
     graph.erase_node(first)
 
 
-def layers_in(model: GraphModule) -> Any:
-    """Return the keys and values of each layer in the inputs of a decoder's graph: tensors, or codes and scales."""
-    named = pytree.tree_map(value_of, inputs_of(model))
-    return list(zip(named["keys"], named["values"], strict=True))
+def layers_in(model: GraphModule) -> Layers:
+    """Return the layers of the cache in the inputs of a decoder's graph: tensors, or codes and scales."""
+    return by_layer(pytree.tree_map(value_of, inputs_of(model)))
 
 
 def _pack(tensor: Node) -> Node | list[Node]:

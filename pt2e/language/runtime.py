@@ -22,7 +22,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import Layers
+from pt2mx.pt2e.language.cache import KINDS, DecoderCache, Layers
 from pt2mx.pt2e.language.decoder import free_inputs, set_inputs
 from pt2mx.pt2e.packages.package import check_loads
 
@@ -58,7 +58,7 @@ class Runner:
         self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
         self._token = torch.compile(self.decoder, **options)
 
-    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: Any) -> Tensor:
+    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of some columns.
 
         Args:
@@ -81,9 +81,10 @@ class Runner:
         by_chunk = (kept // size).argsort(stable=True)  # the order of the logits
         return torch.cat(logits, 1)[:, by_chunk.argsort()]
 
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: Any) -> Tensor:
+    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         filled, length = cache.get_seq_length(), tokens.shape[1]
-        padding = -length % _LENGTH_MULTIPLE if self._pads and length > 1 else 0
+        pads = self._pads and length > 1 and all(KINDS[name] for name in cache.inputs())
+        padding = -length % _LENGTH_MULTIPLE if pads else 0
         if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
@@ -93,11 +94,9 @@ class Runner:
             attention_mask=mask,
             start=torch.tensor([filled], device=self.device),
             logits_to_keep=kept,
-            keys=[layer.keys for layer in cache.layers],
-            values=[layer.values for layer in cache.layers],
+            **cache.inputs(),
         )
-        for layer in cache.layers:
-            layer.length += length
+        cache.advance(length)
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
@@ -163,12 +162,13 @@ def _paths(model: GraphModule, device: torch.device, folder: Path) -> dict[str, 
 
 
 def _with_weights(code: Callable[..., Any], weights: list[Tensor]) -> Callable[..., Tensor]:
-    def call(keys: list[Any], values: list[Any], **inputs: Tensor) -> Tensor:
+    def call(**inputs: Any) -> Tensor:
+        stored = {name: inputs.pop(name) for name in KINDS if name in inputs}
         # machine code checks nothing: it reads its inputs as the contiguous int64 that it was compiled for
         converted = {name: value.to(torch.int64).contiguous() for name, value in inputs.items()}
-        if not all(tensor.is_contiguous() for tensor in pytree.tree_leaves((keys, values))):
+        if not all(tensor.is_contiguous() for tensor in pytree.tree_leaves(stored)):
             raise MXError("the cache is not contiguous: give what new_cache or a call gave")
-        return code(**converted, keys=keys, values=values, weights=weights)
+        return code(**converted, **stored, weights=weights)
 
     return call
 

@@ -1,4 +1,3 @@
-import functools
 import shutil
 
 import pytest
@@ -13,9 +12,9 @@ from tests.language_models import (
     exported_decoder,
     padded,
     quantized_decoder,
-    tiny_decoder,
     tokenizer_of_bytes,
     transformers,
+    with_rounded_weights,
 )
 
 RECIPE = "mxfp4_weight_only"
@@ -34,17 +33,6 @@ def quantized(family):
 def another(model):
     """The same program without a tokenizer."""
     return LanguageModel(model.program, model.config, model.generation_config)
-
-
-@functools.cache
-def with_rounded_weights(family):
-    """The eager model with the rounded weights of linear layers and embeddings."""
-    model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
     pt2mx.enable_fake_quant(prepared)
     expected, cache = steps(prepared, layers, ids, mask)
     packed = pack_cache(converted)
-    assert [tuple(t.shape[3] for t in keys) for keys, _ in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
+    assert [tuple(t.shape[3] for t in layer["keys"]) for layer in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
     program = decoder.export(packed, decoder.inputs(layers_in(packed), torch.device("cpu")))
     for run in (packed, program.module()):
         result, codes = steps(run, layers_in(packed), ids, mask)

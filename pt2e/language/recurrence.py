@@ -1,0 +1,139 @@
+"""Recurrent layers of any length: one step for each token, in a `scan`, from the state in the cache.
+
+transformers computes a prompt in chunks of a fixed size or in a Python loop, neither of which `torch.export` can trace
+for any length, and single tokens in another way. Its Mamba also begins each prompt at zero. The functions here replace
+transformers' own, by name, while a program is traced. The steps compute the same values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+#: the step of a recurrence: state, a token of each sequence, fixed tensors -> state, output
+Step = Callable[..., tuple[Tensor, Tensor]]
+
+
+def scan(
+    step: Step, state: Tensor, sequences: tuple[Tensor, ...], fixed: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Call `step` for each token of (B, S, ...) tensors; return the outputs, (B, S, ...), and the last state."""
+    tokens = [sequence.transpose(0, 1) for sequence in sequences]
+    state, outputs = torch.ops.higher_order.scan(step, [state], tokens, fixed)
+    return outputs.transpose(0, 1), state
+
+
+def selective_scan(
+    cache: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute Mamba's recurrence for (B, channels, S) inputs and step sizes, and B, C of (B, width, S)."""
+
+    def step(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.exp(dt[..., None] * a) * state + dt[..., None] * b[:, None] * x[..., None]
+        return state, (state * c[:, None]).sum(-1)
+
+    dt = F.softplus(dt + delta_bias[:, None])
+    sequences = [one.transpose(1, 2).float() for one in (hidden_states, dt, B, C)]
+    outputs, state = scan(step, cache.latest.recurrent_states[0], tuple(sequences), (A,))
+    return (outputs.transpose(1, 2) + hidden_states * D[:, None]) * F.silu(z), state
+
+
+def chunk_scan(
+    cache: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor,
+    dt_bias: Tensor,
+    initial_states: Tensor,
+    dt_limit: tuple[float, float],
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence of Mamba-2 for (B, S, heads, width) inputs, and B, C of (B, S, groups, state width)."""
+    per_group = hidden_states.shape[2] // B.shape[2]
+
+    def step(state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        b, c = (one.repeat_interleave(per_group, 1)[:, :, None] for one in (b, c))
+        state = (dt * a).exp()[..., None, None] * state + (x * dt[..., None])[..., None] * b
+        return state, (state * c).sum(-1)
+
+    dt = F.softplus(dt + dt_bias).clamp(*dt_limit).float()
+    inputs = hidden_states.float()
+    outputs, state = scan(step, initial_states, (inputs, dt, B.float(), C.float()), (A,))
+    return outputs + D[:, None] * inputs, state
+
+
+def gated_delta_rule(
+    cache: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gated delta rule for (B, S, heads, width) queries, keys and values."""
+
+    def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        state = decay[..., None, None].exp() * state
+        delta = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
+        state = state + k[..., None] * delta[..., None, :]
+        return state, (state * q[..., None]).sum(-2)
+
+    q, k, v, decay, beta = (one.float() for one in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
+    outputs, state = scan(step, initial_state, (q * q.shape[-1] ** -0.5, k, v, decay, beta))
+    return outputs.to(query.dtype), state
+
+
+def _mask(cache: Any, config: Any, inputs_embeds: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+    """Return the mask with which recurrent layers hide padding, (B, S)."""
+    return cache.mask_of_tokens(inputs_embeds.shape[1])
+
+
+#: function in a module of transformers -> the function that takes its place, and the cache before its arguments
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "mamba_selective_scan": selective_scan,
+    "mamba2_chunk_scan": chunk_scan,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "create_recurrent_attention_mask": _mask,
+}
+
+
+@contextmanager
+def with_recurrences(model: nn.Module, cache: Any) -> Iterator[None]:
+    """Replace functions of transformers in the modules that a model comes from, for a call with this cache."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    original = [
+        (module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)
+    ]
+    for module, name, _ in original:
+        setattr(module, name, partial(_FUNCTIONS[name], cache))
+    try:
+        yield
+    finally:
+        for module, name, function in original:
+            setattr(module, name, function)

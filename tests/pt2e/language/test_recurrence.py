@@ -1,0 +1,123 @@
+"""Recurrent layers: their states are tensors of the cache."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXError, MXQuantizer
+from pt2mx.pt2e.language import runtime
+from pt2mx.pt2e.language.recurrence import chunk_scan, gated_delta_rule, selective_scan
+from tests.language_models import padded, quantized_decoder, with_rounded_weights
+
+#: families with recurrent layers
+DEFAULT = ("mamba", "lfm2")
+EACH = [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "falcon_h1"))]
+QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
+
+
+class Cache:
+    """A cache with the state of one layer."""
+
+    def __init__(self, state):
+        self.latest = self
+        self.recurrent_states = [state]
+
+
+def original(module, name):
+    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+
+
+def in_parts(call, state, sequences, dim):
+    """Call a recurrence for the first 7 tokens, then for the others."""
+    first, state = call(state, *(one.narrow(dim, 0, 7) for one in sequences))
+    second, state = call(state, *(one.narrow(dim, 7, one.shape[dim] - 7) for one in sequences))
+    return torch.cat([first, second], dim), state
+
+
+def equal(result, expected):
+    return all(torch.allclose(one, other, atol=1e-5) for one, other in zip(result, expected, strict=True))
+
+
+def test_the_recurrence_of_mamba():
+    x, dt, z = torch.randn(3, 2, 6, 20)
+    b, c = torch.randn(2, 2, 4, 20)
+    fixed = {"A": -torch.rand(6, 4), "D": torch.randn(6), "delta_bias": torch.randn(6), "delta_softplus": True}
+
+    def call(state, x, dt, b, c, z):
+        return selective_scan(Cache(state), x, dt, B=b, C=c, z=z, **fixed)
+
+    function = original("mamba", "mamba_selective_scan")
+    expected = function(x, dt, B=b, C=c, z=z, return_last_state=True, **fixed)
+    assert equal(in_parts(call, torch.zeros(2, 6, 4), (x, dt, b, c, z), 2), expected)
+
+
+def test_the_recurrence_of_mamba_2():
+    x, dt = torch.randn(2, 20, 4, 6), torch.randn(2, 20, 4)
+    b, c = torch.randn(2, 2, 20, 2, 5)
+    fixed = {"D": torch.randn(4), "dt_bias": torch.randn(4), "dt_softplus": True, "dt_limit": (0.1, 1.0)}
+    a, state = -torch.rand(4), torch.randn(2, 4, 6, 5)
+
+    def call(state, x, dt, b, c):
+        return chunk_scan(None, x, dt, a, b, c, chunk_size=8, initial_states=state, **fixed)
+
+    function = original("mamba2", "mamba2_chunk_scan")
+    expected = function(x, dt, a, b, c, chunk_size=8, initial_states=state, return_final_states=True, **fixed)
+    assert equal(in_parts(call, state, (x, dt, b, c), 1), expected)
+
+
+def test_the_gated_delta_rule():
+    q, k, v = torch.randn(3, 2, 20, 4, 6)
+    g, beta = -torch.rand(2, 20, 4), torch.rand(2, 20, 4)
+    state, options = torch.randn(2, 4, 6, 6), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+
+    def call(state, q, k, v, g, beta):
+        return gated_delta_rule(None, q, k, v, g=g, beta=beta, initial_state=state, **options)
+
+    function = original("qwen3_next", "torch_chunk_gated_delta_rule")
+    expected = function(q, k, v, g=g, beta=beta, initial_state=state, chunk_size=8, **options)
+    assert equal(in_parts(call, state, (q, k, v, g, beta), 1), expected)
+
+
+@functools.cache
+def quantized(family):
+    return quantized_decoder(family, QUANTIZER)
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
+    """Prompts have different lengths. A folder holds all of the model."""
+    model, eager = quantized(family), with_rounded_weights(family)
+    ids, mask = padded()
+    options = {"attention_mask": mask, "max_new_tokens": 33, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(ids, **options)
+    assert torch.equal(tokens, eager.generate(ids, **options)) and tokens[:, 12:].unique().numel() > 12
+    options["max_new_tokens"] = 8
+    assert torch.equal(model.generate(ids, num_beams=3, **options), eager.generate(ids, num_beams=3, **options))
+    model.save_pretrained(tmp_path)
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(ids, **options), tokens[:, :20])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", EACH)
+def test_a_long_prompt_in_chunks_gives_the_same(family, monkeypatch):
+    model, (ids, mask) = quantized(family), padded(length=40)
+    expected = model(ids, attention_mask=mask)
+    monkeypatch.setitem(runtime._CHUNK, "cpu", 13)
+    result = model(ids, attention_mask=mask)
+    states = [cache.past_key_values.inputs() for cache in (result, expected)]
+    assert torch.allclose(result.logits, expected.logits, atol=2e-5)
+    for name in ("conv_states", "recurrent_states"):
+        assert equal(*(one.get(name, []) for one in states))
+
+
+def test_states_cannot_drop_tokens():
+    model = quantized("mamba")
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 3, dtype=torch.long)).past_key_values
+    with pytest.raises(MXError, match="cannot drop tokens"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not any(tensor.any() for tensor in cache.layers[0].tensors)
