@@ -19,6 +19,8 @@ from pt2mx.functional import tensor_scale_mx as tensor_scale_mx
 from pt2mx.fx.inductor_pass import LoweringPass as LoweringPass
 from pt2mx.fx.lower import lower_to_inductor as lower_to_inductor
 from pt2mx.fx.portable import make_portable as make_portable
+from pt2mx.nv_scales import mx_to_nv_scales as mx_to_nv_scales
+from pt2mx.nv_scales import nv_to_mx_scales as nv_to_mx_scales
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint as convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint as load_checkpoint
 from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig as PT2MXConfig

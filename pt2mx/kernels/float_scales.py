@@ -115,7 +115,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     steps = TENSOR_SCALES[scale.tensor]
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t)
     codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
-    smallest, largest = (_code_of(_constant(v, amax), scale) for v in (scale.min_value, scale.max_value))
+    smallest, largest = (code_of(_constant(v, amax), scale) for v in (scale.min_value, scale.max_value))
     codes = [
         (code + offset).clamp(smallest, largest) if offset else code for code in codes for offset in mode.code_offsets
     ]
@@ -171,7 +171,7 @@ def value_of(codes: Tensor, scale: ScaleFormat) -> Tensor:
     return codes.to(integer).view(scale.dtype).to(torch.float32)
 
 
-def _code_of(value: Tensor, scale: ScaleFormat) -> Tensor:
+def code_of(value: Tensor, scale: ScaleFormat) -> Tensor:
     """value: fp32 up to the largest scale -> the code of the nearest scale, ties to even."""
     if not scale.dtype.is_floating_point:
         return encode(round_to_element(value, scale.grid, "even"), scale.grid)
@@ -182,7 +182,7 @@ def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor
     """Return the code of the scale that a quotient becomes."""
     quotient = torch.where(quotient <= mode.zero_below(scale), mode.zero(scale), quotient)
     quotient = quotient.clamp(mode.least(scale), scale.max_value)
-    code = _code_of(quotient, scale)
+    code = code_of(quotient, scale)
     return code + (value_of(code, scale) < quotient).to(torch.int32) if mode.rounds_up else code
 
 
