@@ -248,7 +248,7 @@ def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields:
 
 # MXFP8[E4M3]{32}, mxint8{64,-2}, fp8_e4m3{128x128}(f32), int4{row}(bf16), mxfp4{32}(ceil,up,e5m0)
 _SPEC = re.compile(
-    r"(?P<element>[^{(]+?)\s*"
+    rf"(?P<prefix>{'|'.join(_PREFIXES)})?(?!mx|nv)(?P<element>[^{{(]+?)\s*"
     r"(?:\{(?:(?P<rows>\d{1,19})x)?(?P<block>\d{1,19}|row)(?:,(?P<axis>-?\d{1,19}))?\})?"
     r"(?:\((?P<modes>\w+(?:,\w+)*)?\))?",
     re.ASCII,
@@ -266,7 +266,6 @@ _BFP_NAME = re.compile(
 _BFP_BLOCKS = {"16": 64, "12": 128}
 _BFP_ROUNDINGS = {"n": "even", "s": "stochastic", "u": "up", "d": "down"}
 _SCALE = re.compile(r"e(\d{1,3})m(\d{1,3})", re.ASCII)
-_ELEMENT = re.compile(f"({'|'.join(_PREFIXES)})?(.*)", re.DOTALL)
 
 
 def parse(spelling: object, **overrides: Any) -> MXSpec:
@@ -308,15 +307,14 @@ def parse(spelling: object, **overrides: Any) -> MXSpec:
     match = _SPEC.fullmatch(text)
     if match is None:
         raise MXError(f"unknown MX format {spelling!r}: {nearest(spelling, [f'mx{n}{{32}}' for n in FORMATS])}")
-    prefix, element = _ELEMENT.fullmatch(match["element"]).groups()  # type: ignore[union-attr]  # it matches any text
-    if prefix:
+    if prefix := match["prefix"]:
         fields["scale_format"], fields["block_size"] = _PREFIXES[prefix]
     for key, group in (("block_rows", "rows"), ("block_size", "block"), ("axis", "axis")):
         if match[group] is not None:
             fields[key] = ROW if match[group] == "row" else int(match[group])
     try:
         fields.update(_modes([word for word in (match["modes"] or "").split(",") if word], prefix))
-        return MXSpec(element, **{**fields, **overrides})
+        return MXSpec(match["element"], **{**fields, **overrides})
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
 

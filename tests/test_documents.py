@@ -15,11 +15,12 @@ from nbclient import NotebookClient
 import pt2mx
 from pt2mx import compat
 from pt2mx.fx import lower
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 from pt2mx.pt2e.quantizer.shipped import summary, tasks
+from pt2mx.scale_formats import SCALE_FORMATS
 from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
 from tests.fresh_process import run_program
@@ -91,7 +92,9 @@ def test_table_of_formats(capsys):
 
 def test_spellings_of_formats_parse():
     spellings = [line for line in section("pt2mx/README.md", "Formats").split("\n\n") if line.startswith("- ")]
-    formats = [name for name in named(spellings) if name not in ("mx", "_") and not name.startswith(("(", "torch."))]
+    formats = [
+        name for name in named(spellings) if name not in ("mx", "nv", "_") and not name.startswith(("(", "torch."))
+    ]
     assert len(formats) > 20 and all(isinstance(pt2mx.parse(name), pt2mx.MXSpec) for name in formats)
 
 
@@ -100,6 +103,20 @@ def test_tables_of_scale_modes_and_roundings():
     scale_modes, roundings = text.split("| rounding |")
     assert [name for row in rows(scale_modes) for name in named(row[:1])] == list(SCALE_MODES)
     assert [name for row in rows("| rounding |" + roundings) for name in named(row[:1])] == list(ROUNDINGS)
+
+
+def test_tables_of_scale_formats_and_their_modes():
+    formats, modes = section("pt2mx/README.md", "Scale formats").split("| scale mode |")
+    scales = [row for row in rows(formats) if row[0].startswith("`")]
+    assert [name for row in scales for name in named(row[:1])] == list(SCALE_FORMATS)
+    assert [row[5] for row in scales] == [f.tensor for f in SCALE_FORMATS.values()]
+    for (_, bits, largest, smallest, significand, *_), f in zip(scales, SCALE_FORMATS.values(), strict=True):
+        assert (int(bits), int(significand.split()[0])) == (f.bits, f.grid.mantissa_bits + 1)
+        assert [eval(number.replace("^", ".0**")) for number in (largest, smallest)] == [
+            pytest.approx(f.max_value, rel=1e-2),
+            f.min_value,
+        ]
+    assert [name for row in rows("| scale mode |" + modes) for name in named(row[:1])] == list(FLOAT_SCALE_MODES)
 
 
 def test_table_of_presets():
