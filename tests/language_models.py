@@ -115,12 +115,15 @@ def quantized_decoder(
 
 @functools.cache
 def with_rounded_weights(family):
-    """Return the eager model with the weights of linear layers, embeddings and convolutions in MXFP4."""
+    """Return the eager model with the weights of linear layers, embeddings, experts and convolutions in MXFP4."""
     model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
+            elif type(module).__name__.endswith(("Experts", "Router")):
+                for weight in module.parameters():
+                    weight.copy_(pt2mx.fake_quantize_mx(weight, spec))
             elif isinstance(module, nn.Conv1d):  # blocks along the input channels
                 weight = module.weight.transpose(1, 2)
                 module.weight.copy_(pt2mx.fake_quantize_mx(weight, spec).transpose(1, 2))

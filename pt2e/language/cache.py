@@ -241,6 +241,8 @@ def layers_of(model: Any) -> Layers:
         MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    if model.config.model_type == "recurrent_gemma":
+        return _griffin_layers(model, tokens)
     with torch.no_grad():
         output = model(input_ids=tokens, use_cache=True)
     cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
@@ -254,6 +256,19 @@ def layers_of(model: Any) -> Layers:
     if not any(layers):
         raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
     return layers
+
+
+@torch.no_grad()
+def _griffin_layers(model: Any, tokens: Tensor) -> Layers:
+    """Return the layers of RecurrentGemma, which returns no cache, and whose modules keep the states themselves."""
+    config, cache = model.config, _cache_utils.DynamicCache(config=model.config)
+    model(input_ids=tokens, past_key_values=cache, use_cache=False)
+    states: dict[str, Stored] = {
+        "conv_states": torch.empty(1, config.lru_width, config.conv1d_width - 1, dtype=model.dtype, device="meta"),
+        "recurrent_states": torch.empty(1, config.lru_width, device="meta"),
+    }
+    kinds = zip(config.layers_block_type, cache.layers, strict=True)
+    return [states if kind == "recurrent" else _stored_in(layer) or {} for kind, layer in kinds]
 
 
 def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtype]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,7 +26,12 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """Call `step` for each token of (B, S, ...) tensors; return the outputs, (B, S, ...), and the last state."""
     tokens = [sequence.transpose(0, 1) for sequence in sequences]
-    state, outputs = torch.ops.higher_order.scan(step, [state], tokens, fixed)
+
+    def call(state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return step(state, *inputs[: len(tokens) + len(fixed)])
+
+    # torch (2.13) logs a warning where it saves a scan without fixed tensors
+    state, outputs = torch.ops.higher_order.scan(call, [state], tokens, fixed or (state.new_empty(0),))
     return outputs.transpose(0, 1), state
 
 
@@ -114,26 +119,62 @@ def _mask(cache: Any, config: Any, inputs_embeds: Tensor, attention_mask: Tensor
     return cache.mask_of_tokens(inputs_embeds.shape[1])
 
 
-#: function in a module of transformers -> the function that takes its place, and the cache before its arguments
+def griffin_block(
+    cache: Any, block: Any, input_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute a recurrent block of RecurrentGemma, which does not know its number: the blocks run in order."""
+    layers = [layer for layer in cache.layers if "recurrent_states" in layer.stored]
+    cache.latest = layers[0 if cache.latest is None else layers.index(cache.latest) + 1]
+    x = cache.latest.update_conv_state(block.linear_x(input_states).transpose(1, 2))
+    x = F.conv1d(x, block.conv_1d.weight, block.conv_1d.bias, groups=block.lru_width)
+    x = block.rg_lru(x.transpose(1, 2), position_ids)
+    return block.linear_out(x * block.act_fn(block.linear_y(input_states))), None
+
+
+def griffin_recurrence(
+    cache: Any, unit: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute the recurrence of RecurrentGemma for (B, S, channels), which begins anew at position 0."""
+
+    def step(state: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        state = gate * state + x
+        return state, state.clone()
+
+    gate = (recurrent_gate * ~reset).float()
+    outputs, state = scan(step, cache.latest.recurrent_states[0], (hidden_states.float(), gate))
+    cache.latest.update_recurrent_state(state)
+    return outputs.to(hidden_states.dtype), None
+
+
+#: function or method in a module of transformers -> what takes its place, with the cache before its arguments
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": selective_scan,
     "mamba2_chunk_scan": chunk_scan,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
     "create_recurrent_attention_mask": _mask,
+    "RecurrentGemmaRecurrentBlock.forward": griffin_block,
+    "RecurrentGemmaRglru._rnn_scan": griffin_recurrence,
 }
 
 
 @contextmanager
 def with_recurrences(model: nn.Module, cache: Any) -> Iterator[None]:
     """Replace functions of transformers in the modules that a model comes from, for a call with this cache."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    original = [
-        (module, name, getattr(module, name)) for module in modules for name in _FUNCTIONS if hasattr(module, name)
-    ]
-    for module, name, _ in original:
-        setattr(module, name, partial(_FUNCTIONS[name], cache))
+    original: list[tuple[Any, str, Callable[..., Any]]] = []
+    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for path, function in _FUNCTIONS.items():
+            *parent, name = path.split(".")
+            owner = reduce(lambda owner, part: getattr(owner, part, None), parent, module)
+            if hasattr(owner, name):
+                original.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, _before(cache, function))
     try:
         yield
     finally:
-        for module, name, function in original:
-            setattr(module, name, function)
+        for owner, name, replaced in original:
+            setattr(owner, name, replaced)
+
+
+def _before(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, which can also be a method, that passes the cache before its arguments."""
+    return lambda *args, **kwargs: function(cache, *args, **kwargs)
