@@ -76,8 +76,10 @@ def dequantize_mx(
         tensor([1., 2., 3., 6.])
     """
     check_tensors(data_lp=data_lp, shared_exp_e8m0=shared_exp_e8m0)
-    blocks = {"block_size": block_size, "axis": block_dim}
-    return _TORCHMX.dequantize(as_bytes(data_lp), shared_exp_e8m0, elem_dtype_name, target_dtype, **blocks)
+    codes = as_bytes(data_lp)
+    return _TORCHMX.dequantize(
+        codes, shared_exp_e8m0, elem_dtype_name, target_dtype, block_size=block_size, axis=block_dim
+    )
 
 
 def as_stored(data: Tensor, spec: MXSpec) -> Tensor:
