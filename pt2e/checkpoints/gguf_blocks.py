@@ -1,0 +1,131 @@
+"""The blocks of GGUF types as codes and scales of pt2mx, and back: the same values in another order of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.formats import ELEMENTS
+from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A GGUF type whose values are codes times a scale.
+
+    A block of the file begins with the scales of its groups, and continues with the codes of each group. Codes of four
+    bits hold the first half of a group in the low bits of its bytes, and the second half in the high bits.
+
+    Args:
+        name: the name of the type.
+        element: the element of the codes.
+        group: values that share a scale.
+        groups: groups in a block of the file.
+        scale_format: the name of the scale format.
+        flipped: bits of each code that the file holds inverted.
+        other_scales: codes of scales, from the first to the last, that mean other numbers in the file and here.
+    """
+
+    name: str
+    element: str
+    group: int
+    groups: int
+    scale_format: str
+    flipped: int = 0
+    other_scales: tuple[int, int] | None = None
+
+    @property
+    def scale(self) -> ScaleFormat:
+        """The scale format."""
+        return SCALE_FORMATS[self.scale_format]
+
+    @property
+    def has_nibbles(self) -> bool:
+        """True for codes of four bits."""
+        return ELEMENTS[self.element].bits == 4
+
+    @property
+    def values(self) -> int:
+        """Values in a block of the file."""
+        return self.group * self.groups
+
+    def to_codes(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and scales of a tensor.
+
+        Args:
+            name: the tensor, for the error.
+            blocks: (..., bytes of a row) uint8.
+
+        Returns:
+            data (..., bytes of K) uint8, and scale (..., K / group) of the dtype of the scale format.
+
+        Raises:
+            MXError: for a scale that means another number in the file.
+        """
+        split = self.groups * self.scale.dtype.itemsize
+        whole = blocks.unflatten(-1, (-1, split + self._code_bytes * self.groups))
+        scale = whole[..., :split].flatten(-2).contiguous().view(self.scale.dtype)
+        self._check(name, scale)
+        codes = whole[..., split:].unflatten(-1, (self.groups, self._code_bytes))
+        if self.has_nibbles:
+            codes = _pack(torch.cat((codes & 15, codes >> 4), -1) ^ self.flipped)
+        return codes.flatten(-3).contiguous(), scale
+
+    def to_blocks(self, name: str, data: Tensor, scale: Tensor) -> Tensor:
+        """Return the blocks of a tensor, the inverse of `to_codes`.
+
+        Raises:
+            MXError: for rows that are no whole blocks, and for a scale that means another number in the file.
+        """
+        if scale.shape[-1] % self.groups or data.shape[-1] != scale.shape[-1] * self._code_bytes:
+            raise MXError(
+                f"{name} has {data.shape[-1]} bytes of codes and {scale.shape[-1]} scales a row: rows of {self.name} "
+                f"are whole blocks of {self.values} values; leave it in high precision"
+            )
+        self._check(name, scale)
+        codes = data.unflatten(-1, (-1, self.groups, self._code_bytes))
+        if self.has_nibbles:
+            nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2) ^ self.flipped
+            low, high = nibbles.chunk(2, -1)
+            codes = low | high << 4
+        scales = scale.contiguous().view(torch.uint8).unflatten(-1, (codes.shape[-3], -1))
+        return torch.cat((scales, codes.flatten(-2)), -1).flatten(-2)
+
+    @property
+    def _code_bytes(self) -> int:
+        """Bytes of codes in a group."""
+        return self.group * ELEMENTS[self.element].bits // 8
+
+    def _check(self, name: str, scale: Tensor) -> None:
+        if scale.dtype.is_floating_point:
+            differs = ~scale.isfinite()
+        else:
+            first, last = self.other_scales or (256, 256)
+            differs = (scale >= first) & (scale <= last)
+        if bool(differs.any()):
+            raise MXError(
+                f"{name} has a block with the scale {scale[differs][0].item()}, which means another number in "
+                f"{self.name} than in {self.scale_format}: make the weight finite"
+            )
+
+
+def _pack(nibbles: Tensor) -> Tensor:
+    """Return bytes of two codes, the first one in the low bits."""
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+
+
+#: the GGUF types that are codes and scales, by name
+BLOCK_TYPES: dict[str, BlockType] = {
+    row.name: row
+    for row in (
+        # 255 is NaN here, and 2**128 in the file
+        BlockType("MXFP4", "fp4_e2m1", 32, 1, "e8m0", other_scales=(255, 255)),
+        # 127 is NaN here, and 0 in the file, which ignores the sign
+        BlockType("NVFP4", "fp4_e2m1", 16, 4, "e4m3_f32", other_scales=(127, 255)),
+        BlockType("Q8_0", "int8", 32, 1, "f16"),
+        BlockType("Q4_0", "int4_full", 32, 1, "f16", flipped=8),
+    )
+}
