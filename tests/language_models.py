@@ -32,6 +32,7 @@ _RECURRENT = {
 _MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2}
 _GRIFFIN = {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}
 _DELTA_NET = {
+    "initializer_range": 0.1,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
