@@ -10,12 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
+
+from pt2mx.fx.graph.node import attribute_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
 
 #: the step of a recurrence: state, a token of each sequence, fixed tensors -> state, output
 Step = Callable[..., tuple[Tensor, Tensor]]
@@ -33,6 +36,48 @@ def scan(
     # torch (2.13) logs a warning where it saves a scan without fixed tensors
     state, outputs = torch.ops.higher_order.scan(call, [state], tokens, fixed or (state.new_empty(0),))
     return outputs.transpose(0, 1), state
+
+
+def with_single_steps(decoder: GraphModule) -> GraphModule:
+    """Return a decoder for single tokens, in which one step takes the place of each scan, and which shares tensors.
+
+    A decoder without scans is returned itself."""
+    if not decoder.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        return decoder
+    model = copy_sharing_tensors(decoder)
+    graph = model.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        body, states, sequences, fixed = node.args
+        step = attribute_of(model, body).graph
+        with graph.inserting_before(node):
+            tokens = [graph.call_function(torch.ops.aten.select.int, (one, 0, 0)) for one in sequences]
+            operands = dict(zip(step.find_nodes(op="placeholder"), (*states, *tokens, *fixed), strict=True))
+            outputs = graph.graph_copy(step, operands)
+            stacked = [
+                graph.call_function(torch.ops.aten.unsqueeze.default, (one, 0)) for one in outputs[len(states) :]
+            ]
+        for item, value in enumerate((*outputs[: len(states)], *stacked)):
+            for user in [user for user in node.users if user.args[1] == item]:
+                user.replace_all_uses_with(value)
+                graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    model.recompile()
+    return model
+
+
+def pass_batch_sizes(decoder: GraphModule) -> None:
+    """Pass the batch size to each scan, which AOTInductor (torch 2.13) needs for the shapes of the outputs."""
+    for node in decoder.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        body, states, sequences, fixed = node.args
+        step = attribute_of(decoder, body)
+        with step.graph.inserting_after(step.graph.find_nodes(op="placeholder")[-1]):
+            step.graph.placeholder("batch")
+        step.recompile()
+        with decoder.graph.inserting_before(node):
+            batch = decoder.graph.call_function(torch.ops.aten.sym_size.int, (states[0], 0))
+        node.args = (body, states, sequences, (*fixed, batch))
+    decoder.recompile()
 
 
 def selective_scan(
@@ -164,7 +209,9 @@ def with_recurrences(model: nn.Module, cache: Any) -> Iterator[None]:
     for module in {sys.modules[type(module).__module__] for module in model.modules()}:
         for path, function in _FUNCTIONS.items():
             *parent, name = path.split(".")
-            owner = reduce(lambda owner, part: getattr(owner, part, None), parent, module)
+            owner: Any = module
+            for part in parent:
+                owner = getattr(owner, part, None)
             if hasattr(owner, name):
                 original.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, _before(cache, function))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.node import tensor_of
+from pt2mx.fx.graph.node import attribute_of, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, DecoderCache, Layers
 from pt2mx.pt2e.language.decoder import free_inputs, set_inputs
+from pt2mx.pt2e.language.recurrence import pass_batch_sizes, with_single_steps
 from pt2mx.pt2e.packages.package import check_loads
 
 #: tokens of a prompt to read at once: it bounds the memory of attention, and a GPU needs many to be busy
@@ -44,19 +46,20 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Callable[..., Tensor], device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
+        self, decoder: GraphModule, device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
     ) -> None:
-        self.decoder, self.device, self._pads = decoder, device, False
-        self._prompt, self._token = packages.get("prompt", decoder), packages.get("token", decoder)
+        self.decoder, self.device, self._pads, self._compiles = decoder, device, False, False
+        self._prompt = packages.get("prompt", decoder)
+        self._token = packages.get("token") or with_single_steps(decoder)
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.
 
         `options` of `torch.compile` apply to single tokens. On a GPU, where a mode may ask for CUDA graphs, they also
         apply to prompts."""
-        self._pads = self.device.type == "cuda"
+        self._pads, self._compiles = self.device.type == "cuda", True
         self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
-        self._token = torch.compile(self.decoder, **options)
+        self._token = torch.compile(with_single_steps(self.decoder), **options)
 
     def read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of some columns.
@@ -88,14 +91,16 @@ class Runner:
         if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
         program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
-        logits = program(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask,
-            start=torch.tensor([filled], device=self.device),
-            logits_to_keep=kept,
-            **cache.inputs(),
-        )
+        # Inductor reads the number of a token in a scan from a tensor
+        with torch._dynamo.config.patch(capture_scalar_outputs=True) if self._compiles else nullcontext():
+            logits = program(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                start=torch.tensor([filled], device=self.device),
+                logits_to_keep=kept,
+                **cache.inputs(),
+            )
         cache.advance(length)
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
@@ -114,6 +119,7 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
     """
     model, weights = without_weights(lowered)
     paths = _paths(model, device, folder)
+    pass_batch_sizes(model)
     for name, path in paths.items():
         length = _LENGTHS[name]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
@@ -121,7 +127,7 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
         with warnings.catch_warnings():
             # torch warns of its own code
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-            program = decoder.export(model, example, length)
+            program = decoder.export(model if length is None else with_single_steps(model), example, length)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         try:
             check_loads(str(path), device)
@@ -179,6 +185,8 @@ def without_weights(lowered: GraphModule) -> tuple[GraphModule, list[Tensor]]:
     graph, named, weights = model.graph, {**free_inputs(model), "weights": []}, []
     last = graph.find_nodes(op="placeholder")[-1]
     for node in graph.find_nodes(op="get_attr"):
+        if isinstance(attribute_of(model, node), GraphModule):
+            continue  # the step of a scan
         weights.append(tensor_of(model, node))
         with graph.inserting_after(last):
             last = graph.placeholder(f"weight_{len(weights)}")

@@ -123,3 +123,25 @@ def test_states_cannot_drop_tokens():
         cache.crop(-1)
     cache.reset()
     assert cache.get_seq_length() == 0 and not any(tensor.any() for tensor in cache.layers[0].tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
+def test_compiled(family, compiler):
+    model, (ids, mask) = quantized_decoder(family, QUANTIZER), padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    shorter = {**options, "attention_mask": mask[:, 1:]}
+    expected = model.generate(ids, **options), model.generate(ids[:, 1:], **shorter)
+    model.compile()
+    assert torch.equal(model.generate(ids, **options), expected[0])
+    assert torch.equal(model.generate(ids[:, 1:], **shorter), expected[1])
+
+
+@pytest.mark.slow
+def test_packages(tmp_path, compiler):
+    model, (ids, mask) = quantized("mamba"), padded()
+    model.save_pretrained(tmp_path)
+    model.write_packages(tmp_path)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
