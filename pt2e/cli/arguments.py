@@ -120,6 +120,13 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             metavar="N",
             help="for a language model: divide its layers among N ranks of torchrun (default: 1)",
         ),
+        argument(
+            "--text-length",
+            type=int,
+            metavar="TOKENS",
+            help="for a language model with RoPE of the types longrope and dynamic: use its frequencies for texts of "
+            "up to this length (default: those for short texts)",
+        ),
         flag("--compile", "also compile the result and compare it with eager mode"),
         argument("--report", help="the report to write; its name ends in .json, .html or .htm"),
         _ALLOW_NAN,

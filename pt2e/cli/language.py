@@ -38,6 +38,7 @@ _QUANTIZING = {
     "optimize": (None, "none"),
     "calibration": (None, "none"),
     "tensor_parallel": (1,),
+    "text_length": (None,),
     "compile": (False,),
     "dtype": (None,),
 }
@@ -122,8 +123,8 @@ def _quantize_rank(
     Returns its report, and the share of the checkpoint that it holds."""
     with user_errors("quantize the model"):
         part = model if options.tensor_parallel == 1 else shard(model)
-        partial = {"part": options.part, "allow_partial": options.allow_partial}
-        quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **partial)
+        chosen = {"part": options.part, "allow_partial": options.allow_partial, "length": options.text_length}
+        quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **chosen)
     coverage = values.held_by(quantized.coverage.read)
     note_coverage(coverage)
     report = quantization_report(quantized.program.module())

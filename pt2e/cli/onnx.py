@@ -29,7 +29,7 @@ from pt2mx.pt2e.user_errors import user_errors
 #: of `--model`
 PREFIX = "onnx:"
 #: options that are for torch models -> the value that asks for nothing
-_FOR_TORCH = {"optimize": None, "compile": False, "tensor_parallel": 1, "device": "cpu"}
+_FOR_TORCH = {"optimize": None, "compile": False, "tensor_parallel": 1, "text_length": None, "device": "cpu"}
 
 
 def run_export(options: argparse.Namespace) -> Result:

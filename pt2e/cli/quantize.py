@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> Result | None:
         return result
     if options.tensor_parallel != 1:
         raise MXError("--tensor-parallel is for a language model: give --model hf:NAME, and --output a folder")
+    if options.text_length is not None:
+        raise MXError("--text-length is for a language model: give --model hf:NAME, and --output a folder")
     if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):
         raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     return _quantize_program(options, quantizer)

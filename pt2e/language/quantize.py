@@ -18,7 +18,7 @@ from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import check_model, check_texts
 from pt2mx.pt2e.language.cache import layers_of
-from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.language_model import LONGEST_TEXT, LanguageModel
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -46,6 +46,7 @@ def quantize_language_model(
     *,
     part: str | None = None,
     allow_partial: bool = False,
+    length: int | None = None,
 ) -> LanguageModel:
     """Export a causal language model with its cache, and quantize its weights and the inputs multiplied with them.
 
@@ -60,13 +61,16 @@ def quantize_language_model(
         stage: called with the name of each stage as it begins.
         part: the top-level module to put into the program, such as "language_model"; the others may be left out.
         allow_partial: True: the program may leave out any part that text does not reach.
+        length: the tokens of the longest text, for a model with RoPE of the types "longrope" and "dynamic": the program
+            has the frequencies for that length. None: those for short texts. Other models read any number of tokens.
 
     Returns:
         A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values of its tokens; for one with parts, other than
-            unused heads, that tokens do not reach, such as a vision tower; and as each stage does.
+        MXError: for a model that keeps anything but keys and values of its tokens and the states of recurrences; for
+            one with parts, other than unused heads, that tokens do not reach, such as a vision tower; and as each stage
+            does.
 
     Example:
         >>> import torch, transformers
@@ -81,8 +85,9 @@ def quantize_language_model(
     check_model(model)
     check_texts(texts, model.config.get_text_config().vocab_size)
     stage("export")
+    length = decoder.longest_text(model, length)
     layers = layers_of(model)
-    exported = decoder.export_decoder(model)
+    exported = decoder.export_decoder(model, length)
     coverage = CheckpointValues(model).held_by(tensors_read(exported, decoder.PREFIX))
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
@@ -102,9 +107,10 @@ def quantize_language_model(
     converted = pack_cache(convert_pt2e(prepared))
     program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
     carry_notes(converted, program.graph_module)
-    language_model = LanguageModel(
-        program, copy.deepcopy(model.config), copy.deepcopy(model.generation_config), tokenizer
-    )
+    config = copy.deepcopy(model.config)
+    if length is not None:
+        setattr(config, LONGEST_TEXT, length)
+    language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer)
     language_model.coverage = coverage
     return language_model
 

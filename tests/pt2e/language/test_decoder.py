@@ -69,23 +69,6 @@ def test_attention_that_needs_a_cache_of_its_own_length_is_refused():
         export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
-_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}
-
-
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [("phi3", {**_LONG, "original_max_position_embeddings": 128}), ("llama", {"rope_type": "dynamic", "factor": 2.0})],
-)
-def test_positions_that_depend_on_the_length(family, rope, capfd):
-    """The error is one line with the reason and an alternative, without torch's log."""
-    with pytest.raises(MXError) as caught:
-        export_decoder(tiny_decoder(family, rope_parameters={"rope_theta": 1e4, **rope}))
-    text = str(caught.value)
-    assert f"ForCausalLM has RoPE of the type {rope['rope_type']!r}: its frequencies depend on the length" in text
-    assert "by `pt2mx convert-checkpoint`, or by PT2MXConfig" in text and "\n" not in text
-    assert capfd.readouterr().err.count("\n") <= 1
-
-
 def test_a_model_that_keeps_nothing_of_a_known_kind():
     config = transformers.RwkvConfig(hidden_size=32, vocab_size=64, num_hidden_layers=2)
     with pytest.raises(MXError, match=r"keeps no keys and values of its tokens: only decoders whose layers") as caught:
