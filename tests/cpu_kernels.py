@@ -25,21 +25,29 @@ def assert_same(actual: Tensor, expected: Tensor, context: object) -> None:
     assert not differs.any(), (context, differs.nonzero()[:5].tolist(), actual[differs][:5], expected[differs][:5])
 
 
-def check_cpu(x: Tensor, spec: MXSpec, seed: int = 0, target: torch.dtype = torch.float32) -> None:
+def check_cpu(
+    x: Tensor,
+    spec: MXSpec,
+    seed: int = 0,
+    target: torch.dtype = torch.float32,
+    tensor_scale: Tensor | None = None,
+) -> None:
     """Every function on x: (..., n, ...), blocks along spec.axis, which counts from the front."""
     seeds = torch.tensor(seed) if ROUNDINGS[spec.rounding].random else None
-    random = [] if seeds is None else [random_bits(seeds, x.shape)]
-    context = (spec, spec.axis, x.shape, x.dtype, target)
-    scale, data = reference.quantize(x, spec, *random)
-    actual_scale, actual_data = cpu.quantize(x, spec, seeds)
+    random = None if seeds is None else random_bits(seeds, x.shape)
+    context = (spec, spec.axis, x.shape, x.dtype, target, tensor_scale)
+    scale, data = reference.quantize(x, spec, random, tensor_scale=tensor_scale)
+    actual_scale, actual_data = cpu.quantize(x, spec, seeds, tensor_scale)
     assert_same(actual_scale, scale, context)
     assert_same(actual_data, data, context)
-    assert_same(cpu.fake_quantize(x, spec, seeds), reference.fake_quantize(x, spec, *random), context)
+    expected = reference.fake_quantize(x, spec, random, tensor_scale=tensor_scale)
+    assert_same(cpu.fake_quantize(x, spec, seeds, tensor_scale), expected, context)
     length = x.shape[spec.axis]
-    expected = reference.dequantize(data, scale, spec, target, length)
-    assert_same(cpu.dequantize(data, scale, spec, target, length), expected, context)
+    expected = reference.dequantize(data, scale, spec, target, length, tensor_scale=tensor_scale)
+    assert_same(cpu.dequantize(data, scale, spec, target, length, tensor_scale), expected, context)
     grad = torch.randn(x.shape).to(target)
-    assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), context)
+    expected = reference.clip_gradient(grad, x, spec, tensor_scale=tensor_scale).contiguous()
+    assert_same(cpu.clip_gradient(grad, x, spec, tensor_scale), expected, context)
 
 
 def linear(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from pt2mx.formats import ElementFormat
+from pt2mx.kernels.float_scales import code_of
 from pt2mx.kernels.scale_search import squared_error_bits
-from pt2mx.modes import SCALE_MODES, ScaleMode
+from pt2mx.modes import SCALE_MODES, FloatScaleMode, ScaleMode
+from pt2mx.scale_formats import ScaleFormat
 from pt2mx.spec import MXSpec
 
 #: values of a block that a kernel quantizes as it computes it, and of a block of FP8 rows
@@ -42,9 +44,31 @@ def spec_constants(element: ElementFormat, mode: ScaleMode, block_size: int) -> 
     }
 
 
+def float_scale_constants(element: ElementFormat, scale: ScaleFormat, mode: FloatScaleMode) -> dict[str, Any]:
+    """Return name -> number for scales with a significand: the fields of the format and of the mode for this element
+    (`FloatScaleMode`).
+
+    `most`, `unit`: the largest value of the element in units of its unit, and the unit. `smallest`, `largest`: the
+    codes of the smallest and largest scale that quantization gives. `magnitude`, `sign`: masks of these bits of a code.
+    """
+    sign = 1 << (scale.grid.bits - 1)
+    smallest, largest = (int(code_of(torch.tensor(v), scale)) for v in (scale.min_value, scale.max_value))
+    return {
+        **{name: getattr(scale.grid, name) for name in ("mantissa_bits", "bias", "emin", "max_code")},
+        **{name: getattr(scale, name) for name in ("dtype", "nan", "tensor", "max_value")},
+        **{"smallest": smallest, "largest": largest, "magnitude": sign - 1, "sign": sign},
+        **{"unit": element.unit, "most": element.max_normal / element.unit},
+        **{name: getattr(mode, name)(scale) for name in ("least", "zero_below", "zero")},
+        **{"factors": mode.factors(element), "code_offsets": mode.code_offsets},
+        **{"reciprocal": mode.reciprocal, "rounds_up": mode.rounds_up},
+    }
+
+
 def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
     """Return whether kernels can quantize rows of n values, rounded to a dtype, before they store them: they finish one
     block at a time."""
+    if not quantization.has_operators:
+        return False
     element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
     blockwise = quantization.rounding == "even" and not mode.searches and not element.is_wide
@@ -54,6 +78,8 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
 def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
     """Return whether GPU kernels support fused quantization of activations and norms, two bfloat16 values per
     instruction, for rows of `length` values and inputs of `dtypes`."""
+    if not spec.has_operators:
+        return False
     element, mode = spec.element, SCALE_MODES[spec.scale_mode]
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK
     in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and not element.is_wide

@@ -22,7 +22,9 @@ __all__ = ["activation_fake_quantize", "epilogue_of", "layer_norm_fake_quantize"
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+    if not spec.has_operators:
+        return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
     _run(x, out, spec, activation=ACTIVATIONS.index(activation))
     return out
@@ -36,7 +38,9 @@ def layer_norm_fake_quantize(
     eps: float,
     spec: MXSpec,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
+    if not spec.has_operators:
+        return None
     x = x.contiguous()
     residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
     normed, out = torch.empty_like(x), torch.empty(x.shape, dtype=dtype, device="cpu")

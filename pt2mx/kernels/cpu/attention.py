@@ -33,7 +33,7 @@ def attend(
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
     whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
     fits = TABLE not in (decoder, value_decoder) and whole and group * queries <= _FEW_QUERIES
-    if not fits or 0 in (query.numel(), slots):
+    if not fits or not spec.has_operators or 0 in (query.numel(), slots):
         return None
     library, parallel_for = load()
     out = query.new_empty(batch, heads, queries, value_width)

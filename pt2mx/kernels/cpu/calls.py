@@ -16,9 +16,20 @@ def _fields(type: type, names: str) -> tuple[tuple[str, type], ...]:
     return tuple((name, type) for name in names.split())
 
 
+class FloatScale(ctypes.Structure):
+    _fields_ = (
+        ("factors", ctypes.POINTER(c_float)),
+        ("code_offsets", ctypes.POINTER(c_int32)),
+        *_fields(c_int32, "factor_count offset_count dtype tensor reciprocal rounds_up"),
+        *_fields(c_int32, "mantissa_bits bias emin max_code magnitude sign nan smallest largest"),
+        *_fields(c_float, "unit most least zero_below zero max_value"),
+    )
+
+
 class Spec(ctypes.Structure):
     _fields_ = (
         ("exponent_offsets", ctypes.POINTER(c_int32)),
+        ("float_scale", ctypes.POINTER(FloatScale)),
         *_fields(c_int32, "bits mantissa_bits emin emax max_code is_int full_range"),
         *_fields(c_int32, "rounding threshold candidates searches error_bits codes_per_group bytes_per_group"),
         *_fields(c_float, "max_normal lowest"),
@@ -32,6 +43,7 @@ class QuantizeCall(ctypes.Structure):
         *_fields(c_int64, "outer n inner block"),
         *_fields(c_void_p, "x grad out scale"),
         ("seed", c_uint64),
+        ("tensor_scale", c_float),
     )
 
 
@@ -114,7 +126,7 @@ class ActivationCall(ctypes.Structure):
 
 #: all structures; the library knows the size of each by its name
 STRUCTURES = (
-    *(Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
+    *(FloatScale, Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
     *(DenseAttentionCall, HadamardCall, ActivationCall),
 )
 

@@ -95,7 +95,7 @@ def _convolve(
     stride, padding, dilation = conv_args
     if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # strides skip pixels
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and spec.has_operators else 0
     if not isa or 0 in (x.numel(), out.numel()):
         return False
     x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()

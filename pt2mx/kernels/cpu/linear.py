@@ -52,12 +52,13 @@ def linear(
     spec: MXSpec,
     rotation: int = 0,
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
-    if 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
+    if not spec.has_operators or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
         x, rotation = rotate(x, rotation), 0

@@ -1,20 +1,27 @@
-"""Quantization on the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads."""
+"""Quantization on the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads.
+
+Blocks of several rows, other widths of E8M0's exponent, and tensor scales near the limits of float32 are left to the
+definition.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.constants import spec_constants
+from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load
-from pt2mx.kernels.cpu.calls import QuantizeCall, Spec
+from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length, resized
-from pt2mx.modes import SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
+from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 __all__ = [
@@ -29,26 +36,41 @@ __all__ = [
 
 # in the order of the C++ enumerations
 _ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
+_BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
 
-def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+#: `tensor` of a scale format -> the range of tensor scales that give each block a finite divisor, larger than zero
+_RANGES = {"": (1.0, 1.0), "factor": (2.0**-100, 2.0**126), "divisor": (2.0**-126, 2.0**100)}
+
+
+def quantize(
+    x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    if not supports(spec, tensor_scale):
+        return None
     n = x.shape[spec.axis]
-    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), torch.uint8)
+    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), spec.scale_format.dtype)
     data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
-    _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, scale=scale, seed=seed)
+    _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, tensor_scale, scale=scale, seed=seed)
     return scale, data
 
 
-def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor:
+def dequantize(
+    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, tensor_scale: Tensor | None = None
+) -> Tensor | None:
+    if not supports(spec, tensor_scale):
+        return None
     y = _empty(resized(data, spec.axis, length), dtype)
-    _run(_DEQUANTIZE, data.contiguous(), y, spec, dtype, y.shape, scale=scale.contiguous())
+    _run(_DEQUANTIZE, data.contiguous(), y, spec, dtype, y.shape, tensor_scale, scale=scale.contiguous())
     return y
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor:
+def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None) -> Tensor | None:
+    if not supports(spec, tensor_scale):
+        return None
     y = _empty(x.shape, x.dtype)
-    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, seed=seed)
+    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, tensor_scale, seed=seed)
     return y
 
 
@@ -60,11 +82,13 @@ def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype
     return y
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
     if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd passes x's shape and dtype
         return None
+    if not supports(spec, tensor_scale):
+        return None
     y = _empty(x.shape, grad.dtype)
-    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, grad=grad.contiguous())
+    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, tensor_scale, grad=grad.contiguous())
     return y
 
 
@@ -86,6 +110,7 @@ def _run(
     spec: MXSpec,
     dtype: torch.dtype,
     shape: torch.Size,
+    tensor_scale: Tensor | None = None,
     scale: Tensor | None = None,
     grad: Tensor | None = None,
     seed: Tensor | None = None,
@@ -112,6 +137,7 @@ def _run(
         out=out.data_ptr(),
         scale=None if scale is None else scale.data_ptr(),
         seed=0 if seed is None else int(seed),
+        tensor_scale=1.0 if tensor_scale is None else float(tensor_scale),
     )
     library, parallel_for = load()
     if rotation:
@@ -122,16 +148,51 @@ def _run(
         raise RuntimeError("torch_parallel_for failed")
 
 
+def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
+    """Return whether the C++ kernels support the scales of a spec."""
+    widths = (spec.scale_exp_bits, spec.scale_sig_bits) == (8, 0)
+    least, most = _RANGES[spec.scale_format.tensor]
+    return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
+
+
 def spec_of(spec: MXSpec) -> Spec:
     """Return the numbers of a spec as the C++ reads them, cached."""
-    return _spec(spec.element.name, spec.scale_mode, spec.rounding, spec.block_size)
+    return _spec(spec.element.name, spec.scale_format.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_mode: str, rounding: str, block_size: int) -> Spec:
-    element, mode = ELEMENTS[name], SCALE_MODES[scale_mode]
+def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> Spec:
+    element, scale = ELEMENTS[name], SCALE_FORMATS[scale_format]
+    mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
     constants = spec_constants(element, mode, block_size)
     constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
     constants["rounding"], constants["candidates"] = _ROUNDINGS.index(rounding), len(mode.exponent_offsets)
     constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
-    return Spec(**{field[0]: constants[field[0]] for field in Spec._fields_})
+    if not scale.is_power_of_two:
+        float_scale = float_scale_of(name, scale_format, scale_mode)
+        constants["candidates"] = float_scale.factor_count * float_scale.offset_count
+        constants["searches"] = constants["candidates"] > 1
+        constants["float_scale"] = ctypes.pointer(float_scale)
+    return _structure(Spec, constants)
+
+
+@functools.cache
+def float_scale_of(name: str, scale_format: str, scale_mode: str) -> FloatScale:
+    """Return the numbers of a scale format with a significand, for an element and mode, as the C++ reads them."""
+    scale, mode = SCALE_FORMATS[scale_format], FLOAT_SCALE_MODES[scale_mode]
+    constants = float_scale_constants(ELEMENTS[name], scale, mode)
+    constants["dtype"] = DTYPES.index(scale.dtype) if scale.dtype in DTYPES else _BYTE
+    constants["tensor"] = _TENSOR_SCALES.index(scale.tensor)
+    factors, offsets = constants["factors"], constants["code_offsets"]
+    constants["factor_count"], constants["offset_count"] = len(factors), len(offsets)
+    constants["factors"] = (ctypes.c_float * len(factors))(*factors)
+    constants["code_offsets"] = (ctypes.c_int32 * len(offsets))(*offsets)
+    return _structure(FloatScale, constants)
+
+
+_T = TypeVar("_T", bound=ctypes.Structure)
+
+
+def _structure(type: type[_T], constants: Mapping[str, object]) -> _T:
+    """Return a structure with these fields; others stay zero."""
+    return type(**{field[0]: constants[field[0]] for field in type._fields_ if field[0] in constants})

@@ -9,9 +9,22 @@
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*),
                                void* context);
 
+// A scale format with a significand, and its mode; the names are those of pt2mx/kernels/constants.py.
+struct FloatScale {
+  const float* factors;         // of the quotient, and
+  const int32_t* code_offsets;  // what is added to a code: the candidates of a search
+  int32_t factor_count, offset_count;
+  int32_t dtype;   // of stored scales: a Dtype, or BYTE
+  int32_t tensor;  // the scale of the tensor, a TensorScale
+  int32_t reciprocal, rounds_up;
+  int32_t mantissa_bits, bias, emin, max_code, magnitude, sign, nan, smallest, largest;
+  float unit, most, least, zero_below, zero, max_value;
+};
+
 // An element format and the modes.
 struct Spec {
   const int32_t* exponent_offsets;  // that a search adds to an exponent: `candidates` of them
+  const FloatScale* float_scale;    // null for E8M0
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
   int32_t rounding, threshold, candidates, searches, error_bits;
   int32_t codes_per_group, bytes_per_group;
@@ -26,8 +39,9 @@ struct QuantizeCall {
   const void* x;     // values; codes for DEQUANTIZE
   const void* grad;  // for CLIP_GRADIENT
   void* out;         // values; codes for QUANTIZE
-  uint8_t* scale;    // written by QUANTIZE, read by DEQUANTIZE
+  void* scale;       // written by QUANTIZE, read by DEQUANTIZE
   uint64_t seed;
+  float tensor_scale;
 };
 
 // What a kernel does with the result of a matmul before it stores it: it adds a residual, applies an activation, and
@@ -135,7 +149,8 @@ constexpr int64_t kFewRows = 32;
 // are integers of 8 bits times powers of two.
 enum Isa { AMX = 1, AVX512_VNNI = 2, AVX512_BF16 = 4 };
 
-enum Dtype { FP32, FP16, BF16 };
+enum Dtype { FP32, FP16, BF16, BYTE };
+enum TensorScale { NO_TENSOR_SCALE, FACTOR, DIVISOR };
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
 extern "C" {

@@ -139,7 +139,7 @@ inline void store(T* to, V v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-inline Floats floats(float x) { return Floats{} + x; }
+inline Floats floats(float x) { return x - Floats{}; }  // a sum would lose the sign of zero
 inline Ints ints(int32_t x) { return Ints{} + x; }
 
 // Returns a * b + c, rounded once if the processor has fused multiply-add.

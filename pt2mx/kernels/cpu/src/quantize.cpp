@@ -6,8 +6,10 @@
 // and modes are data, a `Spec`, which ../quantize.py fills from its tables.
 
 #include "block_amax.h"
+#include "float_scale.h"
 #include "quantize_vec.h"
 #include "packing.h"
+#include "random.h"
 #include "rotate.h"
 #include "values.h"
 
@@ -52,9 +54,10 @@ class Tile {
 
  private:
   void find_amax();
-  void find_exponents();
+  void find_scales(int32_t candidate, int32_t* exponent);
   void find_least_squares();
   void set_factors(const int32_t* exponent);
+  void set_ratios(const int32_t* exponent);
   void move_scales(bool out);
   template <class Step>
   void each_chunk(bool values, Step step);
@@ -70,10 +73,11 @@ class Tile {
   const QuantizeCall& call_;
   const Cut& cut_;
   const Spec& spec_;
+  const bool divides_ = spec_.float_scale && !spec_.float_scale->reciprocal;
   const Packing packing_{spec_.bits, spec_.codes_per_group, spec_.bytes_per_group};
   i64 outer_, row0_, rows_, column0_, w_, blocks_;
   alignas(64) u32 amax_[kBlocks];
-  alignas(64) int32_t exponent_[kBlocks];
+  alignas(64) int32_t exponent_[kBlocks];  // of E8M0 scales; codes of others
   alignas(64) float factors_[4][kBlocks + kWidth];
   alignas(64) float expanded_[4][kChunk + kWidth];
   alignas(64) float x_[kChunk + kWidth];
@@ -98,15 +102,35 @@ void Tile::find_amax() {
   widen(half, blocks_ * w_, call_.dtype, reinterpret_cast<float*>(amax_));
 }
 
-void Tile::find_exponents() {
+// Finds the scales that a search starts from in `exponent_`; elsewhere those of a candidate.
+void Tile::find_scales(int32_t candidate, int32_t* exponent) {
   const i64 count = blocks_ * w_;
   const Spec spec = spec_;
+  if (spec.float_scale) {
+    candidate_codes(amax_, count, *spec.float_scale, call_.tensor_scale, candidate, exponent);
+  } else if (exponent == exponent_) {
 #pragma omp simd
-  for (i64 i = 0; i < count; ++i) exponent_[i] = exponent_of(int32_t(amax_[i]), spec);
+    for (i64 i = 0; i < count; ++i) exponent[i] = exponent_of(int32_t(amax_[i]), spec);
+  } else {
+    for (i64 i = 0; i < count; ++i) {
+      const int32_t changed = clamp_exponent(exponent_[i] + spec.exponent_offsets[candidate]);
+      exponent[i] = exponent_[i] == kNotFinite ? kNotFinite : changed;
+    }
+  }
 }
 
 void Tile::set_factors(const int32_t* exponent) {
   const i64 count = blocks_ * w_;
+  if (const FloatScale* s = spec_.float_scale) {
+    for (i64 i = 0; i < count; ++i) {
+      const float scale = value_of(exponent[i], *s);
+      factors_[0][i] = divisor_or_reciprocal(scale, *s, call_.tensor_scale);
+      factors_[1][i] = s->unit;
+      factors_[2][i] = 1 / s->unit;
+      factors_[3][i] = applied(scale, *s, call_.tensor_scale);
+    }
+    return;
+  }
 #pragma omp simd
   for (i64 i = 0; i < count; ++i) {
     const int32_t e = exponent[i], half = e >> 1;
@@ -115,6 +139,15 @@ void Tile::set_factors(const int32_t* exponent) {
     factors_[1][i] = from_bits((2 * kBias << 23) - out1);
     factors_[2][i] = from_bits(out0);
     factors_[3][i] = from_bits(e == kNotFinite ? 0x7FC00000 : out1);
+  }
+}
+
+// Sets the factors of errors: scales in units of the first ones.
+void Tile::set_ratios(const int32_t* exponent) {
+  const FloatScale* s = spec_.float_scale;
+  for (i64 i = 0; i < blocks_ * w_; ++i) {
+    factors_[2][i] = s ? value_of(exponent[i], *s) / value_of(exponent_[i], *s)
+                       : from_bits((exponent[i] - exponent_[i] + kBias) << 23);
   }
 }
 
@@ -171,22 +204,18 @@ void Tile::each_chunk(bool values, Step step) {
   }
 }
 
-// Adds each offset to the exponents, and keeps the one with the smallest sum of squared errors; of equal ones the
-// first.
+// Keeps of the candidates the one with the smallest sum of squared errors; of equal ones the first.
 void Tile::find_least_squares() {
   const i64 count = blocks_ * w_;
   int32_t candidate[kBlocks], best[kBlocks] = {};
   i64 total[kBlocks], least[kBlocks];
   for (int32_t k = 0; k < spec_.candidates; ++k) {
-    for (i64 i = 0; i < count; ++i) {
-      const int32_t changed = clamp_exponent(exponent_[i] + spec_.exponent_offsets[k]);
-      candidate[i] = exponent_[i] == kNotFinite ? kNotFinite : changed;
-      total[i] = 0;
-    }
+    find_scales(k, candidate);
+    std::fill(total, total + count, 0);
     set_factors(candidate);
-    for (i64 i = 0; i < count; ++i) factors_[2][i] = from_bits((candidate[i] - exponent_[i] + kBias) << 23);
+    set_ratios(candidate);
     each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64) {
-      kToErrors[spec_.rounding](c, spec_, c.scratch);
+      (divides_ ? kToErrors<true> : kToErrors<false>)[spec_.rounding](c, spec_, c.scratch);
       for (i64 r = row, last; r < row + rows; r = last) {
         const i64 b = r / call_.block;
         const int32_t* e = c.scratch + (r - row) * w_;
@@ -218,9 +247,13 @@ void Tile::move_scales(bool out) {
   const bool whole = w_ == call_.inner;  // rows of scales are adjacent
   const i64 rows = whole ? 1 : blocks_, w = whole ? blocks_ * w_ : w_;
   for (i64 r = 0; r < rows; ++r) {
-    u8* scale = call_.scale + (outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
+    const i64 at = (outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
+    u8* scale = static_cast<u8*>(call_.scale) + at;  // of E8M0
     int32_t* exponent = exponent_ + r * w;
-    if (out) {
+    if (const FloatScale* s = spec_.float_scale) {
+      if (out) store_codes(exponent, w, s->dtype, call_.scale, at);
+      else load_codes(call_.scale, at, w, s->dtype, exponent);
+    } else if (out) {
 #pragma omp simd
       for (i64 j = 0; j < w; ++j) scale[j] = u8(exponent[j] + kBias);
     } else {
@@ -228,14 +261,6 @@ void Tile::move_scales(bool out) {
       for (i64 j = 0; j < w; ++j) exponent[j] = scale[j] - kBias;
     }
   }
-}
-
-template <class T>
-void clip(const int32_t* saturated, const void* grad, void* out, i64 first, i64 n) {
-  const T* in = static_cast<const T*>(grad) + first;
-  T* to = static_cast<T*>(out) + first;
-#pragma omp simd
-  for (i64 i = 0; i < n; ++i) to[i] = saturated[i] ? T(0) : in[i];
 }
 
 void Tile::run(i64 index) {
@@ -251,7 +276,7 @@ void Tile::run(i64 index) {
     move_scales(false);
   } else {
     find_amax();
-    find_exponents();
+    find_scales(0, exponent_);
     if (spec_.searches) find_least_squares();
     if (call_.operation == QUANTIZE) move_scales(true);
   }
@@ -271,19 +296,20 @@ void Tile::run(i64 index) {
   switch (call_.operation) {
     case FAKE_QUANTIZE:
       each_chunk(true, [&](const Chunk& c, i64 row, i64, i64) {
-        put(c, row, [&](float* out) { kToValues[spec_.rounding](c, spec_, out); });
+        put(c, row,
+            [&](float* out) { (divides_ ? kToValues<true> : kToValues<false>)[spec_.rounding](c, spec_, out); });
       });
       break;
     case CLIP_GRADIENT:
       each_chunk(true, [&](const Chunk& c, i64 row, i64, i64) {
-        to_saturated(c, spec_, c.scratch);
+        (divides_ ? to_saturated<true> : to_saturated<false>)(c, spec_, c.scratch);
         if (call_.grad_bytes == 4) clip<u32>(c.scratch, call_.grad, call_.out, offset(row), c.n);
         else clip<u16>(c.scratch, call_.grad, call_.out, offset(row), c.n);
       });
       break;
     case QUANTIZE:
       each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
-        kToCodes[spec_.rounding](c, spec_, codes_ + at);
+        (divides_ ? kToCodes<true> : kToCodes<false>)[spec_.rounding](c, spec_, codes_ + at);
         const i64 end = row + rows, filled = at / w_ + rows, missing = (cut_.group - filled % cut_.group) % cut_.group;
         if (missing && end < rows_) return;
         std::memset(codes_ + filled * w_, 0, missing * w_);
@@ -342,20 +368,6 @@ bool uses_vec_quantizer(const QuantizeCall& c) {
   return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && VecQuantizer::supports(*c.spec, c.block, c.n);
 }
 
-struct Random {
-  u64 seed;
-  int32_t* out;
-};
-
-void run_random(i64 begin, i64 end, void* context) {
-  const Random& random = *static_cast<const Random*>(context);
-  u32 buffer[kChunk + 8];
-  for (i64 i = begin; i < end; i += kChunk) {
-    const i64 n = std::min(kChunk, end - i);
-    std::memcpy(random.out + i, random_bits(random.seed, i, n, buffer), 4 * n);
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -384,12 +396,6 @@ int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelF
   in_place.x = call->out;
   RotatedWork work{in_place, Cut(in_place), Rotation(size), call->x};
   return parallel_for(0, call->outer, std::max<i64>(1, kGrain / call->n), run_rotated, &work);
-}
-
-// out: (n) int32, the random numbers of the first n values of a tensor.
-int32_t pt2mx_random_bits(u64 seed, int32_t* out, i64 n, ParallelFor parallel_for) {
-  Random random{seed, out};
-  return parallel_for(0, n, kGrain, run_random, &random);
 }
 
 }  // extern "C"

@@ -39,7 +39,7 @@ class VecQuantizer {
   // block has normal numbers.
   static bool supports(const Spec& spec, i64 block, i64 n) {
     const bool is_narrow = spec.emax - spec.emin < 60;
-    return is_narrow && spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
+    return is_narrow && !spec.float_scale && spec.rounding == EVEN && !spec.searches && (block % 16 == 0 || block == n);
   }
 
   // v: the vectors of a block, padded with zeros -> its quantized values, which out_dtype represents.

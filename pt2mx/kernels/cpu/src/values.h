@@ -1,5 +1,5 @@
-// Rounds values to an element's grid, encodes and decodes them, and draws random numbers: the steps of
-// pt2mx/kernels/reference.py, a vector at a time. quantize.cpp supplies the values and the factors of their blocks.
+// Rounds values to an element's grid, encodes and decodes them: the steps of pt2mx/kernels/reference.py, a vector at a
+// time. quantize.cpp supplies the values and the factors of their blocks.
 
 #pragma once
 
@@ -22,33 +22,6 @@ inline int32_t exponent_of(int32_t amax, const Spec& s) {
   const int32_t round_up = mantissa > (amax == mantissa ? subnormal_threshold : s.threshold);
   const int32_t exponent = clamp_exponent((amax >> 23) - kBias + round_up - s.emax);
   return amax < kInf ? exponent : kNotFinite;
-}
-
-// ---- the random numbers of stochastic rounding: pt2mx/kernels/reference.py ----
-
-// Draws the numbers of values [first, first + n) into `out`, which has room for whole counters of four. Returns a
-// pointer to the first one.
-const u32* random_bits(u64 seed, i64 first, i64 n, u32* out) {
-  const i64 counter = first / 4, counters = (first + n + 3) / 4 - counter;
-#pragma omp simd
-  for (i64 i = 0; i < counters; ++i) {
-    u32 c0 = u32(counter + i), c1 = u32(u64(counter + i) >> 32), c2 = 0, c3 = 0;
-    u32 key0 = u32(seed), key1 = u32(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-      const u64 product0 = u64(c0) * 0xD2511F53u, product1 = u64(c2) * 0xCD9E8D57u;
-      c0 = u32(product1 >> 32) ^ c1 ^ key0;
-      c1 = u32(product1);
-      c2 = u32(product0 >> 32) ^ c3 ^ key1;
-      c3 = u32(product0);
-      key0 += 0x9E3779B9u;
-      key1 += 0xBB67AE85u;
-    }
-    out[4 * i] = c0 >> 1;
-    out[4 * i + 1] = c1 >> 1;
-    out[4 * i + 2] = c2 >> 1;
-    out[4 * i + 3] = c3 >> 1;
-  }
-  return out + (first & 3);
 }
 
 // ---- a vector of values ----
@@ -90,9 +63,14 @@ struct Grid {
         zero(Floats(ints(s.is_int ? 0 : kSign))) {}  // adding it turns -0 of an integer into 0, and changes no float
 };
 
-template <int R>
+template <bool D>
+inline Floats times_factors(Floats x, Floats in0, Floats in1) {
+  return (D ? x / in0 : x * in0) * in1;
+}
+
+template <int R, bool D>
 inline Floats to_units(Floats x, Floats in0, Floats in1) {  // x over the block's scale
-  const Floats v = x * in0 * in1;
+  const Floats v = times_factors<D>(x, in0, in1);
   if (R != UP && R != DOWN) return v;
   // Directed roundings depend on any nonzero value, however small: it must not become zero.
   const Ints lost = (magnitude(v) < kSmallestNormal) & (x != 0.0f);
@@ -153,8 +131,9 @@ inline Ints to_code(Floats v, const Grid& g, const u32* random) {
 
 // ---- a chunk of values ----
 
-// Powers of two that multiply the values of a block before and after rounding, two each: one alone could be subnormal
-// or out of range. out1 is NaN if the block has an Inf or a NaN.
+// What multiplies the values of a block before and after rounding, two factors each. Of E8M0 scales they are powers of
+// two: one alone could be subnormal or out of range. Of other scales in0 is the scale, which divides or multiplies,
+// out1 is the scale, and the others make up for the unit of integers. out1 is NaN if the block has an Inf or a NaN.
 struct Factors {
   const float *in0, *in1, *out0, *out1;
 };
@@ -191,7 +170,7 @@ inline void each_vector(const Chunk& c, Body body) {
 #define BODY \
   (i64 i, UNUSED Floats in0, UNUSED Floats in1, UNUSED Floats out0, UNUSED Floats out1) __attribute__((always_inline))
 
-template <int R>
+template <int R, bool D>
 NOINLINE void to_values(const Chunk& c, const Spec& spec, float* out) {
   const Grid g(spec);
   const float* x = c.x;
@@ -199,7 +178,7 @@ NOINLINE void to_values(const Chunk& c, const Spec& spec, float* out) {
   const u8* next = c.next;
   const i64 next_bytes = c.next_bytes;
   each_vector(c, [=] BODY {
-    const Floats v = to_units<R>(load<Floats>(x + i), in0, in1);
+    const Floats v = to_units<R, D>(load<Floats>(x + i), in0, in1);
     __builtin_prefetch(next + i * next_bytes);
     store(out + i, to_element<R>(v, g, random + i) * out0 * out1);
   });
@@ -212,7 +191,7 @@ NOINLINE void convert(const From* from, i64 n, To* to) {
   for (i64 i = 0; i < n; ++i) to[i] = To(from[i]);
 }
 
-template <int R>
+template <int R, bool D>
 NOINLINE void to_codes(const Chunk& c, const Spec& spec, u8* codes) {
   const Grid g(spec);
   const float* x = c.x;
@@ -222,34 +201,43 @@ NOINLINE void to_codes(const Chunk& c, const Spec& spec, u8* codes) {
   const i64 next_bytes = c.next_bytes;
   each_vector(c, [=] BODY {
     __builtin_prefetch(next + i * next_bytes);
-    const Ints code = to_code<R>(to_units<R>(load<Floats>(x + i), in0, in1), g, random + i);
+    const Ints code = to_code<R>(to_units<R, D>(load<Floats>(x + i), in0, in1), g, random + i);
     store(out + i, code & (out1 == out1));
   });
   convert(out, c.n, codes);
 }
 
 // Measures rounding errors as reference._least_squares does: in whole numbers, so that sums do not depend on the order.
-template <int R>
+template <int R, bool D>
 NOINLINE void to_errors(const Chunk& c, const Spec& spec, int32_t* out) {
   const Grid g(spec);
   const float* x = c.x;
   const Floats limit = floats(std::ldexp(1.0f, spec.error_bits));
   const Floats unit = floats(std::ldexp(1.0f, spec.error_bits - spec.emax - 1)), whole = floats(0x1p23f);
   each_vector(c, [=] BODY {
-    const Floats v = to_units<R>(load<Floats>(x + i), in0, in1);
+    const Floats v = to_units<R, D>(load<Floats>(x + i), in0, in1);
     Floats error = magnitude(v - to_element<R>(v, g, nullptr)) * out0 * unit;
     error = error < whole ? (error + whole) - whole : error;
     store(out + i, __builtin_convertvector(smaller(error, limit), Ints));
   });
 }
 
+template <bool D>
 NOINLINE void to_saturated(const Chunk& c, const Spec& spec, int32_t* out) {
   const Floats highest = floats(spec.max_normal), lowest = floats(spec.lowest);
   const float* x = c.x;
   each_vector(c, [=] BODY {
-    const Floats v = load<Floats>(x + i) * in0 * in1;
+    const Floats v = times_factors<D>(load<Floats>(x + i), in0, in1);
     store(out + i, ((v > highest) | (v < lowest)) & (out1 == out1));
   });
+}
+
+template <class T>
+void clip(const int32_t* saturated, const void* grad, void* out, i64 first, i64 n) {
+  const T* in = static_cast<const T*>(grad) + first;
+  T* to = static_cast<T*>(out) + first;
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) to[i] = saturated[i] ? T(0) : in[i];
 }
 
 NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, float* out) {
@@ -272,15 +260,21 @@ NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, floa
   });
 }
 
-constexpr decltype(&to_values<EVEN>) kToValues[] = {
-    to_values<EVEN>, to_values<HALF_AWAY>, to_values<HALF_TOWARD_ZERO>, to_values<HALF_UP>, to_values<TOWARD_ZERO>,
-    to_values<UP>,   to_values<DOWN>,      to_values<STOCHASTIC>};
-constexpr decltype(&to_codes<EVEN>) kToCodes[] = {to_codes<EVEN>,    to_codes<HALF_AWAY>,   to_codes<HALF_TOWARD_ZERO>,
-                                                  to_codes<HALF_UP>, to_codes<TOWARD_ZERO>, to_codes<UP>,
-                                                  to_codes<DOWN>,    to_codes<STOCHASTIC>};
-constexpr decltype(&to_errors<EVEN>) kToErrors[] = {
-    to_errors<EVEN>,    to_errors<HALF_AWAY>,   to_errors<HALF_TOWARD_ZERO>,
-    to_errors<HALF_UP>, to_errors<TOWARD_ZERO>, to_errors<UP>,
-    to_errors<DOWN>,    to_errors<EVEN>};  // a scale does not depend on the seed
+// By rounding; D: in0 divides values.
+template <bool D>
+constexpr decltype(&to_values<EVEN, D>) kToValues[] = {
+    to_values<EVEN, D>,    to_values<HALF_AWAY, D>,   to_values<HALF_TOWARD_ZERO, D>,
+    to_values<HALF_UP, D>, to_values<TOWARD_ZERO, D>, to_values<UP, D>,
+    to_values<DOWN, D>,    to_values<STOCHASTIC, D>};
+template <bool D>
+constexpr decltype(&to_codes<EVEN, D>) kToCodes[] = {
+    to_codes<EVEN, D>,    to_codes<HALF_AWAY, D>,   to_codes<HALF_TOWARD_ZERO, D>,
+    to_codes<HALF_UP, D>, to_codes<TOWARD_ZERO, D>, to_codes<UP, D>,
+    to_codes<DOWN, D>,    to_codes<STOCHASTIC, D>};
+template <bool D>
+constexpr decltype(&to_errors<EVEN, D>) kToErrors[] = {
+    to_errors<EVEN, D>,    to_errors<HALF_AWAY, D>,   to_errors<HALF_TOWARD_ZERO, D>,
+    to_errors<HALF_UP, D>, to_errors<TOWARD_ZERO, D>, to_errors<UP, D>,
+    to_errors<DOWN, D>,    to_errors<EVEN, D>};  // a scale does not depend on the seed
 
 }  // namespace

@@ -1,0 +1,108 @@
+"""Quantization with scales that have a significand, by the C++ kernels: equal to the definition to the bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
+from pt2mx.kernels import float_scales, reference
+from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
+from tests.cpu_kernels import DTYPES, assert_same, check_cpu, environment
+from tests.oracle import NARROW
+from tests.random_values import random_values
+
+FLOAT_SCALES = [name for name, scale in SCALE_FORMATS.items() if not scale.is_power_of_two]
+MODES = [(mode, rounding) for mode in FLOAT_SCALE_MODES for rounding in ROUNDINGS]
+
+
+def scale_of_tensor(x: Tensor, spec: MXSpec, factor: float = 1.0) -> Tensor | None:
+    """A multiple of the tensor's own scale; None for formats without one."""
+    return float_scales.tensor_scale(x, spec) * factor if spec.scale_format.tensor else None
+
+
+@pytest.mark.parametrize("scale_format", FLOAT_SCALES)
+def test_every_mode(scale_format):
+    """Ragged blocks along either axis; tensor scales of the tensor itself, and others."""
+    for i, (scale_mode, rounding) in enumerate(MODES):
+        name = ("fp4_e2m1", "fp8_e4m3", "int4", "fp6_e2m3", "int8")[i % 5]
+        spec = MXSpec(name, (16, 32, 3)[i % 3], i % 2, scale_mode, rounding, scale_format=scale_format)
+        x = torch.cat([random_values((6, 70), DTYPES[i % 3], kind) for kind in range(5)])
+        for factor in (1.0, 0.37, 3.0)[: 3 if spec.scale_format.tensor else 1]:
+            check_cpu(x, spec, i, DTYPES[i // 3 % 3], scale_of_tensor(x, spec, factor))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_element(name):
+    """NVFP4's scales with each element."""
+    for i, rounding in enumerate(ROUNDINGS):
+        spec = MXSpec(name, 16, i % 2, list(FLOAT_SCALE_MODES)[i % 6], rounding, scale_format="e4m3_f32")
+        x = torch.randn(33, 70).to(DTYPES[i % 3])
+        check_cpu(x, spec, i, DTYPES[i % 3], scale_of_tensor(x, spec))
+
+
+@pytest.mark.parametrize("scale_format", FLOAT_SCALES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_with_every_scale(name, scale_format):
+    """All bytes, and patterns of floats of every kind: subnormal, negative, Inf, NaN."""
+    scale_format, bits = SCALE_FORMATS[scale_format], ELEMENTS[name].bits
+    patterns = torch.cat([torch.arange(256) * 257, torch.tensor([1, 0x7C00, 0x7F80, 0x7FC0, 0x3C01])])
+    scale = torch.arange(256, dtype=torch.uint8)
+    if scale_format.dtype == torch.float32:
+        scale = (patterns.int() << 16 | 1).view(torch.float32)
+    elif scale_format.dtype.is_floating_point:
+        scale = patterns.to(torch.int16).view(scale_format.dtype)
+    data = torch.arange(256, dtype=torch.uint8)[: 256 // 3 * 3 if bits == 6 else 256]
+    length = unpacked_length(len(data), bits)
+    data = data[None].expand(len(scale), -1)
+    assert packed_length(length, bits) == data.shape[1]
+    for tensor_scale in (torch.tensor(1.0), torch.tensor(0.0123), torch.tensor(2.0**60)):
+        t = tensor_scale if scale_format.tensor else None
+        for dtype in DTYPES:
+            spec = MXSpec(name, length, 1, scale_format=scale_format)
+            expected = reference.dequantize(data, scale[:, None], spec, dtype, length, tensor_scale=t)
+            assert_same(cpu.dequantize(data, scale[:, None], spec, dtype, length, t), expected, (spec, dtype))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 5, 16, 31, 33, 64, 70]), min_size=1, max_size=4),
+    axis=st.integers(0, 3),
+    block=st.sampled_from([1, 2, 3, 8, 16, 31, 32, 33, 48, 64, 100, 2**40]),
+    name=st.sampled_from([*FORMATS, "int4", "fp3_e1m1"]),
+    scale_format=st.sampled_from(FLOAT_SCALES),
+    mode=st.sampled_from(MODES),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.integers(0, 4),
+    factor=st.sampled_from([1.0, 1.3, 0.013, 2.0**10]),
+)
+def test_random_specs(shape, axis, block, name, scale_format, mode, dtype, kind, factor):
+    axis %= len(shape)
+    spec = MXSpec(name, block, axis, *mode, scale_format=scale_format)
+    x = random_values(tuple(shape), dtype, kind)
+    own = scale_of_tensor(x, spec, factor)
+    check_cpu(x, spec, 5, dtype, None if own is None else own.clamp(2.0**-100, 2.0**100))
+
+
+def test_left_to_the_definition():
+    """Blocks of several rows, and tensor scales near the limits of float32."""
+    x, spec = torch.randn(4, 32), MXSpec("fp4_e2m1", 16, 1, scale_format="e4m3_f32")
+    for tensor_scale in (0.0, 2.0**-120, float("nan"), float("inf"), -1.0):
+        assert cpu.quantize(x, spec, None, torch.tensor(tensor_scale)) is None, tensor_scale
+    assert cpu.fake_quantize(x, MXSpec("fp8_e4m3", 16, 1, block_rows=2), None) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_other_processors(run_python, tmp_path, capability):
+    """The kernels for processors with fewer vector instructions."""
+    code = """
+import sys, pytest, torch
+assert pytest.main(["-q", "-x", sys.argv[1], "-k", "every_mode or every_code"]) == 0
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    printed = run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    assert printed.strip().lower().splitlines()[-1] in (capability, "default", "no avx")
