@@ -1,5 +1,6 @@
 """Compare the reference kernel with exact rational arithmetic, and check its own promises."""
 
+import functools
 import itertools
 import math
 import random
@@ -24,11 +25,16 @@ def float32(pattern: int) -> float:
     return struct.unpack("<f", struct.pack("<I", pattern & 0xFFFFFFFF))[0]
 
 
+@functools.cache
+def float_grid(element) -> list[float]:
+    return [float(value) for value in grid(element)]
+
+
 def adversarial_blocks(element, seed: int, count: int) -> list[list[float]]:
     """Blocks of 4 around the critical values: powers of two, the format's largest value, ties, subnormals, the top
     binade."""
     rng = random.Random(seed)
-    values = [float(v) for v in grid(element)]
+    values = float_grid(element)
     blocks = []
     for _ in range(count):
         k = rng.choice([-149, -140, -130, -127, -126, -120, -60, -1, 0, 1, 60, 110, 118, 119, 120, 125, 126, 127])
@@ -115,7 +121,7 @@ def test_every_code_under_every_scale(name):
     data = reference.pack(codes.expand(256, -1), 1, element.bits)
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     got = dequantize_mx(data, scale, name, len(codes), length=len(codes))
-    values = [float(v) for v in grid(element)]
+    values = float_grid(element)
     table = []
     for code in codes.tolist():
         if element.is_int:
