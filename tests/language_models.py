@@ -115,6 +115,12 @@ def quantized_decoder(
 
 
 @functools.cache
+def decoder_by_recipe(recipe: str, family: str, **fields) -> LanguageModel:
+    """Quantize a tiny decoder by a recipe, once for all tests, which do not change it."""
+    return quantized_decoder(family, MXQuantizer.from_recipe(recipe), **fields)
+
+
+@functools.cache
 def with_rounded_weights(family):
     """Return the eager model with the weights of linear layers, embeddings, experts and convolutions in MXFP4."""
     model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")

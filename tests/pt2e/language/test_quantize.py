@@ -6,14 +6,14 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
-from tests.language_models import exported_decoder, quantized_decoder, tiny_decoder, transformers
+from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
 
 
 @pytest.mark.parametrize(("family", "quantized"), [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)])
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     model, _ = exported_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = quantized_decoder(family, MXQuantizer.from_recipe("mxfp8"), num_hidden_layers=1)
+    result = decoder_by_recipe("mxfp8", family, num_hidden_layers=1)
     operators = pt2mx.quantization_report(result.program.module()).operators
     assert sum(operator.quantized for operator in operators) == quantized
     left = {operator.operator for operator in operators if not operator.quantized}
@@ -24,8 +24,8 @@ def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
 def test_the_report_of_the_program_is_that_of_the_converted_model():
     model, _ = exported_decoder("llama", num_hidden_layers=1)
     before = sum(parameter.nbytes for parameter in model.parameters())
-    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
-    report = pt2mx.quantization_report(quantized_decoder("llama", quantizer, num_hidden_layers=1).program.module())
+    quantized = decoder_by_recipe("mxfp4_weight_only", "llama", num_hidden_layers=1)
+    report = pt2mx.quantization_report(quantized.program.module())
     weights = [operand for operator in report.operators for operand in operator.operands if operand.spec]
     assert len(weights) == 9 and all(15 < weight.statistics.sqnr < 21 for weight in weights)
     assert before <= report.bytes_before < 1.1 * before and "no SQNR" not in report.summary
@@ -45,20 +45,19 @@ def test_converted_equals_prepared():
         pt2mx.disable_observer(prepared)
         pt2mx.enable_fake_quant(prepared)
         expected = call(prepared)
-        converted = quantized_decoder("llama", quantizer, num_hidden_layers=1).program.module()
+        converted = decoder_by_recipe("mxfp8", "llama", num_hidden_layers=1).program.module()
         assert torch.equal(call(converted), expected)
 
 
 def test_algorithms_lower_the_error():
     (model, _), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
-    errors = []
-    for algorithms in (None, "balanced"):
-        quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms(algorithms)
-        stages = []
-        result = quantized_decoder("llama", quantizer, [ids], stages.append, num_hidden_layers=1)
-        assert stages == ["export", *["optimize"] * (algorithms is not None), "calibrate", "convert"]
-        with torch.no_grad():
-            errors.append((result(ids).logits - model(ids).logits).square().mean())
+    stages = []
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms("balanced")
+    optimized = quantized_decoder("llama", quantizer, [ids], stages.append, num_hidden_layers=1)
+    assert stages == ["export", "optimize", "calibrate", "convert"]
+    plain = decoder_by_recipe("mxfp4_weight_only", "llama", num_hidden_layers=1)
+    with torch.no_grad():
+        errors = [(result(ids).logits - model(ids).logits).square().mean() for result in (plain, optimized)]
     assert errors[1] < 0.9 * errors[0]
 
 
