@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx import FORMATS, MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
 from pt2mx.fx.portable import is_portable, without_calls
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
@@ -33,20 +33,24 @@ class Net(nn.Module):
 
 
 def test_runs_where_pt2mx_is_not_installed(tmp_path, run_python):
-    """Every format with ragged blocks and a dynamic batch, a stochastic rounding, and a subgraph."""
+    """Every format with ragged blocks and a dynamic batch, and a subgraph."""
     x = torch.randn(4, 3, 8, 8)
-    specs = [("mxfp4", "mxfp6_e3m2"), ("mxfp6_e2m3", "mxfp8_e5m2(rceil,half_away)"), ("mxint8(mse)", "mxfp8_e4m3")]
-    cases = {f"m{i}": (Net().eval(), x, formats) for i, formats in enumerate(specs)}
-    cases["inner"] = (Cond().eval(), X, ("mxfp4", "mxfp6"))
-    for name, (model, inputs, formats) in cases.items():
+    config = get_default_mx_quantization_config
+    every = (
+        MXQuantizer().set_global(config("mxfp4", "mxfp6_e3m2")).set_module_name("fc", config("mxint8(mse)", "mxfp8"))
+    )
+    every.set_module_name("conv", config("mxfp6_e2m3", "mxfp8_e5m2(rceil,half_away)"))
+    inner = MXQuantizer().set_global(config("mxfp4", "mxfp6"))
+    cases = {"every": (Net().eval(), x, every), "inner": (Cond().eval(), X, inner)}
+    for name, (model, inputs, quantizer) in cases.items():
         dynamic = ({0: torch.export.Dim("batch")},) if name != "inner" else None
-        quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(*formats))
         converted = convert(model, (inputs,), quantizer, shapes=dynamic)
         with torch.no_grad():
             program = pt2mx.make_portable(torch.export.export(converted, (inputs,), dynamic_shapes=dynamic))
             inputs = inputs if dynamic is None else torch.randn(7, 3, 8, 8)
             want = converted(inputs)
         assert "pt2mx" not in str(program)
+        assert name == "inner" or all(repr(element) in converted.code for element in FORMATS)
         torch.export.save(program, tmp_path / f"{name}.pt2")
         torch.save((inputs, want), tmp_path / f"{name}.pt")
     assert run_python(WITHOUT_PT2MX, [*cases], cwd=tmp_path).split() == ["True"] * len(cases)
