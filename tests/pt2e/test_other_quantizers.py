@@ -147,7 +147,7 @@ def trained(quantizer, prepare):
 
 
 @pytest.mark.parametrize("with_ours", [False, True], ids=["alone", "with ours"])
-@pytest.mark.parametrize("quantizer", ["x86, trained", "xnnpack, trained"])
+@pytest.mark.parametrize("quantizer", ["x86, trained", pytest.param("xnnpack, trained", marks=pytest.mark.slow)])
 def test_batch_norms_behind_layers_of_another_quantizer_are_folded(quantizer, with_ours):
     other = QUANTIZERS[quantizer]()
     prepared, x = trained(composed(mx("ours"), other) if with_ours else other, prepare_qat_pt2e)

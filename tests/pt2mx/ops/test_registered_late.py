@@ -31,7 +31,9 @@ print(torch.ops.pt2mx.linear_mx.default in lowering.lowerings, torch.ops.pt2mx.d
         pytest.param(["pt2mx", "torch._inductor.kernel.mm"], True, marks=pytest.mark.slow),
         pytest.param(["torch._inductor.decomposition", "pt2mx"], False, marks=pytest.mark.slow),
         pytest.param(["torch._inductor.lowering", "pt2mx"], True, marks=pytest.mark.slow),
-        (["torch._inductor.ir", "pt2mx", "torch._inductor.fx_passes.joint_graph"], True),
+        pytest.param(
+            ["torch._inductor.ir", "pt2mx", "torch._inductor.fx_passes.joint_graph"], True, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tables_whatever_was_imported_first(modules, lowers, run_python):
@@ -39,6 +41,7 @@ def test_tables_whatever_was_imported_first(modules, lowers, run_python):
     assert run_python(KNOWN, modules, fresh=True).split() == ["True", str(lowers), "True", "True"]
 
 
+@pytest.mark.slow  # the first case above checks the tables, test_package.py packages of operators in general
 def test_aotinductor_of_a_program_that_was_loaded(run_python, tmp_path):
     """No fake kernel ran in that process before."""
     x = torch.randn(4, 64)
