@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ElementFormat, parse_element
 from pt2mx.modes import ROUNDINGS, scale_modes
-from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, parse_scale_format
+from pt2mx.scale_formats import ScaleFormat, parse_scale_format
 from pt2mx.spec_text import ROW, fields_of_text, text_of
-
-_E8M0 = SCALE_FORMATS["e8m0"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class MXSpec:
     rounding: str = "even"
     scale_exp_bits: int = 8
     scale_sig_bits: int = 0
-    scale_format: ScaleFormat = _E8M0
+    scale_format: ScaleFormat = "e8m0"  # type: ignore[assignment]  # a name: torch.compile cannot trace another default
     block_rows: int = 1
 
     if TYPE_CHECKING:  # formats are given in any spelling, and read as what they name
@@ -70,7 +68,7 @@ class MXSpec:
             rounding: str = "even",
             scale_exp_bits: int = 8,
             scale_sig_bits: int = 0,
-            scale_format: object = _E8M0,
+            scale_format: object = "e8m0",
             block_rows: int = 1,
         ) -> None: ...
 
@@ -166,7 +164,7 @@ class MXSpec:
 
     @property
     def _is_e8m0(self) -> bool:
-        return self.scale_format.name == _E8M0.name
+        return self.scale_format.name == "e8m0"
 
     @property
     def has_e8m0_scale(self) -> bool:

@@ -7,7 +7,7 @@ from pt2mx import MXError, dequantize_mx, mx_to_nv_scales, nv_to_mx_scales, quan
 
 
 def tensor(shape: tuple[int, ...], binades: int) -> torch.Tensor:
-    """Blocks of 32 whose scales cover that many binades."""
+    """Blocks of 32 whose scales span that number of powers of two."""
     x = torch.rand(shape) + 0.5
     return x * torch.exp2(torch.randint(0, binades, (*shape[:-1], 1)).float() - 40)
 
