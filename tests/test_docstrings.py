@@ -168,8 +168,9 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield label, own_docstring(function)
 
 
-#: they build a library that tests/pt2mx/cpp builds, too
-_SLOW = {"pt2mx.cpp.build", "pt2mx.cpp.cmake_lines"}
+#: they build a library that tests/pt2mx/cpp builds, too, or do with a language model what the examples of
+#: `quantize_language_model` and `load_checkpoint` do
+_SLOW = {"pt2mx.cpp.build", "pt2mx.cpp.cmake_lines", "pt2mx.LanguageModel", "pt2mx.save_checkpoint"}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,14 @@ def steps(model, layers, ids, mask):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "fields", "kv_cache"),
-    [("gemma3", {}, "mxfp8"), ("gpt2", {}, "mxfp8"), *(("llama", {"num_hidden_layers": 1}, name) for name in BYTES)],
+    [
+        ("gemma3", {}, "mxfp8"),
+        pytest.param("gpt2", {}, "mxfp8", marks=pytest.mark.slow),
+        *(
+            pytest.param("llama", {"num_hidden_layers": 1}, name, marks=pytest.mark.slow if name == "mxint8" else ())
+            for name in BYTES
+        ),
+    ],
 )
 def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
     model, program = exported_decoder(family, **fields)

@@ -9,7 +9,10 @@ from pt2mx.pt2e.language.quantize import quantize_language_model, without_activa
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
 
 
-@pytest.mark.parametrize(("family", "quantized"), [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)])
+@pytest.mark.parametrize(
+    ("family", "quantized"),
+    [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), pytest.param("mixtral", 9, marks=pytest.mark.slow)],
+)
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     model, _ = exported_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
