@@ -80,7 +80,7 @@ def test_readme_is_one_program_and_short():
 def test_documents_name_every_part_of_the_flow():
     code = "".join(text for path in READMES for _, _, text in blocks(path, "python"))
     names = {name for name in pt2mx.__all__ if name.endswith(("_pt2e", "_mx", "_report"))}
-    assert len(names) == 8 and all(f"pt2mx.{name}(" in code for name in names)
+    assert len(names) == 9 and all(f"pt2mx.{name}(" in code for name in names)
     setters = [name for name in dir(pt2mx.MXQuantizer) if name.startswith("set_")]
     assert len(setters) == 12 and all(f".{name}(" in code for name in setters)
 
