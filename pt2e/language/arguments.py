@@ -13,6 +13,9 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 
+#: field of a configuration: the number of tokens that the program reads at most
+LONGEST_TEXT = "pt2mx_longest_text"
+
 
 def check_model(model: object) -> None:
     """Raise an `MXError` where `model` is no causal language model of transformers."""
@@ -75,6 +78,16 @@ def check_step(
     ):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise MXError(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")
+
+
+def check_length(config: object, tokens: int) -> None:
+    """Raise an `MXError` for a text that is longer than the program's frequencies of RoPE allow."""
+    longest = getattr(config, LONGEST_TEXT, None)
+    if longest is not None and tokens > longest:
+        raise MXError(
+            f"a text of {tokens} tokens is longer than {longest}, for which the program has the frequencies of RoPE: "
+            f"quantize the model with length={tokens}, or --text-length {tokens}"
+        )
 
 
 class _Range(NamedTuple):

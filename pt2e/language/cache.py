@@ -1,17 +1,13 @@
-"""The cache of a decoder: named tensors of each layer, in transformers' classes; and attention over it.
+"""The cache of a decoder: named tensors of each layer, in transformers' classes.
 
 Keys and values have a fixed number of slots, one a token: (B, heads, slots, width). In a quantized cache they are lists
 of two tensors, codes and scales. Recurrent layers have states whose size does not depend on the number of tokens: the
 last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds.
-
-Transformers' own mask and attention need three changes. A program of any length needs the mask even where it hides
-nothing. Keys must not be copied for each query head. A row of padding, which sees nothing, must not become 0/0 in the
-softmax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -36,8 +32,7 @@ _WITH_CACHE = (
 KINDS = {"keys": True, "values": True, "conv_states": False, "recurrent_states": False}
 #: a tensor of the cache, or its codes and scales
 Stored = Tensor | list[Tensor]
-#: the tensors of each layer by kind. Where they stand for a cache of any size, they are meta tensors of one sequence
-#: and no slots
+#: the tensors of each layer by kind; for a cache of any size, meta tensors of one sequence and no slots
 Layers = list[dict[str, Stored]]
 
 
@@ -90,7 +85,7 @@ class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCache
         return self.length
 
     def get_max_length(self) -> int:
-        """Return the number of slots; -1 without slots, which means any number of tokens."""
+        """Return the number of slots; -1 without slots."""
         return pytree.tree_leaves(self.keys)[0].shape[2] if "keys" in self.stored else -1
 
     def reset(self) -> None:
@@ -131,8 +126,7 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         self.slots, self.grows = slots, False
         #: inside a program: (B, slots), zero at padding
         self.mask = mask
-        #: the layer that was written last
-        self.latest: CacheLayer | None = None
+        self.latest: CacheLayer | None = None  #: the layer that was written last
 
     @property
     def length(self) -> Any:
@@ -149,7 +143,6 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         return self.mask.index_select(1, self.length + torch.arange(number, device=self.mask.device))
 
     def inputs(self) -> dict[str, list[Stored]]:
-        """Return the tensors as inputs of a program."""
         return by_kind([layer.stored for layer in self.layers])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
@@ -246,13 +239,14 @@ def layers_of(model: Any) -> Layers:
     with torch.no_grad():
         output = model(input_ids=tokens, use_cache=True)
     cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
-    layers = [_stored_in(layer) for layer in getattr(cache, "layers", [])]
-    for number, (layer, stored) in enumerate(zip(getattr(cache, "layers", []), layers, strict=True)):
-        if stored is None:
+    layers: Layers = []
+    for number, layer in enumerate(getattr(cache, "layers", [])):
+        if (stored := _stored_in(layer)) is None:
             raise MXError(
                 f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values of its "
                 f"tokens: {_WITH_CACHE}"
             )
+        layers.append(stored)
     if not any(layers):
         raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
     return layers
@@ -294,63 +288,13 @@ def _stored_in(layer: Any) -> dict[str, Stored] | None:
             return None
         stored |= {"conv_states": layer.conv_states[0], "recurrent_states": layer.recurrent_states[0]}
     tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    of_tokens = [isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == 2 for one in _slots_in(tensors)]
+    slots = [tensor for name, tensor in tensors.items() if KINDS[name]]
+    of_tokens = [isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == 2 for one in slots]
     if not all(of_tokens) or (len(of_tokens) != 2 and not (recurrent and not of_tokens)):
         return None
     return {name: _on_meta(name, tensor) for name, tensor in tensors.items()}
 
 
-def _slots_in(tensors: Mapping[str, Any]) -> list[Any]:
-    return [tensor for name, tensor in tensors.items() if KINDS[name]]
-
-
 def _on_meta(name: str, stored: Any) -> Tensor:
     sizes = (stored.shape[1], 0, stored.shape[3]) if KINDS[name] else stored.shape[1:]
     return torch.empty(1, *sizes, dtype=stored.dtype, device="meta")
-
-
-#: the name of attention and mask for transformers, in `config._attn_implementation`
-ATTENTION = "pt2mx"
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention of query (B, heads, S, D) over key, value (B, KV heads, L, D): (B, S, heads, D).
-
-    The mask is (B, 1, S, L)."""
-    grouped = query.shape[1] != key.shape[1]
-    output = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
-    )
-    return output.transpose(1, 2).contiguous(), None
-
-
-def mask_of(
-    q_length: int, kv_length: int, q_offset: Tensor | int, kv_offset: int, device: torch.device, **kwargs: Any
-) -> Tensor:
-    """Return transformers' mask for `scaled_dot_product_attention`, (B, 1, S, L) booleans.
-
-    It is never None, and each query sees its own key, also in padding."""
-    masking = import_extra("transformers.masking_utils", "hf")
-    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
-    mask = masking.sdpa_mask(**sizes, device=device, **{**kwargs, **skips})
-    queries = torch.arange(q_length, device=device) + q_offset
-    return mask | (queries[:, None] == torch.arange(kv_length, device=device) + kv_offset)
-
-
-def register_attention() -> None:
-    """Register attention and mask with transformers."""
-    functions: list[tuple[str, str, Callable[..., Any]]] = [
-        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend),
-        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", mask_of),
-    ]
-    for module, name, function in functions:
-        getattr(import_extra(module, "hf"), name).register(ATTENTION, function)

@@ -18,15 +18,14 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.attention import ATTENTION, register_attention
 from pt2mx.pt2e.language.cache import (
-    ATTENTION,
     KINDS,
     Layers,
     cache_within,
     empty_cache,
     equal_dims,
     layers_of,
-    register_attention,
 )
 from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export

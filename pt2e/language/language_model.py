@@ -20,7 +20,7 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.fx.graph.tensors import device_named, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_prompts, check_sampling, check_step
+from pt2mx.pt2e.language.arguments import check_length, check_prompts, check_sampling, check_step
 from pt2mx.pt2e.language.cache import KINDS, DecoderCache, cache_of, empty_cache, grow, room_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.runtime import Runner, load_packages, write_packages
@@ -29,9 +29,6 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 _generation = import_extra("transformers.generation.utils", "hf")
 _outputs = import_extra("transformers.modeling_outputs", "hf")
-
-#: field of a configuration: the number of tokens that the program reads at most
-LONGEST_TEXT = "pt2mx_longest_text"
 
 
 class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
@@ -219,7 +216,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         cache = self._cache_for(input_ids, past_key_values)
         filled, slots = cache.length, cache.slots
         check_step(input_ids, attention_mask, position_ids, cache.batch_size, filled, slots)
-        self._check_length(filled + input_ids.shape[1])
+        check_length(self.config, filled + input_ids.shape[1])
         batch, length = input_ids.shape
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
@@ -242,14 +239,6 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         cache = self.new_cache(tokens.shape[0], tokens.shape[-1])
         cache.grows = True
         return cache
-
-    def _check_length(self, tokens: int) -> None:
-        longest = getattr(self.config, LONGEST_TEXT, None)
-        if longest is not None and tokens > longest:
-            raise MXError(
-                f"a text of {tokens} tokens is longer than {longest}, for which the program has the frequencies of "
-                f"RoPE: quantize the model with length={tokens}, or --text-length {tokens}"
-            )
 
     def new_cache(self, batch: int, tokens: int) -> DecoderCache:
         """Make an empty cache for `past_key_values`.
@@ -286,7 +275,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:
-        self._check_length(max_cache_length)
+        check_length(self.config, max_cache_length)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, DecoderCache):
             if max_cache_length > cache.slots:

@@ -16,9 +16,9 @@ from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.arguments import check_model, check_texts
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
 from pt2mx.pt2e.language.cache import layers_of
-from pt2mx.pt2e.language.language_model import LONGEST_TEXT, LanguageModel
+from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize

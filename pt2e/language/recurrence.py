@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from pt2mx.fx.graph.node import attribute_of
+from pt2mx.fx.graph.node import args_of, attribute_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 
 #: the step of a recurrence: state, a token of each sequence, fixed tensors -> state, output
@@ -47,12 +47,12 @@ def with_single_steps(decoder: GraphModule) -> GraphModule:
     model = copy_sharing_tensors(decoder)
     graph = model.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
-        body, states, sequences, fixed = node.args
-        step = attribute_of(model, body).graph
+        body, states, sequences, fixed = args_of(node)
+        step = cast(GraphModule, attribute_of(model, body)).graph
         with graph.inserting_before(node):
             tokens = [graph.call_function(torch.ops.aten.select.int, (one, 0, 0)) for one in sequences]
             operands = dict(zip(step.find_nodes(op="placeholder"), (*states, *tokens, *fixed), strict=True))
-            outputs = graph.graph_copy(step, operands)
+            outputs = cast(list[Node], graph.graph_copy(step, operands))
             stacked = [
                 graph.call_function(torch.ops.aten.unsqueeze.default, (one, 0)) for one in outputs[len(states) :]
             ]
@@ -69,8 +69,8 @@ def with_single_steps(decoder: GraphModule) -> GraphModule:
 def pass_batch_sizes(decoder: GraphModule) -> None:
     """Pass the batch size to each scan, which AOTInductor (torch 2.13) needs for the shapes of the outputs."""
     for node in decoder.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
-        body, states, sequences, fixed = node.args
-        step = attribute_of(decoder, body)
+        body, states, sequences, fixed = args_of(node)
+        step = cast(GraphModule, attribute_of(decoder, body))
         with step.graph.inserting_after(step.graph.find_nodes(op="placeholder")[-1]):
             step.graph.placeholder("batch")
         step.recompile()

@@ -6,7 +6,7 @@ import torch
 
 import pt2mx
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import ATTENTION, register_attention
+from pt2mx.pt2e.language.attention import ATTENTION, register_attention
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
 from tests.float_checkpoints import float_checkpoint
 from tests.language_models import FAMILIES, transformers

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.decoder import export_decoder, longest_text
-from pt2mx.pt2e.language.language_model import LONGEST_TEXT
 from tests.language_models import tiny_decoder
 
 LONGROPE = {

@@ -1,0 +1,62 @@
+"""Attention over a cache with a fixed number of slots.
+
+Transformers' own mask and attention need three changes. A program of any length needs the mask even where it hides
+nothing. Keys must not be copied for each query head. A row of padding, which sees nothing, must not become 0/0 in the
+softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.extras import import_extra
+
+#: the name of attention and mask for transformers, in `config._attn_implementation`
+ATTENTION = "pt2mx"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of query (B, heads, S, D) over key, value (B, KV heads, L, D): (B, S, heads, D).
+
+    The mask is (B, 1, S, L)."""
+    grouped = query.shape[1] != key.shape[1]
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def mask_of(
+    q_length: int, kv_length: int, q_offset: Tensor | int, kv_offset: int, device: torch.device, **kwargs: Any
+) -> Tensor:
+    """Return transformers' mask for `scaled_dot_product_attention`, (B, 1, S, L) booleans.
+
+    It is never None, and each query sees its own key, also in padding."""
+    masking = import_extra("transformers.masking_utils", "hf")
+    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    mask = masking.sdpa_mask(**sizes, device=device, **{**kwargs, **skips})
+    queries = torch.arange(q_length, device=device) + q_offset
+    return mask | (queries[:, None] == torch.arange(kv_length, device=device) + kv_offset)
+
+
+def register_attention() -> None:
+    """Register attention and mask with transformers."""
+    functions: list[tuple[str, str, Callable[..., Any]]] = [
+        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend),
+        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", mask_of),
+    ]
+    for module, name, function in functions:
+        getattr(import_extra(module, "hf"), name).register(ATTENTION, function)
