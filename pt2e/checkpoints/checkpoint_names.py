@@ -164,7 +164,7 @@ def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) 
     if any(module.scheme != first.scheme for module in experts.values()):
         raise MXError(f"transformers reads all experts in one format: {name} and others differ")
     linear = most_common(module for module in modules.values() if module.kind == LINEAR)
-    if first.scheme is None and linear and linear[0].element != "fp8_e4m3":
+    if first.scheme is None and linear and linear[0].form != "fp8_e4m3":
         raise MXError(f"transformers takes {name} to be packed as linear layers are: quantize experts too")
-    if first.scheme is not None and first.scheme.element == "fp8_e4m3":
+    if first.scheme is not None and first.scheme.form == "fp8_e4m3":
         raise MXError(f"transformers reads experts in FP8 with one scale a row: give {name} another format")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
@@ -19,15 +19,19 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     most_common,
     unquantized,
 )
-from pt2mx.spec import MXSpec
+from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, NVFP4_DIVISOR, format_of, spec_of
 
-#: element -> the format of a group, and the bits that identify the element
-_FORMATS = {
-    "fp4_e2m1": ("mxfp4-pack-quantized", 4),
-    "fp6_e2m3": ("mxfp6-pack-quantized", 6),
-    "fp8_e4m3": ("mxfp8-quantized", 8),
+_MX = {"strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8"}
+_NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+#: weight format -> the format of a group, the fields that identify it, and `dynamic` of inputs
+_FORMATS: dict[str, tuple[str, dict[str, Any], bool | str]] = {
+    "fp4_e2m1": ("mxfp4-pack-quantized", {"num_bits": 4, **_MX}, True),
+    "fp6_e2m3": ("mxfp6-pack-quantized", {"num_bits": 6, **_MX}, True),
+    "fp8_e4m3": ("mxfp8-quantized", {"num_bits": 8, **_MX}, True),
+    # the scale of the tensor is calibrated, those of blocks are computed in each call
+    NVFP4_DIVISOR: ("nvfp4-pack-quantized", {"num_bits": 4, **_NV}, "local"),
 }
-_ELEMENTS = {bits: element for element, (_, bits) in _FORMATS.items()}
+_MX_BITS = {fields["num_bits"]: form for form, (_, fields, dynamic) in _FORMATS.items() if dynamic is True}
 _MIXED = "mixed-precision"
 #: the target of experts, which are not modules in memory
 _EXPERTS = r"re:.*\.experts\..*"
@@ -45,14 +49,12 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
         )
         groups[f"group_{number}"] = {
             "targets": targets,
-            "weights": _arguments(scheme.element, dynamic=False),
-            "input_activations": None
-            if scheme.inputs is None
-            else _arguments(scheme.inputs.element.name, dynamic=True),
+            "weights": _arguments(scheme.form, inputs=False),
+            "input_activations": None if scheme.inputs is None else _arguments(format_of(scheme.inputs), inputs=True),
             "output_activations": None,
-            "format": _FORMATS[scheme.element][0],
+            "format": _FORMATS[scheme.form][0],
         }
-    formats = sorted({_FORMATS[scheme.element][0] for scheme in schemes})
+    formats = sorted({_FORMATS[scheme.form][0] for scheme in schemes})
     return {
         "quant_method": "compressed-tensors",
         "format": formats[0] if len(formats) == 1 else _MIXED,
@@ -83,50 +85,47 @@ def read(config: Mapping[str, Any]) -> Rules:
     return [*ignored, *named, *((_by_class(target), targets[target]) for target in ordered)]
 
 
-def _arguments(element: str, dynamic: bool) -> dict[str, Any]:
-    return {
-        "num_bits": _FORMATS[element][1],
-        "type": "float",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": BLOCK,
-        "dynamic": dynamic,
-        "scale_dtype": "torch.uint8",
-    }
+def _arguments(form: str, inputs: bool) -> dict[str, Any]:
+    _, fields, dynamic = _FORMATS[form]
+    return {"type": "float", "symmetric": True, "dynamic": inputs and dynamic, **fields}
 
 
 def _scheme(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) -> Scheme:
     """Return the scheme of a group.
 
     Raises:
-        MXError: where it is no MX scheme.
+        MXError: where it is none of `_FORMATS`.
     """
-    form = group.get("format") or config.get("format")
+    stated = group.get("format") or config.get("format")
     if group.get("output_activations"):
         raise MXError(f"{name} of config_groups quantizes outputs, which is not read")
-    element = _element(name, "weights", group.get("weights"), dynamic=False)
-    if form not in (_FORMATS[element][0], _MIXED):
-        raise MXError(f"{name} of config_groups has the format {form!r}, and weights of {_FORMATS[element][0]}")
+    form = _form(name, "weights", group.get("weights"), inputs=False)
+    if stated not in (_FORMATS[form][0], _MIXED):
+        raise MXError(f"{name} of config_groups has the format {stated!r}, and weights of {_FORMATS[form][0]}")
     if not group.get("input_activations"):
-        return Scheme(element)
-    inputs = _element(name, "input_activations", group["input_activations"], dynamic=True)
+        return Scheme(form)
+    inputs = _form(name, "input_activations", group["input_activations"], inputs=True)
     (mode,) = LAYOUTS["compressed-tensors"].inputs[inputs]
-    return Scheme(element, MXSpec(inputs, BLOCK, scale_mode=mode))
+    return Scheme(form, spec_of(inputs).replace(scale_mode=mode))
 
 
-def _element(name: str, what: str, arguments: Mapping[str, Any] | None, dynamic: bool) -> str:
-    """Check the arguments of weights or inputs; return the element."""
+def _form(name: str, what: str, arguments: Mapping[str, Any] | None, inputs: bool) -> str:
+    """Check the arguments of weights or inputs; return their format."""
     arguments = arguments or {}
-    expected = {**_arguments("fp8_e4m3", dynamic), "num_bits": arguments.get("num_bits")}
-    # the defaults of compressed-tensors
+    bits = arguments.get("num_bits")
+    form = NVFP4_DIVISOR if arguments.get("strategy") == "tensor_group" else _MX_BITS.get(bits, "fp8_e4m3")
+    expected = {**_arguments(form, inputs), "num_bits": bits}
+    # the defaults of compressed-tensors, older versions of which leave out the dtype of NVFP4's scales
     actual = {"symmetric": True, "dynamic": False, **arguments}
+    if form == NVFP4_DIVISOR:
+        actual["scale_dtype"] = actual.get("scale_dtype") or expected["scale_dtype"]
     wrong = [f"{key} {actual.get(key)!r}" for key, value in expected.items() if actual.get(key) != value]
-    if wrong or arguments.get("num_bits") not in _ELEMENTS:
+    if wrong or bits != _FORMATS[form][1]["num_bits"]:
         raise MXError(
-            f"{what} of {name} in config_groups are not MX, but have {', '.join(wrong) or arguments.get('num_bits')}: "
-            f"expected float of {', '.join(map(str, _ELEMENTS))} bits in groups of {BLOCK} with scale_dtype torch.uint8"
+            f"{what} of {name} in config_groups are not MX, but have {', '.join(wrong) or bits}: expected float of "
+            f"{', '.join(map(str, _MX_BITS))} bits in groups of {BLOCK} with scale_dtype torch.uint8, or NVFP4"
         )
-    return _ELEMENTS[arguments["num_bits"]]
+    return form
 
 
 def _by_name(target: str) -> Matches:

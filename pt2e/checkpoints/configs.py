@@ -9,7 +9,7 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, quark_config
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS, Layout
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
@@ -21,14 +21,15 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     Schemes,
     always,
     by_wildcard,
+    most_common,
     unquantized,
 )
+from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, NVFP4, spec_of
 from pt2mx.pt2e.user_errors import user_errors
-from pt2mx.spec import MXSpec
 from pt2mx.version import __version__
 
-_E4M3 = MXSpec("fp8_e4m3", BLOCK, scale_mode="rceil")
-_BLOCK_SIZE = [1, BLOCK]
+#: `quant_algo` of ModelOpt -> the format of weights, and whether inputs are quantized to it too
+_MODELOPT = {"MXFP8": ("fp8_e4m3", True), "NVFP4": (NVFP4, True), "W4A16_NVFP4": (NVFP4, False)}
 
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -43,18 +44,25 @@ def read_mxfp4(config: Mapping[str, Any]) -> Rules:
 
 
 def write_modelopt(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Write ModelOpt's MXFP8, with the field names of both hf_quant_config.json and config.json."""
-    arguments = {"num_bits": 8, "type": "float", "group_size": BLOCK}
-    group = {
-        "weights": {**arguments, "dynamic": False},
-        "input_activations": {**arguments, "dynamic": True},
-        "targets": [LINEAR],
-    }
+    """Write ModelOpt's MXFP8 or NVFP4, with the field names of both hf_quant_config.json and config.json.
+
+    Raises:
+        MXError: for modules of several schemes.
+    """
+    schemes = [(scheme.form, scheme.inputs is not None) for scheme in most_common(modules.values())]
+    algorithm = next((name for name, scheme in _MODELOPT.items() if [scheme] == list(dict.fromkeys(schemes))), None)
+    if algorithm is None:
+        raise MXError(f"modelopt has one scheme a checkpoint, {', '.join(_MODELOPT)}: give all layers the same")
+    spec = spec_of(schemes[0][0])
+    arguments = {"num_bits": spec.element.bits, "type": "float", "group_size": spec.block_size}
+    group: dict[str, Any] = {"weights": {**arguments, "dynamic": False}}
+    if schemes[0][1]:
+        group["input_activations"] = {**arguments, "dynamic": not spec.scale_format.tensor}
     return {
         "quant_method": "modelopt",
-        "quant_algo": "MXFP8",
-        "group_size": BLOCK,
-        "config_groups": {"group_0": group},
+        "quant_algo": algorithm,
+        "group_size": spec.block_size,
+        "config_groups": {"group_0": {**group, "targets": [LINEAR]}},
         "ignore": unquantized(modules),
         "producer": {"name": "pt2mx", "version": __version__},
     }
@@ -72,27 +80,41 @@ def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_modelopt(config: Mapping[str, Any]) -> Rules:
-    """Read the rules: all linear layers except excluded ones; inputs are quantized as in ModelOpt's MXFP8."""
+    """Read the rules: all linear layers except excluded ones; inputs are quantized as ModelOpt does."""
     inner = config.get("quantization") or config
-    algorithm = inner.get("quant_algo")
-    if algorithm != "MXFP8" or inner.get("group_size", BLOCK) != BLOCK:
+    algorithm = str(inner.get("quant_algo"))
+    if algorithm not in _MODELOPT or inner.get("group_size", _group_size(algorithm)) != _group_size(algorithm):
         raise MXError(
-            f"quant_algo {algorithm!r} of the checkpoint in groups of {inner.get('group_size')}: expected MXFP8"
+            f"quant_algo {algorithm!r} of the checkpoint in groups of {inner.get('group_size')}: expected "
+            f"{', '.join(f'{name} in groups of {_group_size(name)}' for name in _MODELOPT)}"
         )
     if inner.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"):
         raise MXError("the checkpoint quantizes its cache, which is not read: take the entry out")
     excluded = [*(inner.get("exclude_modules") or ()), *(inner.get("ignore") or ())]
-    return [*((by_wildcard(name), None) for name in excluded), (always, Scheme("fp8_e4m3", _E4M3))]
+    form, has_inputs = _MODELOPT[algorithm]
+    (mode,) = LAYOUTS["modelopt"].inputs[form]
+    scheme = Scheme(form, spec_of(form).replace(scale_mode=mode) if has_inputs else None)
+    return [*((by_wildcard(name), None) for name in excluded), (always, scheme)]
+
+
+def _group_size(algorithm: str) -> int:
+    return spec_of(_MODELOPT[algorithm][0]).block_size
 
 
 def write_fp8(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Write the linear layers that are not quantized."""
-    return {
+    """Write the linear layers that are not quantized, and the block of those that are."""
+    forms = {module.scheme.form for module in modules.values() if module.scheme is not None}
+    blocks = sorted({(spec.block_rows, spec.block_size) for spec in map(spec_of, forms)}, reverse=True)
+    config: dict[str, Any] = {
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",
-        "weight_block_size": _BLOCK_SIZE,
+        "weight_block_size": list(blocks[0]),
         "modules_to_not_convert": unquantized(modules),
     }
+    if forms - {"fp8_e4m3"}:  # as DeepSeek does
+        floats = any(spec_of(form).scale_format.name == "f32" for form in forms)
+        config |= {"quant_method": "fp8", "fmt": "e4m3", **({} if floats else {"scale_fmt": "ue8m0"})}
+    return config
 
 
 def read_fp8(config: Mapping[str, Any]) -> Rules:
@@ -100,6 +122,18 @@ def read_fp8(config: Mapping[str, Any]) -> Rules:
 
     Inputs stay in high precision, as in transformers without its kernel."""
     return [(_not_converted(config), None), (always, Scheme("fp8_e4m3"))]
+
+
+def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the `weight_block_size` of a configuration.
+
+    Raises:
+        MXError: where it is no pair of numbers.
+    """
+    block = config.get("weight_block_size") or (1, BLOCK)
+    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        raise MXError(f"weight_block_size {block!r} of the checkpoint: expected the rows and columns of a block")
+    return block[0], block[1]
 
 
 def _not_converted(config: Mapping[str, Any]) -> Matches:
@@ -149,20 +183,20 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
         >>> config = write_config(layout_named("compressed-tensors"), modules)
         >>> config["format"], config["config_groups"]["group_0"]["targets"], config["ignore"]
         ('mxfp4-pack-quantized', ['Linear'], ['head'])
-        >>> read_config(config).of("fc").element
+        >>> read_config(config).of("fc").form
         'fp4_e2m1'
     """
     for name, module in modules.items():
         if module.scheme is not None:
-            layout.check(name, module.scheme.element)
+            layout.check(name, module.scheme.form)
             if module.kind == EMBEDDING:
-                layout.check_embedding(name, module.scheme.element)
-            layout.check_inputs(name, module.scheme.inputs)
+                layout.check_embedding(name, module.scheme.form)
+            layout.check_inputs(name, module.scheme.form, module.scheme.inputs)
     config = _METHODS[layout.name].write(modules)
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)
-        if module.kind == LINEAR and (read and read.element) != (module.scheme and module.scheme.element):
+        if module.kind == LINEAR and (read and read.form) != (module.scheme and module.scheme.form):
             raise MXError(
                 f"loaders of {layout.name}, which match the beginning or the end of a name, would not tell {name} "
                 "from another module: quantize both or none"
@@ -186,7 +220,7 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
     if method not in _METHODS:
         raise MXError(f"quant_method {config.get('quant_method')!r} of the checkpoint is none of {', '.join(_METHODS)}")
     with user_errors(f"read the quantization_config of {method}"):
-        return Schemes(LAYOUTS[method], _METHODS[method].read(config))
+        return Schemes(LAYOUTS[method], _METHODS[method].read(config), _block_of(config))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

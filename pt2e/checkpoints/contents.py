@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, parts_of
 from pt2mx.pt2e.checkpoints.configs import write_config
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
+from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
@@ -27,6 +27,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
+from pt2mx.pt2e.checkpoints.weight_formats import rows_of_scales, spec_of
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
 
 if TYPE_CHECKING:
@@ -121,11 +122,12 @@ def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
         )
     if layout.only_experts and kind != EXPERTS:
         raise MXError(f"{layout.name} holds experts alone: leave {name} in high precision (set_module_name_regex)")
-    if user.block_size != BLOCK:
-        raise MXError(f"{name} has blocks of {user.block_size}: {layout.name} holds blocks of {BLOCK}")
-    layout.check(name, user.element)
+    layout.check(name, user.form)
+    block_size = spec_of(user.form).block_size
+    if user.spec.block_size != block_size:
+        raise MXError(f"{name} has blocks of {user.spec.block_size}: {layout.name} holds blocks of {block_size}")
     if kind == LINEAR:
-        layout.check_inputs(name.rpartition(".")[0], user.inputs)
+        layout.check_inputs(name.rpartition(".")[0], user.form, user.inputs)
 
 
 def _dtype(graph: GraphModule) -> torch.dtype:
@@ -171,7 +173,7 @@ def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, We
     modules: dict[str, Module] = {}
     for name, kind in kinds.items():
         path, user = name.rpartition(".")[0], packed.get(name)
-        scheme = None if user is None else Scheme(user.element, user.inputs)
+        scheme = None if user is None else Scheme(user.form, user.inputs)
         if modules.setdefault(path, Module(kind, scheme)).scheme != scheme:
             raise MXError(f"the weights of {path} are quantized in different ways: a checkpoint says it once a module")
     return modules
@@ -205,9 +207,10 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
     tensors: dict[str, Tensor] = {}
     for name, user in packed.items():
         if is_transposed(model, name):
-            tensors |= layout.to_tensors(name, user.element, user.data, user.scale)
+            tensors |= layout.to_tensors(name, user.form, user.data, user.scale, user.tensor_scale)
             continue
         data, scale = user.data.flatten(0, -2), user.scale.flatten(0, -2)
         for part, rows in parts_of(model, [name])[name].items():
-            tensors |= layout.to_tensors(part, user.element, data[rows], scale[rows])
+            scales = scale[rows_of_scales(part, user.spec, rows)]
+            tensors |= layout.to_tensors(part, user.form, data[rows], scales, user.tensor_scale)
     return tensors

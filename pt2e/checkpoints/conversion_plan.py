@@ -16,10 +16,11 @@ from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, quantization_of, read_json
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import write_config
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
+from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
+from pt2mx.pt2e.checkpoints.weight_formats import format_of, spec_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import MXSpec
@@ -63,14 +64,16 @@ class ConversionPlan:
         if spec is None:
             return {name: Entry(self.dtype_of(entry.dtype), entry.shape)}
         *rows, columns = self.matrix(name, entry.shape)
-        data, scale = self.layout.names(name, spec.element.name)
-        stored = self.layout.check(name, spec.element.name)
-        width = packed_length(columns, spec.element.bits)
-        codes = (columns // BLOCK, width * BLOCK // columns) if stored.by_block else (width,)
-        return {
-            data: Entry(stored.dtype, (*rows, *codes)),
-            scale: Entry(torch.uint8, (*rows, columns // BLOCK)),
-        }
+        form = format_of(spec)
+        stored = self.layout.check(name, form)
+        blocks, width = columns // spec.block_size, packed_length(columns, spec.element.bits)
+        entries = [
+            Entry(stored.dtype, (*rows, blocks, width // blocks) if stored.by_block else (*rows, width)),
+            Entry(stored.scale_dtype, (*rows[:-1], -(-rows[-1] // spec.block_rows), -(-columns // spec.block_size))),
+        ]
+        if stored.tensor_scale:
+            entries.append(Entry(torch.float32, stored.tensor_scale_shape))
+        return dict(zip(self.layout.names(name, form), entries, strict=True))
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a weight with the dimension that the matmul reduces last."""
@@ -150,7 +153,7 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                     )
                 reason = _unfit(plan, model.get_submodule(path), name, entry, merged, specs)
             if specs is not None and not reason:
-                scheme = Scheme(specs.weight.element.name, specs.activation)
+                scheme = Scheme(format_of(specs.weight), specs.activation)
                 plan.chosen[name], plan.parameters[name] = specs.weight, parameter
                 if holds_columns(model.get_submodule(path)):
                     plan.transposed.add(name)
@@ -184,14 +187,16 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
         return f"{layout.name} has experts alone"
     elif type(layer) is not nn.Linear:
         return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
-    if columns % BLOCK:
-        return f"its {columns} columns are no whole blocks of {BLOCK}"
+    form = format_of(specs.weight)
+    block = spec_of(form).block_size
+    if columns % block and specs.weight.block_rows == 1:
+        return f"its {columns} columns are no whole blocks of {block}"
     if entry.dtype not in HIGH_PRECISION:
         return f"it holds {entry.dtype}"
-    layout.check(name, specs.weight.element.name)
-    layout.check_inputs(name, specs.activation)
-    if specs.weight.block_size != BLOCK:
-        raise MXError(f"{layout.name} cannot hold {name} in {specs.weight}: its blocks have {BLOCK} values")
+    layout.check(name, form)
+    layout.check_inputs(name, form, specs.activation)
+    if specs.weight.block_size != block:
+        raise MXError(f"{layout.name} cannot hold {name} in {specs.weight}: its blocks have {block} values")
     return ""
 
 

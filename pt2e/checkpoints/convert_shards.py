@@ -17,6 +17,7 @@ from pt2mx.functional import quantize_mx
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan
 from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
+from pt2mx.pt2e.checkpoints.weight_formats import format_of
 from pt2mx.pt2e.output import whole_file
 
 
@@ -79,7 +80,7 @@ class ShardConverter:
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
         scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec)
-        return self.plan.layout.to_tensors(name, spec.element.name, data, scale)
+        return self.plan.layout.to_tensors(name, format_of(spec), data, scale)
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,12 +1,12 @@
 """The layouts of quantized checkpoints: the tensors that hold the codes and scales of a weight.
 
-A weight is (..., N, K) with blocks of 32 along K. Its codes are uint8 (..., N, bytes of K) and its scales uint8
-(..., N, K / 32), as pt2mx stores them. All layouts hold the same bytes, under other names, dtypes and shapes.
+A weight is (..., N, K) with blocks along K. Its codes are uint8 (..., N, bytes of K), its scales (..., blocks of N,
+blocks of K), as pt2mx stores them. All layouts hold the same bytes, under other names, dtypes and shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,28 +14,31 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS
+from pt2mx.kernels.float_scales import codes_of
+from pt2mx.pt2e.checkpoints.weight_formats import (
+    BLOCK,
+    NVFP4,
+    NVFP4_DIVISOR,
+    PackedTensors,
+    Stored,
+    check_grid,
+    check_scales,
+    format_of,
+    read_tensor_scale,
+    spec_by_grid,
+    spec_of,
+)
 from pt2mx.spec import MXSpec
 
-#: values that share a scale, in every layout
-BLOCK = 32
-#: a scale of this byte is NaN by the specification; libraries that load these checkpoints read it as 2**128
-_NAN_SCALE = 255
+#: bytes of codes and of E8M0 scales, and of E4M3 scales
+_BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """The tensors of one weight: suffixes of its name, and the dtype of codes."""
-
-    data: str
-    scale: str
-    dtype: torch.dtype = torch.uint8
-    #: the codes of a block have their own dimension: (..., N, K / 32, bytes of 32)
-    by_block: bool = False
-
-
+_E4M3, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _PACKED = Stored("_packed", "_scale")
 _BYTES = Stored("", "_scale")
-_FLOAT8 = Stored("", "_scale", torch.float8_e4m3fn)
+_FLOAT8 = Stored("", "_scale", _E4M3)
 
 
 @dataclass(frozen=True)
@@ -44,43 +47,60 @@ class Layout:
 
     Args:
         name: its name, which is the `quant_method` of its `quantization_config`.
-        stored: element -> the tensors of a weight in that element.
-        inputs: element -> the scale modes with which libraries quantize inputs to it at run time.
-        always_inputs: True where libraries quantize the inputs of each quantized weight.
+        stored: weight format -> the tensors of a weight in it.
+        inputs: format -> the scale modes with which libraries quantize inputs to it at run time.
+        always_inputs: the weight formats for which libraries quantize the inputs of each quantized weight.
         dtypes: dtypes of the model in which libraries compute.
         only_experts: True where only the experts of a mixture are quantized.
-        embeddings: the elements that libraries accept for the weight of an embedding.
+        embeddings: the formats that libraries accept for the weight of an embedding.
+        by_grid: True where the shapes of scales and the dtypes of both decide the format of a weight.
+        input_scale: the name of the tensor scale of a module's inputs.
+        pre_scale: the name of factors of a module's inputs, (K,).
     """
 
     name: str
     stored: Mapping[str, Stored]
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    always_inputs: bool = False
+    always_inputs: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     only_experts: bool = False
     embeddings: tuple[str, ...] = ()
+    by_grid: bool = False
+    input_scale: str = ""
+    pre_scale: str = ""
 
-    def names(self, weight: str, element: str) -> tuple[str, str]:
-        """Return the names of the codes and of the scales of a weight.
+    def names(self, weight: str, form: str) -> tuple[str, ...]:
+        """Return the names of the codes, of the scales, and of the tensor scale where there is one.
 
         Args:
-            weight: its name, such as "model.layers.0.mlp.down_proj.weight".
-            element: one of `stored`.
+            weight: the name of a weight, such as "model.layers.0.mlp.down_proj.weight".
+            form: one of `stored`.
 
         Returns:
-            The two names.
+            The two or three names.
         """
-        stored = self.stored[element]
-        return weight + stored.data, weight + stored.scale
+        stored = self.stored[form]
+        return tuple(weight + suffix for suffix in (stored.data, stored.scale, *filter(None, [stored.tensor_scale])))
 
-    def to_tensors(self, weight: str, element: str, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def names_in(self, weight: str, form: str, tensors: Container[str]) -> tuple[str, ...]:
+        """Return `names` as the tensors of a checkpoint: DeepSeek-V4 calls the scales of `x.weight` `x.scale`."""
+        data, scale, *others = self.names(weight, form)
+        short = weight.removesuffix("weight") + "scale"
+        if self.by_grid and scale not in tensors and short in tensors:
+            scale = short
+        return data, scale, *others
+
+    def to_tensors(
+        self, weight: str, form: str, data: Tensor, scale: Tensor, tensor_scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return the tensors in which the layout holds a weight.
 
         Args:
             weight: its name.
-            element: its element.
+            form: its format.
             data: (..., N, bytes of K) uint8.
-            scale: (..., N, K / 32) uint8.
+            scale: (..., blocks of N, blocks of K).
+            tensor_scale: () float32, for a scale format with one.
 
         Returns:
             The tensors by name, views of the arguments.
@@ -88,107 +108,130 @@ class Layout:
         Raises:
             MXError: where the layout cannot hold them, or a scale is NaN.
         """
-        stored = self.check(weight, element)
-        check_grid(weight, element, data, scale)
-        if bool((scale == _NAN_SCALE).any()):
+        stored, spec = self.check(weight, form), spec_of(form)
+        check_grid(weight, form, spec, data, scale)
+        if bool((codes_of(scale) == spec.scale_format.nan).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
-        return dict(zip(self.names(weight, element), (codes, scale), strict=True))
+        tensors = [codes, scale.view(stored.scale_dtype)]
+        if spec.scale_format.tensor:
+            assert tensor_scale is not None
+            tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
+        return dict(zip(self.names(weight, form), tensors, strict=True))
 
-    def from_tensors(self, weight: str, element: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def from_tensors(
+        self, weight: str, form: str, tensors: Mapping[str, Tensor], block: tuple[int, int] = (1, BLOCK)
+    ) -> PackedTensors:
         """Return the codes and scales of a weight, the inverse of `to_tensors`.
 
         Args:
             weight: its name.
-            element: its element.
-            tensors: the tensors of the checkpoint by name; scales are bytes or `torch.float8_e8m0fnu`.
+            form: its format.
+            tensors: the tensors of the checkpoint by name; scales are bytes or of torch's dtypes.
+            block: the rows and columns of a block that the configuration states, of a layout `by_grid`.
 
         Returns:
-            data (..., N, bytes of K) and scale (..., N, K / 32), uint8, views of these tensors.
+            The weight, in views of these tensors.
 
         Raises:
-            MXError: where a tensor is missing, or has another dtype or shape.
+            MXError: where a tensor is missing, has another dtype or shape, or holds impossible scales.
         """
-        stored = self.check(weight, element)
-        stored_bytes = []
-        for name in self.names(weight, element):
-            if name not in tensors:
-                raise MXError(f"the checkpoint holds no {name}, which {self.name} has for {weight} in {element}")
-            tensor = tensors[name]
-            if tensor.dtype not in _BYTE_DTYPES:
-                raise MXError(f"{name} is {tensor.dtype}: {self.name} holds bytes of {element} and of E8M0 scales")
-            stored_bytes.append(tensor.view(torch.uint8))
-        data, scale = stored_bytes
+        stored, names = self.check(weight, form), self.names_in(weight, form, tensors)
+        if missing := [name for name in names if name not in tensors]:
+            raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
+        data, scale, *others = (tensors[name] for name in names)
+        spec = spec_by_grid(weight, data, scale, block) if self.by_grid else spec_of(form)
+        scale_dtype = spec.scale_format.dtype
+        for name, tensor, dtypes in (
+            (names[0], data, _BYTE_DTYPES),
+            (names[1], scale, (scale_dtype,) if scale_dtype.is_floating_point else _BYTE_DTYPES),
+        ):
+            if tensor.dtype not in dtypes:
+                kinds = f"{spec.element.name} and of {spec.scale_format.name.upper()} scales"
+                raise MXError(f"{name} is {tensor.dtype}: {self.name} holds bytes of {kinds}")
+        data = data.view(torch.uint8)
+        scale = scale.view(scale_dtype)
         data = data.flatten(-2) if stored.by_block else data
-        check_grid(weight, element, data, scale)
-        return data, scale
+        check_grid(weight, form, spec, data, scale)
+        tensor_scale = read_tensor_scale(names[2], others[0]) if others else None
+        check_scales(names[1], spec, data, scale)
+        return PackedTensors(data, scale, spec, tensor_scale)
 
-    def check(self, weight: str, element: str) -> Stored:
-        """Return how the layout stores an element.
+    def check(self, weight: str, form: str) -> Stored:
+        """Return how the layout stores a format.
 
         Args:
             weight: the name of the weight, for the error.
-            element: its element.
+            form: its format.
 
         Returns:
             The row of `stored`.
 
         Raises:
-            MXError: where the layout lacks the element.
+            MXError: where the layout lacks the format.
         """
-        if element not in self.stored:
-            able = [layout.name for layout in LAYOUTS.values() if element in layout.stored]
+        if form not in self.stored:
+            able = [layout.name for layout in LAYOUTS.values() if form in layout.stored]
             raise MXError(
-                f"{self.name} cannot hold {weight} in {element}: it has {', '.join(self.stored)}; "
+                f"{self.name} cannot hold {weight} in {form}: it has {', '.join(self.stored)}; "
                 + (f"{', '.join(able)} can" if able else "no layout can")
             )
-        return self.stored[element]
+        return self.stored[form]
 
-    def check_embedding(self, module: str, element: str) -> None:
+    def check_embedding(self, module: str, form: str) -> None:
         """Raise an `MXError` where libraries would not find the codes of an embedding.
 
         Args:
             module: the embedding.
-            element: the element of its weight.
+            form: the format of its weight.
 
         Raises:
-            MXError: naming the elements that libraries accept.
+            MXError: naming the formats that libraries accept.
         """
-        if element not in self.embeddings:
+        if form not in self.embeddings:
             able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
             raise MXError(f"loaders of {self.name} take {able}: leave {module} in high precision")
 
-    def check_inputs(self, module: str, spec: MXSpec | None) -> None:
-        """Raise an `MXError` where libraries would not quantize the inputs of a module as `spec` says.
+    def check_inputs(self, module: str, form: str, inputs: MXSpec | None) -> None:
+        """Raise an `MXError` where libraries would not quantize the inputs of a module to `inputs`.
 
         Args:
             module: the module.
-            spec: the spec of its inputs; None: high precision.
+            form: the format of its weight.
+            inputs: the spec of its inputs; None: high precision.
 
         Raises:
             MXError: naming the quantization that libraries apply.
         """
-        if spec is None:
-            if self.always_inputs:
+        if inputs is None:
+            if form in self.always_inputs:
                 raise MXError(
                     f"{self.name} quantizes inputs too: quantize the inputs of {module} to {self._inputs_text()}"
                 )
             return
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
-        scale_modes = self.inputs.get(spec.element.name, ())
-        if spec.scale_mode not in scale_modes or spec.block_size != BLOCK or spec.rounding != "even":
-            raise MXError(f"{self.name} cannot say that inputs of {module} are {spec}: it has {self._inputs_text()}")
+        name = format_of(inputs)
+        scale_modes = self.inputs.get(name, ())
+        fits = name in self.inputs and inputs.block_size == spec_of(name).block_size
+        if not fits or inputs.scale_mode not in scale_modes or inputs.rounding != "even":
+            raise MXError(f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}")
 
     def _inputs_text(self) -> str:
-        formats = [f"{element} with scale_mode {' or '.join(modes)}" for element, modes in self.inputs.items()]
-        return f"{', '.join(formats)} in blocks of {BLOCK}"
+        texts = []
+        for form, modes in self.inputs.items():
+            texts.append(f"{form} with scale_mode {' or '.join(modes)}" + f" in blocks of {BLOCK}" * (form in ELEMENTS))
+        return ", ".join(texts)
 
 
-_BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_FP8_GRID = {
+    "fp8_e4m3": Stored("", "_scale_inv", _E4M3),
+    "fp8_e4m3{128x128}": Stored("", "_scale_inv", _E4M3, _E8M0),
+    "fp8_e4m3{128x128}(f32)": Stored("", "_scale_inv", _E4M3, torch.float32),
+    "fp4_e2m1": Stored("", "_scale_inv", torch.int8, _E8M0),
+}
 
 #: every layout that pt2mx writes and reads
 LAYOUTS: dict[str, Layout] = {
@@ -196,11 +239,17 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         Layout(
             "compressed-tensors",
-            {"fp4_e2m1": _PACKED, "fp6_e2m3": _PACKED, "fp8_e4m3": _FLOAT8},
+            {
+                "fp4_e2m1": _PACKED,
+                "fp6_e2m3": _PACKED,
+                "fp8_e4m3": _FLOAT8,
+                NVFP4_DIVISOR: Stored("_packed", "_scale", torch.uint8, _E4M3, "_global_scale", (1,)),
+            },
             # in E4M3 it doubles the scale of "rceil" for a block whose largest value is exactly 1.75 * 2**e
-            {"fp4_e2m1": ("even",), "fp6_e2m3": ("even",), "fp8_e4m3": ("rceil",)},
+            {"fp4_e2m1": ("even",), "fp6_e2m3": ("even",), "fp8_e4m3": ("rceil",), NVFP4_DIVISOR: ("nearest_flush",)},
             # transformers initializes an embedding before its codes are decoded, and looks for `weight`
             embeddings=("fp8_e4m3",),
+            input_scale="input_global_scale",
         ),
         Layout(
             "mxfp4",
@@ -215,16 +264,14 @@ LAYOUTS: dict[str, Layout] = {
         ),
         Layout(
             "modelopt",
-            {"fp8_e4m3": _FLOAT8},
-            {"fp8_e4m3": ("rceil",)},
-            always_inputs=True,
+            {"fp8_e4m3": _FLOAT8, NVFP4: Stored("", "_scale", torch.uint8, _E4M3, "_scale_2")},
+            {"fp8_e4m3": ("rceil",), NVFP4: ("nearest",)},
+            always_inputs=("fp8_e4m3",),
             dtypes=_FLOATS,
+            input_scale="input_scale",
+            pre_scale="pre_quant_scale",
         ),
-        Layout(
-            "fp8",
-            {"fp8_e4m3": Stored("", "_scale_inv", torch.float8_e4m3fn)},
-            dtypes=_FLOATS,
-        ),
+        Layout("fp8", _FP8_GRID, dtypes=_FLOATS, by_grid=True),
     )
 }
 
@@ -249,23 +296,3 @@ def layout_named(name: object) -> Layout:
     if not isinstance(name, str) or name not in LAYOUTS:
         raise MXError(f"unknown layout {name!r}: {nearest(name, LAYOUTS)}")
     return LAYOUTS[name]
-
-
-def check_grid(weight: str, element: str, data: Tensor, scale: Tensor) -> None:
-    """Raise an `MXError` for codes and scales that are no blocks of 32 along the last dimension.
-
-    Args:
-        weight: the name of the weight.
-        element: its element.
-        data: (..., N, bytes of K) uint8.
-        scale: (..., N, K / 32) uint8.
-
-    Raises:
-        MXError: naming the shapes.
-    """
-    block_bytes = BLOCK * ELEMENTS[element].bits // 8
-    if data.shape != (*scale.shape[:-1], scale.shape[-1] * block_bytes):
-        raise MXError(
-            f"{weight} has codes of shape {tuple(data.shape)} and scales of shape {tuple(scale.shape)}: of {element} a "
-            f"scale must have {block_bytes} bytes of codes, a whole block of {BLOCK} values along the last dimension"
-        )

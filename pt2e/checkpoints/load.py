@@ -16,7 +16,7 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, files_of,
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, Layout
+from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EXPERTS,
     LINEAR,
@@ -28,6 +28,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
 )
 from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -170,18 +171,18 @@ def _load_packed(
             f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
             f"{schemes.layout.name}"
         )
-    codes = _names_of_codes(packed, schemes.layout)
-    floats = {name: size for name, size in sizes_in(files_of(folder)).items() if name not in codes}
+    packed_names = _packed_names(packed, schemes.layout, tensors)
+    floats = {name: size for name, size in sizes_in(files_of(folder)).items() if name not in packed_names}
     values = CheckpointValues(skeleton, {**floats, **{name: skeleton.get_parameter(name).numel() for name in packed}})
     coverage = values.held_by()
     coverage.check(part, allow_partial)
     left_out = {name for name, share in coverage.modules.items() if not share.held}
-    kept = [name for name in tensors if name not in codes and values.top_level(name) not in left_out]
+    kept = [name for name in tensors if name not in packed_names and values.top_level(name) not in left_out]
     model = _with_floats(skeleton, dtype, packed, schemes.layout, {name: tensors[name] for name in kept})
     tied = tied_names(skeleton)
     for name, weight in packed.items():
-        data, scale = _codes(skeleton, name, weight, schemes.layout, tensors)
-        shape = (*scale.shape[:-1], scale.shape[-1] * BLOCK)
+        codes = _codes(skeleton, name, weight, schemes, tensors)
+        shape = (*codes.data.shape[:-1], codes.data.shape[-1] * 8 // codes.spec.element.bits)
         expected = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
         if shape != expected:
             raise MXError(
@@ -191,7 +192,7 @@ def _load_packed(
         for alias in {name, *(tied.get(name, set()) - packed.keys())}:
             path, _, attribute = alias.rpartition(".")
             transposed = is_transposed(skeleton, alias)
-            replace_parameter(model.get_submodule(path), attribute, weight.scheme, data, scale, transposed)
+            replace_parameter(model.get_submodule(path), attribute, codes, weight.scheme.inputs, transposed)
     return model, values
 
 
@@ -216,19 +217,17 @@ def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTens
         paths = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
         kind = kind if whole else LINEAR if kind == EXPERTS else kind
         scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
-        if scheme is not None and schemes.layout.names(names[0], scheme.element)[1] in tensors:
+        if scheme is not None and schemes.layout.names_in(names[0], scheme.form, tensors)[1] in tensors:
             packed[name] = Packed(scheme, parts)
     return packed
 
 
-def _names_of_codes(packed: dict[str, Packed], layout: Layout) -> set[str]:
-    """Return the tensors of the checkpoint that are codes or scales."""
-    return {
-        tensor
-        for name, weight in packed.items()
-        for part in weight.parts or (name,)
-        for tensor in layout.names(part, weight.scheme.element)
-    }
+def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: CheckpointTensors) -> set[str]:
+    """Return the tensors of the checkpoint that are codes or scales, of weights or of inputs."""
+    parts = {part: weight.scheme for name, weight in packed.items() for part in weight.parts or (name,)}
+    names = {name for part, scheme in parts.items() for name in layout.names_in(part, scheme.form, tensors)}
+    of_inputs = [name for name in (layout.input_scale, layout.pre_scale) if name]
+    return names | {f"{part.rpartition('.')[0]}.{name}" for part in parts for name in of_inputs}
 
 
 def _with_floats(
@@ -251,20 +250,10 @@ def _with_floats(
 
 
 def _codes(
-    skeleton: PreTrainedModel, name: str, weight: Packed, layout: Layout, tensors: CheckpointTensors
-) -> tuple[Tensor, Tensor]:
-    """Return data (..., N, bytes of K) and scale (..., N, K / 32) of a parameter."""
-    element = weight.scheme.element
-    if weight.parts is None:
-        return layout.from_tensors(name, element, tensors)
-    merged: list[Tensor] = []
-    shape = skeleton.get_parameter(name).shape[:-1]
-    for part, rows in weight.parts.items():
-        pair = layout.from_tensors(part, element, tensors)
-        if len(weight.parts) == 1:
-            return pair
-        merged = merged or [torch.empty(shape.numel(), tensor.shape[-1], dtype=torch.uint8) for tensor in pair]
-        for whole, tensor in zip(merged, pair, strict=True):
-            whole[rows] = tensor
-    data, scale = (tensor.view(*shape, -1) for tensor in merged)
-    return data, scale
+    skeleton: PreTrainedModel, name: str, weight: Packed, schemes: Schemes, tensors: CheckpointTensors
+) -> PackedTensors:
+    """Return the codes and scales of a parameter, (..., N, K)."""
+    layout, form = schemes.layout, weight.scheme.form
+    parts = weight.parts or {name: None}
+    read = ((layout.from_tensors(part, form, tensors, schemes.block), rows) for part, rows in parts.items())
+    return next(read)[0] if len(parts) == 1 else merge(name, skeleton.get_parameter(name).shape[:-1], read)

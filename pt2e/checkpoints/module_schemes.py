@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.weight_formats import BLOCK
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ class Scheme:
     """The quantization of a module.
 
     Args:
-        element: the element of its weight, in blocks of 32 along the last dimension.
+        form: the name of the format of its weight, as in `weight_formats`.
         inputs: the spec of its inputs, quantized in each call; None: they stay in high precision.
     """
 
-    element: str
+    form: str
     inputs: MXSpec | None = None
 
 
@@ -61,10 +62,12 @@ class Schemes:
     Args:
         layout: the layout of its tensors.
         rules: the rules of its configuration.
+        block: the rows and columns of a block, of a layout whose scales decide the format.
     """
 
     layout: Layout
     rules: Rules
+    block: tuple[int, int] = (1, BLOCK)
 
     def of(self, name: str, kind: str = "Linear") -> Scheme | None:
         """Return the scheme of a module.

@@ -12,8 +12,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.node import Dequantize, args_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
-from pt2mx.pt2e.checkpoints.layouts import BLOCK
-from pt2mx.pt2e.checkpoints.module_schemes import Scheme
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
 from pt2mx.spec import MXSpec
 
 #: attribute of a module: parameter -> the arguments of `dequantize_mx` after codes and scales
@@ -23,7 +22,7 @@ DATA, SCALE = "_data", "_scale"
 
 
 def replace_parameter(
-    module: nn.Module, name: str, scheme: Scheme, data: Tensor, scale: Tensor, transposed: bool
+    module: nn.Module, name: str, packed: PackedTensors, inputs: MXSpec | None, transposed: bool
 ) -> None:
     """Replace a parameter by the buffers `<name>_data` and `<name>_scale`, named as in a converted model.
 
@@ -32,22 +31,21 @@ def replace_parameter(
     Args:
         module: the module to change.
         name: the parameter, (..., N, K).
-        scheme: the element, and the spec of inputs.
-        data: (..., N, bytes of K) uint8.
-        scale: (..., N, K / 32) uint8.
+        packed: its codes and scales.
+        inputs: the spec of the module's inputs; None: high precision.
         transposed: True where the parameter is (..., K, N).
     """
-    parameter, axis = getattr(module, name), data.dim() - 1 - transposed
+    parameter, axis = getattr(module, name), packed.data.dim() - 1 - transposed
     length = parameter.shape[axis]
     formats = module.__dict__.setdefault(_FORMATS, {})
-    formats[name] = (scheme.element, BLOCK, parameter.dtype, axis, length)
+    formats[name] = (packed.spec.element.name, packed.spec.block_size, parameter.dtype, axis, length)
     delattr(module, name)
     kind: Any = type(module)
     module.__class__ = _with_computed(kind, name)
-    for suffix, tensor in ((DATA, data), (SCALE, scale)):
+    for suffix, tensor in ((DATA, packed.data), (SCALE, packed.scale)):
         module.register_buffer(f"{name}{suffix}", tensor.movedim(-1, axis).contiguous())
-    if scheme.inputs is not None:
-        module.register_forward_pre_hook(functools.partial(_quantize_input, scheme.inputs))
+    if inputs is not None:
+        module.register_forward_pre_hook(functools.partial(_quantize_input, inputs))
 
 
 @functools.cache

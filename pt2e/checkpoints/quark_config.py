@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import BLOCK, LAYOUTS
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Rules, Scheme, always, by_wildcard, most_common, unquantized
+from pt2mx.pt2e.checkpoints.weight_formats import BLOCK
 from pt2mx.spec import MXSpec
 
 #: element -> `dtype`
@@ -65,7 +66,7 @@ def read(config: Mapping[str, Any]) -> Rules:
 def _layer(scheme: Scheme) -> dict[str, Any]:
     inputs = scheme.inputs
     return {
-        "weight": _tensor(scheme.element, "even", dynamic=False),
+        "weight": _tensor(scheme.form, "even", dynamic=False),
         "input_tensors": None if inputs is None else _tensor(inputs.element.name, inputs.scale_mode, dynamic=True),
         "output_tensors": None,
         "bias": None,
@@ -104,7 +105,7 @@ def _scheme(name: str, layer: Mapping[str, Any]) -> Scheme:
         return Scheme(element)
     inputs, mode = _element(name, "input_tensors", layer["input_tensors"], dynamic=True)
     spec = MXSpec(inputs, BLOCK, scale_mode=mode)
-    LAYOUTS["quark"].check_inputs(name, spec)
+    LAYOUTS["quark"].check_inputs(name, element, spec)
     return Scheme(element, spec)
 
 

@@ -143,9 +143,9 @@ def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
     transposed = [name for name in weights_of(model) if is_transposed(model, name)]
     packed_experts = any(user.weight.endswith(name) for user in users for name in transposed)
     for layout in LAYOUTS.values():
-        if layout.only_experts == packed_experts and all(user.element in layout.stored for user in users):
+        if layout.only_experts == packed_experts and all(user.form in layout.stored for user in users):
             return layout
-    elements = sorted({user.element for user in users})
+    elements = sorted({user.form for user in users})
     raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_supported, LAYOUTS.values()))}")
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Dequantize, is_ours, name_of, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
+from pt2mx.pt2e.checkpoints.weight_formats import format_of
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
 from pt2mx.spec import MXSpec
 
@@ -37,20 +38,25 @@ class WeightUser:
     Args:
         module: qualified name of the module in the graph.
         weight: qualified name of the parameter.
-        element: the element of the codes.
-        block_size: values that share a scale.
+        spec: the format of the codes and scales.
         data: (..., N, bytes of K) uint8, for any axis in the graph.
-        scale: (..., N, blocks of K) uint8.
+        scale: (..., blocks of N, blocks of K).
+        tensor_scale: () float32, for a scale format with one.
         inputs: the spec of the inputs that the module multiplies with it; None: high precision.
     """
 
     module: str
     weight: str
-    element: str
-    block_size: int
+    spec: MXSpec
     data: Tensor
     scale: Tensor
+    tensor_scale: Tensor | None
     inputs: MXSpec | None
+
+    @property
+    def form(self) -> str:
+        """The name of the format."""
+        return format_of(self.spec)
 
 
 def weight_users(model: GraphModule) -> list[WeightUser]:
@@ -89,7 +95,8 @@ def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node
         if spec.axis % argument.meta["val"].dim() != argument.meta["val"].dim() - 1:
             raise MXError(f"inputs of {module_name(node)} have blocks along dimension {spec.axis}, not the last one")
     name = _DATA.sub("", name_of(to.codes))
-    return WeightUser(module_name(node), name, to.element, to.block_size, data, scale, specs[0] if specs else None)
+    spec, inputs_spec = spec_of_dequantize(weight).replace(axis=-1), specs[0] if specs else None
+    return WeightUser(module_name(node), name, spec, data, scale, None, inputs_spec)
 
 
 def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
@@ -148,5 +155,7 @@ def _values(name: str, user: WeightUser, model: PreTrainedModel, dtype: torch.dt
             f"unpack: {name} of a {type(layer).__name__} cannot be told from its transpose: leave it in high precision "
             "(set_module_name_regex)"
         )
-    values = ops.dequantize_mx(user.data, user.scale, user.element, user.block_size, dtype, matrix.dim() - 1, columns)
+    values = dequantize_mx(
+        user.data, user.scale, user.spec, target_dtype=dtype, length=columns, tensor_scale=user.tensor_scale
+    )
     return as_matrix(layer, values)

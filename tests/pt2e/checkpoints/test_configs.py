@@ -108,7 +108,7 @@ def test_modelopt_and_fp8_and_gpt_oss():
         ({"config_groups": {"g": group(4, "Linear", weights={**_MX, "num_bits": 4, "type": "int"})}}, "type 'int'"),
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype 'int4', qscheme None"),
         ({"quant_method": "quark", "export": {"weight_format": "fake"}}, "weight_format 'fake'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, "'NVFP4' of the checkpoint in groups"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'NVFP4' of the checkpoint in groups"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transforms inputs (transform_config)"),
         ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]}, "rotates inputs (r3 of"),
         ({"config_groups": {"MXFP4": ["Linear"]}}, "could not read the quantization_config of compressed-tensors"),

@@ -3,15 +3,16 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 
 import pt2mx
-from pt2mx import MXError, MXSpec
+from pt2mx import ELEMENTS, MXError, MXSpec
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, format_of, rows_of_scales, spec_of
 
-COMPRESSED = LAYOUTS["compressed-tensors"]
+COMPRESSED, E4M3 = LAYOUTS["compressed-tensors"], torch.float8_e4m3fn
 
 
 def group_of(element, inputs=None):
@@ -20,7 +21,10 @@ def group_of(element, inputs=None):
     return QuantizationScheme.model_validate(config["config_groups"]["group_0"])
 
 
-@pytest.mark.parametrize("element", list(COMPRESSED.stored))
+MX = [form for form in COMPRESSED.stored if form in ELEMENTS]
+
+
+@pytest.mark.parametrize("element", MX)
 def test_bytes_are_those_of_compressed_tensors_own_compressor(element):
     weight = torch.randn(48, 96, dtype=torch.bfloat16) * torch.randn(48, 1).exp2().bfloat16()
     scale, data = pt2mx.quantize_mx(weight, element, scale_mode="even")
@@ -37,10 +41,33 @@ def test_bytes_are_those_of_compressed_tensors_own_compressor(element):
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
     back = COMPRESSED.from_tensors("weight", element, expected)
-    assert torch.equal(back[0], data) and torch.equal(back[1], scale)
+    assert torch.equal(back.data, data) and torch.equal(back.scale, scale)
 
 
-@pytest.mark.parametrize("element", list(COMPRESSED.inputs))
+def test_nvfp4_bytes_are_those_of_compressed_tensors_own_compressor():
+    """From the same float32 weight, with the preset."""
+    weight = torch.randn(48, 96) * torch.randn(48, 1).exp2()
+    spec = spec_of(NVFP4_DIVISOR).replace(scale_mode="nearest_flush")
+    tensor_scale = pt2mx.tensor_scale_mx(weight, spec)
+    scale, data = pt2mx.quantize_mx(weight, spec, tensor_scale=tensor_scale)
+    group = group_of(NVFP4_DIVISOR)
+    global_scale = generate_gparam(weight.amin(), weight.amax())
+    blocks = weight.unflatten(-1, (-1, 16))
+    peer_scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), group.weights, global_scale=global_scale)
+    state = {"weight": weight, "weight_scale": peer_scale, "weight_global_scale": global_scale}
+    expected = BaseCompressor.get_value_from_registry(group.format).compress(state, group)
+    result = COMPRESSED.to_tensors("weight", NVFP4_DIVISOR, data, scale, tensor_scale)
+    assert result.keys() == expected.keys() == {"weight_packed", "weight_scale", "weight_global_scale"}
+    for name, tensor in result.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+    decompressed = BaseCompressor.get_value_from_registry(group.format).decompress(expected, group)["weight"]
+    back = COMPRESSED.from_tensors("weight", NVFP4_DIVISOR, expected)
+    values = pt2mx.dequantize_mx(*back[:3], target_dtype=torch.bfloat16, tensor_scale=back.tensor_scale)
+    assert torch.equal(values, decompressed)
+
+
+@pytest.mark.parametrize("element", MX)
 def test_inputs_are_quantized_as_compressed_tensors_does(element):
     """All bits are equal except in FP8 blocks with largest value 1.75 * 2**e, whose scale is twice ours."""
     (mode,) = COMPRESSED.inputs[element]
@@ -60,13 +87,15 @@ def test_inputs_are_quantized_as_compressed_tensors_does(element):
     ("layout", "element"), [(name, element) for name in LAYOUTS for element in LAYOUTS[name].stored]
 )
 def test_to_tensors_and_back(layout, element):
-    scale, data = pt2mx.quantize_mx(torch.randn(3, 8, 64), element)
-    tensors = LAYOUTS[layout].to_tensors("experts.down_proj", element, data, scale)
-    assert all(
-        tensor.untyped_storage().data_ptr() in (data.data_ptr(), scale.data_ptr()) for tensor in tensors.values()
-    )
-    back = LAYOUTS[layout].from_tensors("experts.down_proj", element, tensors)
-    assert torch.equal(back[0], data) and torch.equal(back[1], scale)
+    spec, x = spec_of(element), torch.randn(3, 160, 256)
+    tensor_scale = pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+    scale, data = pt2mx.quantize_mx(x, spec, tensor_scale=tensor_scale)
+    tensors = LAYOUTS[layout].to_tensors("experts.down_proj", element, data, scale, tensor_scale)
+    memory = {tensor.data_ptr() for tensor in (data, scale, tensor_scale) if tensor is not None}
+    assert {tensor.data_ptr() for tensor in tensors.values()} == memory
+    back = LAYOUTS[layout].from_tensors("experts.down_proj", element, tensors, (spec.block_rows, spec.block_size))
+    assert format_of(back.spec) == element
+    assert torch.equal(back.data, data) and torch.equal(back.scale, scale) and back.tensor_scale == tensor_scale
 
 
 def test_what_cannot_be_held():
@@ -78,3 +107,68 @@ def test_what_cannot_be_held():
     scale, data = pt2mx.quantize_mx(torch.full((4, 32), float("nan")), "fp4_e2m1")
     with pytest.raises(MXError, match="w has blocks that are NaN"):
         COMPRESSED.to_tensors("w", "fp4_e2m1", data, scale)
+
+
+def _nvfp4():
+    weight = torch.randn(4, 32)
+    tensor_scale = pt2mx.tensor_scale_mx(weight, NVFP4)
+    scale, data = pt2mx.quantize_mx(weight, NVFP4, tensor_scale=tensor_scale)
+    return LAYOUTS["modelopt"].to_tensors("fc.weight", NVFP4, data, scale, tensor_scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"fc.weight_scale_2": torch.tensor(float("nan"))}, "fc.weight_scale_2 is nan: a tensor scale is a positive"),
+        ({"fc.weight_scale_2": torch.tensor(0.0)}, "fc.weight_scale_2 is 0: a tensor scale is a positive"),
+        ({"fc.weight_scale_2": torch.ones(2)}, r"fc.weight_scale_2 is torch.float32 of shape \(2,\)"),
+        ({"fc.weight_scale_2": torch.ones(()).half()}, "fc.weight_scale_2 is torch.float16 of shape"),
+        ({"fc.weight_scale_2": None}, "the checkpoint holds no fc.weight_scale_2"),
+        (
+            {"fc.weight_scale": torch.zeros(4, 2).to(torch.float8_e4m3fn)},
+            "fc.weight_scale holds a scale of 0 for codes",
+        ),
+        ({"fc.weight_scale": torch.full((4, 2), -1.0).to(E4M3)}, "fc.weight_scale holds negative scales"),
+        ({"fc.weight_scale": torch.ones(4, 2)}, "fc.weight_scale is torch.float32"),
+        ({"fc.weight_scale": torch.ones(4, 1).to(E4M3)}, "fc.weight has codes of shape"),
+    ],
+)
+def test_scales_that_are_impossible(change, text):
+    tensors = {name: tensor for name, tensor in (_nvfp4() | change).items() if tensor is not None}
+    with pytest.raises(MXError, match=text):
+        LAYOUTS["modelopt"].from_tensors("fc.weight", NVFP4, tensors)
+
+
+@pytest.mark.parametrize(
+    ("codes", "grid", "block", "expected"),
+    [
+        ((64, 64), (64, 2), (128, 128), "fp8_e4m3"),
+        ((576, 512), (5, 4), (128, 128), "fp8_e4m3{128x128}"),  # the last block has 64 rows
+        ((64, 64), (1, 1), (1, 32), "fp8_e4m3{64x64}"),
+        ((64, 64), (1, 1), (128, 128), "fp8_e4m3{128x128}"),
+        ((96, 64), (3, 1), (128, 128), "fp8_e4m3{32x64}"),
+        ((64, 64), (3, 1), (128, 128), None),
+        ((64, 64), (0, 1), (128, 128), None),
+        ((64, 64), (64,), (128, 128), None),
+    ],
+)
+def test_the_grid_of_scales_decides_the_block(codes, grid, block, expected):
+    tensors = {
+        "w": torch.zeros(codes).to(torch.float8_e4m3fn),
+        "w_scale_inv": torch.ones(grid).to(torch.float8_e8m0fnu),
+    }
+    if expected is None:
+        with pytest.raises(MXError, match=r"w has codes of shape .*: no block of fp8_e4m3 gives such a grid"):
+            LAYOUTS["fp8"].from_tensors("w", "fp8_e4m3", tensors, block)
+        return
+    assert format_of(LAYOUTS["fp8"].from_tensors("w", "fp8_e4m3", tensors, block).spec) == expected
+    floats = {**tensors, "w_scale_inv": torch.ones(grid)}
+    assert LAYOUTS["fp8"].from_tensors("w", "fp8_e4m3", floats, block).spec.scale_format.name == "f32"
+
+
+def test_rows_of_blocks():
+    spec = spec_of("fp8_e4m3{128x128}")
+    assert rows_of_scales("w", spec, torch.arange(256, 512)).tolist() == [2, 3]
+    assert rows_of_scales("w", spec, torch.arange(128, 300)).tolist() == [1, 2]
+    with pytest.raises(MXError, match="the rows of w are no whole blocks of 128 rows"):
+        rows_of_scales("w", spec, torch.arange(64, 256))

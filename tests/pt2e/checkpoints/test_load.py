@@ -84,12 +84,12 @@ def checkpoint(bf16, convert, tmp_path):
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
-def _blocks_of_128(tensors, config):
-    tensors[f"{Q}_scale_inv"] = torch.ones(1, 1, dtype=torch.uint8)
+def _other_grid(tensors, config):
+    tensors[f"{Q}_scale_inv"] = torch.ones(3, 1, dtype=torch.uint8)
 
 
-def _float_scales(tensors, config):
-    tensors[f"{Q}_scale_inv"] = torch.ones(64, 2)
+def _integer_scales(tensors, config):
+    tensors[f"{Q}_scale_inv"] = torch.ones(64, 2, dtype=torch.int32)
 
 
 def _fewer_rows(tensors, config):
@@ -109,8 +109,8 @@ def test_scales_of_their_own_dtype(checkpoint, logits):
 @pytest.mark.parametrize(
     ("layout", "change", "text"),
     [
-        ("fp8", _blocks_of_128, "codes of shape (64, 64) and scales of shape (1, 1)"),
-        ("fp8", _float_scales, "q_proj.weight_scale_inv is torch.float32"),
+        ("fp8", _other_grid, "codes of shape (64, 64) and scales of shape (3, 1): no block of fp8_e4m3"),
+        ("fp8", _integer_scales, "q_proj.weight_scale_inv is torch.int32"),
         ("compressed-tensors", lambda tensors, config: tensors.pop(Q), f"the checkpoint holds no {Q}"),
         ("compressed-tensors", lambda tensors, config: tensors.pop("model.norm.weight"), "missing keys of the"),
         ("compressed-tensors", _fewer_rows, f"has {Q} of shape (63, 64), its config.json of (64, 64)"),

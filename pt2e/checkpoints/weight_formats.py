@@ -1,0 +1,249 @@
+"""The formats of weights in checkpoints: their names, their blocks, and checks of codes and scales.
+
+The name of a format is that of the element for blocks of 32 with E8M0 scales, otherwise a text that `pt2mx.parse`
+reads, such as "nvfp4" or "fp8_e4m3{128x128}(f32)".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, value_of
+from pt2mx.kernels.packing import packed_length
+from pt2mx.scale_formats import SCALE_FORMATS
+from pt2mx.spec import MXSpec, parse
+
+#: values that share an E8M0 scale of one row
+BLOCK = 32
+#: NVFP4 with the tensor scale as a factor, and as a divisor
+NVFP4, NVFP4_DIVISOR = "nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)"
+#: dtype of scales that are floats -> the scale format
+_FLOAT_SCALES = {form.dtype: name for name, form in SCALE_FORMATS.items() if form.dtype.is_floating_point}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of one weight: suffixes of its name, and their dtypes.
+
+    Args:
+        data, scale: the suffixes of the codes and of the scales.
+        dtype, scale_dtype: their dtypes in files.
+        tensor_scale: the suffix of the scale of the whole tensor, (1,) or () float32; "" for none.
+        tensor_scale_shape: its shape in files.
+        by_block: the codes of a block have their own dimension: (..., N, K / 32, bytes of 32).
+    """
+
+    data: str
+    scale: str
+    dtype: torch.dtype = torch.uint8
+    scale_dtype: torch.dtype = torch.uint8
+    tensor_scale: str = ""
+    tensor_scale_shape: tuple[int, ...] = ()
+    by_block: bool = False
+
+
+class PackedTensors(NamedTuple):
+    """A weight as codes and scales.
+
+    Args:
+        data: (..., N, bytes of K) uint8.
+        scale: (..., blocks of N, blocks of K), in the dtype of the spec's scale format.
+        spec: the format.
+        tensor_scale: () float32, for a scale format with one.
+    """
+
+    data: Tensor
+    scale: Tensor
+    spec: MXSpec
+    tensor_scale: Tensor | None = None
+
+
+def format_of(spec: MXSpec) -> str:
+    """Return the name of the format that a weight or an input has: its element, for E8M0 scales of one row."""
+    if spec.has_e8m0_scale and spec.block_rows == 1:
+        return spec.element.name
+    if spec.replace(axis=-1, scale_mode=None, rounding="even") == spec_of(NVFP4):
+        return NVFP4
+    block = str(spec.block_size) if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"
+    scales = "" if spec.has_e8m0_scale else f"({spec.scale_format})"
+    return f"{spec.element.name}{{{block}}}{scales}"
+
+
+@cache
+def spec_of(form: str) -> MXSpec:
+    """Return the spec that the name of a weight format means, with the default modes."""
+    return parse(form)
+
+
+def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int]) -> MXSpec:
+    """Return the format of a weight from its codes and the grid of its scales.
+
+    Args:
+        weight: its name.
+        data: codes of E4M3, or bytes with two codes of FP4 each.
+        scale: (..., blocks of N, blocks of K), E8M0 or floats.
+        block: the rows and columns of a block that the configuration states.
+
+    Raises:
+        MXError: for a grid that fits no block.
+    """
+    element = "fp4_e2m1" if data.dtype in (torch.int8, torch.uint8) else "fp8_e4m3"
+    if data.dim() < 2 or scale.dim() != data.dim():
+        raise MXError(_misfit(weight, element, data, scale))
+    rows, columns = data.shape[-2], data.shape[-1] * (2 if element == "fp4_e2m1" else 1)
+    grid = tuple(scale.shape[-2:])
+    divided = tuple(
+        n // count if count and n % count == 0 else 0 for n, count in zip((rows, columns), grid, strict=True)
+    )
+    for height, width in (block, (1, BLOCK), divided):
+        if height and width and (-(-rows // height), -(-columns // width)) == grid:
+            return MXSpec(element, width, scale_format=_FLOAT_SCALES.get(scale.dtype, "e8m0"), block_rows=height)
+    raise MXError(_misfit(weight, element, data, scale))
+
+
+def _misfit(weight: str, element: str, data: Tensor, scale: Tensor) -> str:
+    return (
+        f"{weight} has codes of shape {tuple(data.shape)} and scales of shape {tuple(scale.shape)}: no block of "
+        f"{element} gives such a grid"
+    )
+
+
+def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
+    """Raise an `MXError` for codes and scales that are no blocks of their format along the last dimension.
+
+    Args:
+        weight: the name of the weight.
+        form: its format.
+        spec: its spec.
+        data: (..., N, bytes of K) uint8.
+        scale: (..., blocks of N, blocks of K).
+
+    Raises:
+        MXError: naming the shapes.
+    """
+    if spec.block_rows > 1:
+        columns = data.shape[-1] * 8 // spec.element.bits
+        expected = (*data.shape[:-2], -(-data.shape[-2] // spec.block_rows), -(-columns // spec.block_size))
+        if scale.shape != expected:
+            raise MXError(f"{_misfit(weight, form, data, scale)}, but {expected}")
+        return
+    block_bytes = packed_length(spec.block_size, spec.element.bits)
+    if data.shape != (*scale.shape[:-1], scale.shape[-1] * block_bytes):
+        raise MXError(
+            f"{weight} has codes of shape {tuple(data.shape)} and scales of shape {tuple(scale.shape)}: of {form} a "
+            f"scale must have {block_bytes} bytes of codes, a whole block of {spec.block_size} values along the last "
+            "dimension"
+        )
+
+
+def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
+    """Raise an `MXError` for scales that are negative, and for a scale of zero with codes that are not zero.
+
+    Args:
+        name: the name of the scales.
+        spec: the format.
+        data: (..., N, bytes of K) uint8.
+        scale: (..., blocks of N, blocks of K).
+    """
+    if spec.scale_format.is_power_of_two:
+        return
+    value = scale if scale.dtype.is_floating_point else scale.view(torch.float8_e4m3fn).float()
+    if bool((value.signbit() & ~value.isnan()).any()):
+        raise MXError(f"{name} holds negative scales: fetch the checkpoint again")
+    zero = value == 0
+    if not bool(zero.any()):
+        return
+    magnitude = data & (0x77 if spec.element.bits == 4 else 0x7F)
+    per_block = packed_length(spec.block_size, spec.element.bits)
+    spread = zero.repeat_interleave(per_block, -1)[..., : data.shape[-1]]
+    if spec.block_rows > 1:
+        spread = spread.repeat_interleave(spec.block_rows, -2)[..., : data.shape[-2], :]
+    if bool((spread & (magnitude != 0)).any()):
+        raise MXError(f"{name} holds a scale of 0 for codes that are not 0: fetch the checkpoint again")
+
+
+def read_tensor_scale(name: str, tensor: Tensor) -> Tensor:
+    """Return the scale of a whole tensor, () float32.
+
+    Raises:
+        MXError: for a tensor that is no positive number of float32.
+    """
+    if tensor.dtype != torch.float32 or tensor.numel() != 1:
+        raise MXError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: a tensor scale is one float32 number")
+    value = tensor.item()
+    if not 0 < value < float("inf"):
+        raise MXError(f"{name} is {value:g}: a tensor scale is a positive number")
+    return tensor.reshape(())
+
+
+def rows_of_scales(name: str, spec: MXSpec, rows: Tensor) -> Tensor:
+    """Return the rows of scales that belong to rows of codes.
+
+    Args:
+        name: the tensor that holds the rows, for the error.
+        spec: the format.
+        rows: indices of rows of codes, those of whole blocks in order.
+
+    Raises:
+        MXError: where the rows are no whole blocks.
+    """
+    height = spec.block_rows
+    if height == 1:
+        return rows
+    first = rows[::height]
+    whole = first.repeat_interleave(height)[: rows.numel()] + torch.arange(rows.numel()) % height
+    if bool((first % height).any()) or not rows.equal(whole):
+        raise MXError(f"the rows of {name} are no whole blocks of {height} rows of its parameter")
+    return first // height
+
+
+def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Tensor]]) -> PackedTensors:
+    """Merge the rows of a parameter, whose codes a checkpoint holds in parts.
+
+    Parts with different tensor scales get float32 scales, the products that kernels compute: the values are equal.
+
+    Args:
+        name: the parameter, for errors.
+        shape: its shape without the last dimension.
+        parts: the codes of each part with its rows of the parameter, which counts as rows of K; each is read once.
+
+    Returns:
+        data (*shape, bytes of K), and the scales.
+
+    Raises:
+        MXError: where parts have several formats.
+    """
+    data, scales = None, []
+    for part, rows in parts:
+        data = torch.empty(shape.numel(), part.data.shape[-1], dtype=torch.uint8) if data is None else data
+        data[rows] = part.data
+        scales.append((part._replace(data=part.data[:0]), rows))
+    first = scales[0][0]
+    height = first.spec.block_rows
+    if data is None or any(part.spec != first.spec for part, _ in scales):
+        raise MXError(f"{name} has parts in {first.spec} and in others: a parameter has one format")
+    if shape[-1] % height:
+        raise MXError(f"{name} has {shape[-1]} rows in a matrix, which are no whole blocks of {height} rows")
+    if len({part.tensor_scale.item() for part, _ in scales if part.tensor_scale is not None}) > 1:
+        scales = [(_with_float_scales(part), rows) for part, rows in scales]
+        first = scales[0][0]
+    scale = torch.empty(shape.numel() // height, first.scale.shape[-1], dtype=first.scale.dtype)
+    for part, rows in scales:
+        scale[rows_of_scales(name, part.spec, rows)] = part.scale
+    scale = scale.view(*shape[:-1], shape[-1] // height, scale.shape[-1])
+    return first._replace(data=data.view(*shape, -1), scale=scale)
+
+
+def _with_float_scales(packed: PackedTensors) -> PackedTensors:
+    """Return the same codes with float32 scales and without a tensor scale."""
+    assert packed.tensor_scale is not None
+    scale = value_of(codes_of(packed.scale), packed.spec.scale_format)
+    scale = TENSOR_SCALES[packed.spec.scale_format.tensor].apply(scale, packed.tensor_scale)
+    return PackedTensors(packed.data, scale, packed.spec.replace(scale_format="f32"))
