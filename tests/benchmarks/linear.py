@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops
+from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops, parse
+from pt2mx.kernels.float_scales import tensor_scale
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
 
@@ -91,7 +93,7 @@ def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
-    """Ours for every element, then the peers that are installed."""
+    """Ours for every element, and for NVFP4, then the peers that are installed."""
     for name in FORMATS:
         packed = copies(ops.quantize_mx(weight, name, _BLOCK, -1, "floor", "even")[::-1], cache)
         limit = weight.nbytes / sum(part.nbytes for part in packed[0])
@@ -117,7 +119,23 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
                 return f(x, *packed[i % len(packed)])
 
             yield Candidate("Inductor on the plain expression", name, inductor, limit)
+    if weight.device.type == "cpu":
+        yield from nvfp4_candidates(weight, cache)
     yield from torchao_candidates(weight, cache)
+
+
+def nvfp4_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
+    """FP4 in blocks of 16 with E4M3 scales."""
+    spec = parse("nvfp4", axis=1)
+    own = tensor_scale(weight, spec)
+    packed = copies(run_kernel("quantize_mx", weight, spec, None, own)[::-1], cache)
+    limit = weight.nbytes / sum(part.nbytes for part in packed[0])
+
+    def ours(x: Tensor, i: int) -> Tensor:
+        return run_kernel("linear_mx", x, *packed[i % len(packed)], None, spec, 0, None, own)
+
+    yield Candidate("linear_mx", "nvfp4", ours, limit)
+    yield Candidate("linear_mx", "nvfp4", ours, limit, torch.float32)
 
 
 def inductor_expression(name: str, k: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -21,6 +21,7 @@ from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.hadamard import rotate
+from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
@@ -33,6 +34,8 @@ _FORMATS = {
     **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
 }
 TABLE, _GROUP = 0, 32
+#: significant bits of a bfloat16
+_BFLOAT_BITS = 8
 
 #: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul
 VECTOR_ROWS, FEW_ROWS = 4, 32
@@ -58,14 +61,14 @@ def linear(
     subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
-    if not spec.has_operators or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
+    if not supports(spec, tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
         x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
     bias = None if bias is None else bias.contiguous()
-    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, isa) else None
+    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, isa, tensor_scale) else None
 
 
 def linear_fake_quantize(
@@ -84,7 +87,7 @@ def linear_fake_quantize(
     operands."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not isa or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
+    if not isa or not x.numel() or not spec.has_operators or not supports_epilogue(quantization, n, product_dtype):
         return None
     epilogue = epilogue_of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))
@@ -98,7 +101,13 @@ def linear_fake_quantize(
 
 
 def grouped_linear(
-    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """Rows of x past the last offset, whose results the definition leaves undefined, return 0. bfloat16 matrix
     instructions multiply many fp32 rows if bfloat16 represents their values, as it does for quantized values."""
@@ -112,7 +121,8 @@ def grouped_linear(
     for expert, last in enumerate(offs.tolist()):
         if first < last:
             weight = data[expert], scale[expert]
-            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype)
+            more = () if tensor_scale is None else (tensor_scale[expert] if tensor_scale.dim() else tensor_scale,)
+            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype, *more)
         first = last
     return out
 
@@ -124,13 +134,24 @@ def _are_bfloats(x: Tensor) -> bool:
 
 
 def _multiply(
-    x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, rotation: int, isa: int
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    spec: MXSpec,
+    rotation: int,
+    isa: int,
+    tensor_scale: Tensor | None,
 ) -> bool:
     """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. Return False
     for values so small that matrix instructions would treat their products as zero."""
     library, parallel_for = load()
     call = call_of(x, data, scale, bias, out, spec, isa)
     call.rotation = rotation
+    if not spec.scale_format.is_power_of_two:
+        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+        call.tensor_scale = 1.0 if tensor_scale is None else float(tensor_scale)
     return is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
 
 
@@ -199,7 +220,8 @@ def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
     """Return the C++ decoder for rows of `k` values, and the block size; a row of one block is padded to whole
     groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
-    return TABLE if block % _GROUP else _FORMATS.get(spec.element.name, TABLE), block
+    least = _GROUP if spec.scale_format.is_power_of_two else _GROUP // 2
+    return TABLE if block % least else _FORMATS.get(spec.element.name, TABLE), block
 
 
 @functools.cache
@@ -211,9 +233,16 @@ def table_of(name: str) -> Tensor:
 
 
 def isa_for(spec: MXSpec, k: int) -> int:
-    """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none."""
+    """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none. bfloat16
+    represents codes times their scale, without the scale of the tensor, if both have few significant bits."""
     decoder, _ = decoder_of(spec, k)
-    return _isa(spec.element.name, decoder) if decoder != TABLE and is_available() else 0
+    if decoder == TABLE or not is_available():
+        return 0
+    isa = _isa(spec.element.name, decoder)
+    if spec.scale_format.is_power_of_two:
+        return isa
+    bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
+    return isa & ~AVX512_VNNI if bits <= _BFLOAT_BITS else 0
 
 
 @functools.cache

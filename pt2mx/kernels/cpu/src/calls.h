@@ -64,10 +64,12 @@ struct LinearCall {
   int64_t rotation;                 // size of the blocks of x that are rotated first; 0: none
   const void* x;
   const uint8_t* data;
-  const uint8_t* scale;
+  const uint8_t* scale;      // in the dtype of `float_scale`
   const void* bias;          // or null
   const Epilogue* epilogue;  // or null; `supports_epilogue` in linear.cpp says which
   void* out;
+  const FloatScale* float_scale;  // null for E8M0
+  float tensor_scale;
 };
 
 // The convolution of x: (images, height, width, k) as a matmul. A row of the weight has `k` values for each tap of the

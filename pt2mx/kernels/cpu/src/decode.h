@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "float_scale.h"
 #include "packing.h"
 
 namespace {
@@ -21,11 +22,16 @@ inline TwoFactors factors_of(u8 scale, int32_t shift) {  // 2**(scale - 127 + sh
   return {from_bits((half + kBias) << 23), from_bits(scale == 255 ? 0x7FC00000 : (exponent - half + kBias) << 23)};
 }
 
+// The factors of both halves of a group: of scales with a significand, which 16 codes or more share.
+struct HalfFactors {
+  float first, second;
+};
+
 // A decoder has
 //   kBytes       bytes of a group
 //   kShift       its values are too small by 2**kShift; the factor makes up for that
 //   kEvenOdd     true if it returns values in the order 0, 2, .. 30, 1, 3, .. 31, false if in the order of the codes
-//   decode       the values of a group times a factor, a float or TwoFactors
+//   decode       the values of a group times a factor, a float, TwoFactors or HalfFactors
 //   invalid      true if it met a code that it cannot decode
 
 // Returns the index in the group of the i-th value that a decoder returns.
@@ -60,9 +66,21 @@ inline void from_halves(__m256i halves, Floats* out) {
 }
 #endif
 
-template <class F>
+template <bool EvenOdd, class F>
 inline void scale(F f, Floats* values) {
   for (int v = 0; v < kVectors; ++v) values[v] = values[v] * f;
+}
+template <bool EvenOdd>
+inline void scale(HalfFactors f, Floats* values) {
+  const Floats halves[2] = {floats(f.first), floats(f.second)};
+#if defined(__AVX512BW__)
+  if (EvenOdd) {  // the first half of the lanes belongs to the first half of the codes
+    const Floats both = Floats(_mm512_mask_mov_ps(__m512(halves[0]), 0xFF00, __m512(halves[1])));
+    for (int v = 0; v < kVectors; ++v) values[v] = values[v] * both;
+    return;
+  }
+#endif
+  for (int v = 0; v < kVectors; ++v) values[v] = values[v] * halves[EvenOdd ? v % 2 : v / (kVectors / 2)];
 }
 
 // Every 4-bit format: looks up its 16 scaled values in registers.
@@ -102,6 +120,10 @@ struct Nibbles {
     }
   }
 #endif
+  void decode(const u8* data, HalfFactors f, Floats* out) {
+    decode(data, 1.0f, out);
+    scale<kEvenOdd>(f, out);
+  }
 };
 
 // Splits 32 codes into those at even and at odd positions, each at the top of 16 bits, with any bits below it.
@@ -151,7 +173,7 @@ struct Halves {
     split_pairs<kBits>(data, &even, &odd);
     from_halves(to_half(even), out);
     from_halves(to_half(odd), out + kVectors / 2);
-    scale(f, out);
+    scale<kEvenOdd>(f, out);
     if (Nan) largest = _mm256_max_epu8(largest, _mm256_and_si256(load256(data), _mm256_set1_epi8(0x7F)));
   }
   // The NaN S.1111.111 of E4M3 would become a number.
@@ -173,7 +195,7 @@ struct Int8 {
       out[v] = Floats(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
 #endif
     }
-    scale(f, out);
+    scale<kEvenOdd>(f, out);
   }
   bool invalid() const { return false; }
 };
@@ -199,6 +221,13 @@ void with_decoder(int32_t format, Body body) {
   }
 }
 
+// Of a scale with a significand: the unit of integers, and the scale.
+inline TwoFactors factors_of(const LinearCall& c, i64 row, i64 block) {
+  float scale;
+  load_scales(*c.float_scale, c.scale, row * c.row_blocks + block, 1, 1, &scale);
+  return {1 / c.float_scale->unit, applied(scale, *c.float_scale, c.tensor_scale)};
+}
+
 // Decodes row `row` of the weight to out: (k rounded up to whole groups), in the order of a decoder, padded with zeros.
 NOINLINE void decode_row(const LinearCall& c, i64 row, bool even_odd, float* out) {
   const u8* data = c.data + row * c.row_bytes;
@@ -215,7 +244,7 @@ NOINLINE void decode_row(const LinearCall& c, i64 row, bool even_odd, float* out
       codes = unpacked;
     }
     for (i64 i = first; i < last;) {
-      const TwoFactors f = factors_of(scale[i / c.block], 0);
+      const TwoFactors f = c.float_scale ? factors_of(c, row, i / c.block) : factors_of(scale[i / c.block], 0);
       const i64 end = i / c.block == (last - 1) / c.block ? last : (i / c.block + 1) * c.block;
       for (; i < end; ++i) values[i - first] = c.table[codes[i - first]] * f.first * f.second;
     }

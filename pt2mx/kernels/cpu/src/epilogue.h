@@ -38,6 +38,7 @@ NOINLINE void finish_rows(const Linear& linear, const i64* positions, i64 rows, 
 // Stores the first `rows` rows and `n` columns of a micro-tile.
 void finish_micro_tile(const Linear& linear, const i64* positions, i64 rows, i64 column, i64 n, float* sums) {
   const int32_t dtype = linear.call.out_dtype;
+  for (i64 i = 0; i < rows * kNR && linear.result_factor != 1; ++i) sums[i] *= linear.result_factor;
   if (n < kNR || dtype == FP16) {
     for (i64 r = 0; r < rows; ++r) finish(linear, positions[r], column, n, sums + r * kNR);
   } else if (linear.quantizer) {

@@ -69,6 +69,38 @@ inline float divisor_or_reciprocal(float scale, const FloatScale& s, float t) {
   return s.tensor == FACTOR ? 1 / t / scale : s.tensor == DIVISOR ? t / scale : 1 / scale;
 }
 
+inline i64 bytes_of(const FloatScale& s) { return s.dtype == FP32 ? 4 : s.dtype == BYTE ? 1 : 2; }
+
+// Writes the scales [at, at + n) times a factor. Returns true if they are bytes without a sign, and no NaN.
+NOINLINE bool load_scales(const FloatScale& s, const void* stored, i64 at, i64 n, float factor, float* out) {
+  if (s.dtype != BYTE) {
+    get_floats(stored, at, n, s.dtype, out);
+    for (i64 i = 0; i < n; ++i) out[i] = (out[i] == out[i] ? out[i] : from_bits(0x7FC00000)) * factor;
+    return false;
+  }
+  const u8* bytes = static_cast<const u8*>(stored) + at;
+  const int32_t shift = 23 - s.mantissa_bits, max_code = s.max_code;
+  const float power = from_bits((2 * kBias - s.bias) << 23);
+  int32_t most = 0;
+  i64 i = 0;
+#if defined(__AVX512BW__)
+  __m512i largest = _mm512_setzero_si512();
+  for (; i + 16 <= n; i += 16) {
+    const __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes + i)));
+    const __m512 values = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(codes, shift)), _mm512_set1_ps(power));
+    largest = _mm512_max_epi32(largest, codes);
+    _mm512_storeu_ps(out + i, _mm512_mul_ps(values, _mm512_set1_ps(factor)));
+  }
+  most = _mm512_reduce_max_epi32(largest);
+#endif
+  for (; i < n; ++i) {
+    most = std::max<int32_t>(most, bytes[i]);
+    out[i] = from_bits(u32(bytes[i]) << shift) * power * factor;
+  }
+  for (i = 0; i < n && most > max_code; ++i) out[i] = value_of_byte(bytes[i], s) * factor;
+  return most <= max_code;
+}
+
 // Copies `n` stored scales to codes, or codes to stored scales.
 inline void load_codes(const void* stored, i64 at, i64 n, int32_t dtype, int32_t* codes) {
   for (i64 i = 0; i < n; ++i) {

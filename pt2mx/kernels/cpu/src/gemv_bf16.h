@@ -124,13 +124,14 @@ TARGET_AVX512_BF16 inline __m512 dot_bf16(__m512 sum, __m512i w, const u16* x) {
   return _mm512_dpbf16_ps(sum, __m512bh(w), __m512bh(_mm512_loadu_si512(x)));
 }
 
-// Returns total + spans of a row of the weight times x.
-template <class Pairs>
+// Returns total + spans of a row of the weight times x. `factors`: of each group, or of both halves of each group.
+template <class Pairs, bool kHalves>
 TARGET_AVX512_BF16 NOINLINE __m512 multiply_spans(const Pairs& pairs, const u8* codes, const float* factors,
                                                   const u16* x, i64 spans, __m512 total) {
   const Pairs decoder = pairs;  // a copy stays in registers
   const __m512i block_of_lane = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  for (i64 s = 0; s < spans; ++s, codes += Pairs::kBytes, factors += 4, x += kSpan) {
+  const __m512i half_of_lane = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  for (i64 s = 0; s < spans; ++s, codes += Pairs::kBytes, factors += kHalves ? 8 : 4, x += kSpan) {
     for (i64 at = 0; at < Pairs::kBytes; at += 64)
       __builtin_prefetch(codes + kAhead + at, 0, 1);  // to L2, which takes more prefetches
     __m512i w[4];
@@ -139,11 +140,16 @@ TARGET_AVX512_BF16 NOINLINE __m512 multiply_spans(const Pairs& pairs, const u8* 
     for (int v = 0; v < 4; ++v) {
       sum = dot_bf16(sum, w[v], x + v * 32);
       if (Pairs::kLanes == 16) {  // a vector is a block
-        total = _mm512_fmadd_ps(sum, _mm512_set1_ps(factors[v]), total);
+        const __m512 factor = _mm512_set1_ps(factors[kHalves ? 2 * v : v]);
+        const __m512 both = kHalves ? _mm512_mask_mov_ps(factor, 0xFF00, _mm512_set1_ps(factors[2 * v + 1])) : factor;
+        total = _mm512_fmadd_ps(sum, both, total);
         sum = _mm512_setzero_ps();
       }
     }
-    if (Pairs::kLanes == 4) {
+    if (Pairs::kLanes == 4 && kHalves) {
+      const __m512 halves = _mm512_castps256_ps512(_mm256_loadu_ps(factors));
+      total = _mm512_fmadd_ps(sum, _mm512_permutexvar_ps(half_of_lane, halves), total);
+    } else if (Pairs::kLanes == 4) {
       const __m512 blocks = _mm512_broadcast_f32x4(_mm_loadu_ps(factors));
       total = _mm512_fmadd_ps(sum, _mm512_permutexvar_ps(block_of_lane, blocks), total);
     }
@@ -167,39 +173,61 @@ inline bool set_factors(const u8* scale, i64 per_block, i64 begin, i64 end, floa
   return !extreme;
 }
 
+// The same for both halves of each group, of scales with a significand, which may also be zero.
+inline bool set_factors(const LinearCall& c, i64 row, i64 begin, i64 end, HalfFactors* out) {
+  const FloatScale& s = *c.float_scale;
+  const bool usual = set_half_factors(c, row, begin, end, 1, 0, out);
+  for (i64 i = end - begin; i % 4; ++i) out[i] = {0, 0};
+  if (usual && s.emin - s.mantissa_bits >= -64 && s.max_value <= 0x1p64f) return true;
+  u32 extreme = 0;
+  for (i64 i = 0; i < end - begin; ++i) {
+    for (const float factor : {out[i].first, out[i].second}) {
+      const u32 magnitude = bits_of(factor) & kMagnitude;
+      extreme |= magnitude && magnitude - ((kBias - 64) << 23) > 128u << 23;
+    }
+  }
+  return !extreme;
+}
+
 // Returns one row of the weight times x; NaN if linear_fp32.h has to compute it.
-template <class Pairs>
+template <class Pairs, bool kHalves>
 float gemv_row(const Gemv& gemv, const Pairs& decoder, i64 row) {
   const LinearCall& c = gemv.linear.call;
   const i64 groups = gemv.linear.groups, whole = c.k / kSpan;
   __m512 sums = _mm512_setzero_ps();
   for (i64 g = 0; g < groups; g += kChunk) {
-    float factors[kChunk];
+    HalfFactors halves[kChunk];
+    float ones[kChunk];
     const i64 end = std::min(g + kChunk, groups), first = g / 4;
-    if (!set_factors(c.scale + row * c.row_blocks, c.block / kGroup, g, end, factors)) return NAN;
+    const bool usual = kHalves ? set_factors(c, row, g, end, halves)
+                               : set_factors(c.scale + row * c.row_blocks, c.block / kGroup, g, end, ones);
+    if (!usual) return NAN;
+    const float* factors = kHalves ? &halves[0].first : ones;
     const i64 full = std::min((end - g + 3) / 4, whole - first);
     const u16* x = gemv.x.data() + g * kGroup;
     const u8* codes = c.data + row * c.row_bytes + first * Pairs::kBytes;
-    sums = multiply_spans(decoder, codes, factors, x, full, sums);
+    sums = multiply_spans<Pairs, kHalves>(decoder, codes, factors, x, full, sums);
     if (end < groups || first + full == gemv.spans) continue;
     u8 padded[Pairs::kBytes];
     codes = last_group<Pairs, kSpan>(c, row, padded);
-    sums = multiply_spans(decoder, codes, factors + 4 * full, x + full * kSpan, 1, sums);
+    sums =
+        multiply_spans<Pairs, kHalves>(decoder, codes, factors + (kHalves ? 8 : 4) * full, x + full * kSpan, 1, sums);
   }
-  return sum_of_lanes(Floats(sums));
+  return sum_of_lanes(Floats(sums)) * gemv.linear.result_factor;
 }
 
 template <class Pairs, class Decoder>
 void run_gemv(i64 begin, i64 end, void* context) {
   const Gemv& gemv = *static_cast<const Gemv*>(context);
   const Pairs decoder(gemv.linear.call);
+  const bool halves = gemv.linear.call.float_scale;
   const KeepSubnormals keep;
   for (i64 tile = begin; tile < end; ++tile) {
     const i64 row = tile * kRows, rows = std::min<i64>(kRows, gemv.linear.call.n - row);
     float y[kRows];
     bool finite = true;
     for (i64 q = 0; q < rows; ++q) {
-      y[q] = gemv_row(gemv, decoder, row + q);
+      y[q] = (halves ? gemv_row<Pairs, true> : gemv_row<Pairs, false>)(gemv, decoder, row + q);
       finite &= std::abs(y[q]) < INFINITY;  // an Inf may come from a sum that is finite once scaled
     }
     if (finite) {

@@ -23,12 +23,17 @@ struct Linear {
   const Im2col im2col;
   const i64 tap_groups;                   // of a tap; the last one may be partial
   const i64 groups;                       // of a row
+  const float result_factor;              // that makes up for a tensor scale which the decoded weight does not count
   Buffer<float> x;                        // (m rounded up to 4, groups * kGroup) in the order of the decoder; `prepare`
   std::vector<float> bias;                // (n), or empty
   std::optional<VecQuantizer> quantizer;  // of the epilogue
 
   explicit Linear(const LinearCall& c, const ConvolutionCall* convolution = nullptr)
-      : call(c), im2col(c, convolution), tap_groups((c.k + kGroup - 1) / kGroup), groups(im2col.taps * tap_groups) {
+      : call(c),
+        im2col(c, convolution),
+        tap_groups((c.k + kGroup - 1) / kGroup),
+        groups(im2col.taps * tap_groups),
+        result_factor(c.float_scale ? applied(1, *c.float_scale, c.tensor_scale) : 1) {
     if (c.epilogue) quantizer.emplace(*c.epilogue->spec, c.epilogue->out_dtype);
     if (!c.bias) return;
     bias.resize(c.n);
@@ -117,6 +122,27 @@ struct Scales {
     for (i64 g = begin; g < end; ++g) two[g - begin] = factors_of(scale[g / per_block], shift);
   }
 };
+
+// Writes the factors of the groups [begin, end) of a row, at most kChunk, for scales with a significand. t: multiplies
+// them; shift: as of a decoder. Returns the result of load_scales.
+inline bool set_half_factors(const LinearCall& c, i64 row, i64 begin, i64 end, float t, int32_t shift,
+                             HalfFactors* out) {
+  const float factor = t * from_bits((kBias + shift) << 23) / c.float_scale->unit;
+  const i64 in_row = row * c.row_blocks;
+  if (2 * c.block == kGroup) {
+    const i64 count = std::min(2 * end, (c.k + kGroup / 2 - 1) / (kGroup / 2)) - 2 * begin;
+    out[end - begin - 1].second = 0;  // of a last group of one block
+    return load_scales(*c.float_scale, c.scale, in_row + 2 * begin, count, factor, &out->first);
+  }
+  float scales[2 * kChunk];
+  const i64 first = begin * kGroup / c.block, last = std::min(end * kGroup, c.k) - 1;
+  const bool usual = load_scales(*c.float_scale, c.scale, in_row + first, last / c.block + 1 - first, factor, scales);
+  for (i64 g = begin; g < end; ++g) {
+    const i64 middle = std::min(g * kGroup + kGroup / 2, last);
+    out[g - begin] = {scales[g * kGroup / c.block - first], scales[middle / c.block - first]};
+  }
+  return usual;
+}
 
 struct Task {
   int64_t top, bottom, first, last;  // rows, columns

@@ -99,7 +99,8 @@ void run_linear_amx(i64 begin, i64 end, void* context) {
     for (i64 m = 0; m < c.m; ++m) {
       const float* from = sums.data() + m / kTileRows * kTileRows * kTileRows + m % kTileRows;
       float y[kNR];
-      for (i64 q = 0; q < kNR; ++q) y[q] = from[(q / kTileRows * 2 * kTileRows + q % kTileRows) * kTileRows];
+      for (i64 q = 0; q < kNR; ++q)
+        y[q] = from[(q / kTileRows * 2 * kTileRows + q % kTileRows) * kTileRows] * amx.linear.result_factor;
       finish(amx.linear, m, row, std::min(kNR, c.n - row), y);
     }
   }

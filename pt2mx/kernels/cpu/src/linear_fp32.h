@@ -79,20 +79,11 @@ class Rows {
  private:
   template <int R>
   void add(const float* x, i64 stride, Floats (*sums)[R]) {
+    const LinearCall& c = linear_.call;
     for (i64 g = 0; g < linear_.groups; g += kChunk) {
       const i64 end = std::min(g + kChunk, linear_.groups), full = std::min(end, whole_);
-      Scales scales[kRows];
-      const float* one[kRows];
-      const TwoFactors* two[kRows];
       const u8* data[kRows];
-      bool ordinary = true;
-      for (int q = 0; q < kRows; ++q) {
-        scales[q].set(scale_[q], per_block_, g, end, Decoder::kShift);
-        ordinary &= scales[q].ordinary;
-        data[q] = data_[q] + g * Decoder::kBytes;
-        one[q] = scales[q].one;
-        two[q] = scales[q].two;
-      }
+      for (int q = 0; q < kRows; ++q) data[q] = data_[q] + g * Decoder::kBytes;
       const auto multiply_groups = [&](const auto** factors) {
         multiply<Decoder, R>(decoder_, data, ahead_, factors, x + g * kGroup, stride, full - g, sums);
         if (full == end) return;
@@ -102,6 +93,27 @@ class Rows {
         }
         multiply<Decoder, R>(decoder_, data, 0, factors, x + full * kGroup, stride, 1, sums);
       };
+      if (c.float_scale) {
+        HalfFactors halves[kRows][kChunk];
+        const HalfFactors* factors[kRows];
+        for (int q = 0; q < kRows; ++q) {
+          const i64 at = std::min(row_ + q, c.n - 1);
+          set_half_factors(c, at, g, end, linear_.result_factor, Decoder::kShift, halves[q]);
+          factors[q] = halves[q];
+        }
+        multiply_groups(factors);
+        continue;
+      }
+      Scales scales[kRows];
+      const float* one[kRows];
+      const TwoFactors* two[kRows];
+      bool ordinary = true;
+      for (int q = 0; q < kRows; ++q) {
+        scales[q].set(scale_[q], per_block_, g, end, Decoder::kShift);
+        ordinary &= scales[q].ordinary;
+        one[q] = scales[q].one;
+        two[q] = scales[q].two;
+      }
       if (ordinary) {
         multiply_groups(one);
         continue;
