@@ -6,7 +6,6 @@ an argument that is passed too wins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
-from pt2mx.kernels import float_scales, reference_chunked
-from pt2mx.kernels.packing import packed_length, unpacked_length
-from pt2mx.ops.checks import HIGH_PRECISION, check_input, check_length, check_seed, check_ste, check_tensors
+from pt2mx.kernels import reference_chunked
+from pt2mx.ops.checks import check_length, check_seed, check_spec, check_ste, check_tensor_scale, check_tensors
 from pt2mx.ops.memory_format import with_memory_format_of
 from pt2mx.ops.quantization import seed_of
+from pt2mx.scale_formats import parse_scale_format
 from pt2mx.spec import MXSpec, parse
 
 
@@ -34,8 +33,6 @@ def quantize_mx(
     tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize to an MX format (OCP MX v1.0, section 6.3), or to one with other scales.
-
-    Formats whose scales are not E8M0, or whose blocks have several rows, work in eager calls.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
@@ -69,12 +66,8 @@ def quantize_mx(
     """
     check_tensors(x=x)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
-    _check_tensor_scale(tensor_scale, spec, required=True)
-    if not _is_eager(spec):
-        return ops.quantize_mx(x.detach(), *spec.op_args(), _seed(seed))
-    spec, row = _check_spec(x, spec), torch.atleast_1d(x.detach())
-    scale, data = _run(row, reference_chunked.quantize, (row,), spec, seed_of(x, spec, _seed(seed)), tensor_scale)
-    return scale, data
+    _check_tensor_scale(tensor_scale, spec, x)
+    return ops.quantize_mx(x.detach(), *spec.quantize_args(), _seed(seed), *spec.scale_args(), tensor_scale)
 
 
 def dequantize_mx(
@@ -118,14 +111,12 @@ def dequantize_mx(
     check_length(length)
     if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
         data = data.view(torch.uint8)
-    if scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn):
+    if scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn) and _reads(scale.dtype, spec):
         scale = scale.view(torch.uint8)
-    _check_tensor_scale(tensor_scale, spec, required=True)
-    if not _is_eager(spec):
-        return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, target_dtype, spec.axis, length)
-    spec, length = _check_stored(data, scale, spec, target_dtype, length)
-    packed = data, scale
-    return _run(data, reference_chunked.dequantize, packed, spec, target_dtype, length, tensor_scale)[0]
+    _check_tensor_scale(tensor_scale, spec, data)
+    element, block_size, axis, *_ = spec.quantize_args()
+    scales = *spec.scale_args(), tensor_scale
+    return ops.dequantize_mx(data, scale, element, block_size, target_dtype, axis, length, *scales)
 
 
 def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None) -> Tensor:
@@ -153,10 +144,9 @@ def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None
     """
     check_tensors(x=x)
     spec = _spec(elem_dtype, scale_mode=scale_mode)
-    check_input(x, spec.element, spec.block_size)
     if not spec.scale_format.tensor:
         raise MXError(f"{spec} has no tensor scale: {spec.scale_format} scales are all that it has")
-    return float_scales.tensor_scale(x.detach(), spec)
+    return ops.tensor_scale_mx(x.detach(), spec.element.name, spec.scale_mode, spec.scale_format.name)
 
 
 def fake_quantize_mx(
@@ -205,103 +195,40 @@ def fake_quantize_mx(
     check_tensors(x=x)
     check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
-    _check_tensor_scale(tensor_scale, spec, required=False)
-    if spec.has_operators:
-        return ops.fake_quantize_mx(x, *spec.op_args(), _seed(seed), ste)
-    if tensor_scale is None and spec.scale_format.tensor:
-        tensor_scale = tensor_scale_mx(x, spec)
-    return _OtherScale.apply(x, _check_spec(x, spec), _seed(seed), ste, tensor_scale)
+    _check_tensor_scale(tensor_scale, spec, x)
+    if not spec.has_operators:
+        return _OtherWidth.apply(x, check_spec(x, spec), _seed(seed), ste)
+    return ops.fake_quantize_mx(x, *spec.quantize_args(), _seed(seed), ste, *spec.scale_args(), tensor_scale)
 
 
-class _OtherScale(torch.autograd.Function):
-    """`fake_quantize_mx` by the reference kernel: scales other than E8M0, and blocks of several rows."""
+class _OtherWidth(torch.autograd.Function):
+    """`fake_quantize_mx` by the reference kernel, of scales that are powers of two of another width than E8M0."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str, tensor_scale: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
-        ctx.spec, ctx.tensor_scale = spec, tensor_scale
-        row = torch.atleast_1d(x)
-        (y,) = _run(row, reference_chunked.fake_quantize, (row,), spec, seed_of(x, spec, seed), tensor_scale)
+        ctx.spec, row = spec, torch.atleast_1d(x)
+        (y,) = with_memory_format_of(row, reference_chunked.fake_quantize, (row,), spec, seed_of(x, spec, seed))
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for x in ctx.saved_tensors:
             row, tensors = torch.atleast_1d(x), (torch.atleast_1d(grad), torch.atleast_1d(x))
-            (grad,) = _run(row, reference_chunked.clip_gradient, tensors, ctx.spec, ctx.tensor_scale)
+            (grad,) = with_memory_format_of(row, reference_chunked.clip_gradient, tensors, ctx.spec)
             grad = grad if x.dim() else grad.as_strided_((), ())
-        return grad, None, None, None, None
+        return grad, None, None, None
 
 
-def _run(x: Tensor, kernel: Callable[..., Any], tensors: tuple[Tensor, ...], spec: MXSpec, *extra: Any) -> Any:
-    """Return what a kernel gives, in x's order of dimensions in memory. Blocks of several rows are contiguous: their
-    rows go by the position of a dimension."""
-    if spec.block_rows == 1:
-        return with_memory_format_of(x, kernel, tensors, spec, *extra)
-    results = kernel(*tensors, spec, *extra)
-    return results if isinstance(results, tuple) else (results,)
+def _check_tensor_scale(tensor_scale: Tensor | None, spec: MXSpec, x: Tensor) -> None:
+    if tensor_scale is not None:
+        check_tensors(tensor_scale=tensor_scale)
+        check_tensor_scale(spec, tensor_scale, x)
 
 
-def _is_eager(spec: MXSpec) -> bool:
-    """Return whether `quantize_mx` and `dequantize_mx` run the reference kernel; otherwise an operator."""
-    return not spec.scale_format.is_power_of_two or (spec.has_e8m0_scale and spec.block_rows > 1)
-
-
-def _check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
-    """Return `spec` with its axis counted from the front; raise `MXError` for an axis, rows or a dtype of x that
-    are not allowed."""
-    spec = spec.replace(axis=check_input(x, spec.element, spec.block_size, spec.axis).axis)
-    if spec.block_rows > 1:
-        spec.row_axis(x.dim() or 1)
-    return spec
-
-
-def _check_tensor_scale(tensor_scale: Tensor | None, spec: MXSpec, required: bool) -> None:
-    if tensor_scale is None:
-        if required and spec.scale_format.tensor:
-            raise MXError(
-                f"{spec} has a tensor scale: pass tensor_scale, for example tensor_scale_mx(x, {str(spec)!r})"
-            )
-        return
-    check_tensors(tensor_scale=tensor_scale)
-    if not spec.scale_format.tensor:
-        raise MXError(f"{spec} has no tensor scale, but tensor_scale was passed: leave it out")
-    if tensor_scale.numel() != 1 or tensor_scale.dtype != torch.float32:
-        raise MXError(
-            f"tensor_scale must be one float32 number, not of shape {tuple(tensor_scale.shape)} and "
-            f"{tensor_scale.dtype}"
-        )
-
-
-def _check_stored(
-    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int | None
-) -> tuple[MXSpec, int]:
-    """Return the spec, its axis counted from the front, and the length of the values of codes and scales; raise
-    `MXError` for those that do not fit each other."""
-    if not (data.dim() and scale.dim()):
-        raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
-    spec = spec.replace(axis=check_input(data.to("meta", torch.float32), spec.element, spec.block_size, spec.axis).axis)
-    if dtype not in HIGH_PRECISION:
-        raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
-    if (data.dtype, scale.dtype) != (torch.uint8, spec.scale_format.dtype):
-        raise MXError(
-            f"codes are uint8 and {spec.scale_format} scales {spec.scale_format.dtype}, not {data.dtype} and "
-            f"{scale.dtype}"
-        )
-    size, bits = data.shape[spec.axis], spec.element.bits
-    length = unpacked_length(size, bits) if length is None else length
-    expected = list(data.shape)
-    expected[spec.axis] = -(-length // spec.block_size)
-    if spec.block_rows > 1:
-        rows = spec.row_axis(data.dim())
-        expected[rows] = -(-expected[rows] // spec.block_rows)
-    if packed_length(length, bits) != size or list(scale.shape) != expected:
-        raise MXError(
-            f"data of shape {tuple(data.shape)} and scale of shape {tuple(scale.shape)} do not fit each other: "
-            f"{length} values of {spec} along dimension {spec.axis} take {packed_length(length, bits)} bytes, and "
-            f"scales of shape {tuple(expected)}"
-        )
-    return spec, length
+def _reads(dtype: torch.dtype, spec: MXSpec) -> bool:
+    """Return whether the bytes of a dtype are scales of a spec."""
+    return parse_scale_format(dtype).grid == spec.scale_format.grid
 
 
 #: dtypes as which the codes of their own element format can be viewed

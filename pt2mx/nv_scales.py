@@ -48,7 +48,7 @@ def mx_to_nv_scales(
     """
     spec = parse(elem_dtype)
     check_tensors(data=data, scale=scale)
-    if not spec.has_operators or spec.block_size % block_size:
+    if not spec.has_plain_scale or spec.block_size % block_size:
         raise MXError(f"{spec} has no E8M0 scales of blocks that consist of blocks of {block_size}")
     target = _nv_spec(spec, block_size)
     length = _length(data, spec, length)

@@ -32,8 +32,8 @@ class MXSpec:
         block_rows: rows that share one scale, at least 1: a block has `block_rows * block_size` values. Rows are
             counted along `row_axis`.
 
-    The operators support E8M0 scales of one row, the default of the last four. Others work in eager calls of
-    `quantize_mx`, `dequantize_mx` and `fake_quantize_mx`; other widths of the exponent in `fake_quantize_mx`.
+    Other widths of the exponent than 8 work in eager calls of `fake_quantize_mx` only. Operators that name no scale
+    format take E8M0 scales of one row.
 
     Raises:
         MXError: for any other value.
@@ -142,25 +142,64 @@ class MXSpec:
         return rows
 
     def op_args(self) -> tuple[str, int, int, str, str]:
-        """Return the arguments by which the operators `torch.ops.pt2mx.*` take this spec.
+        """Return the arguments by which operators `torch.ops.pt2mx.*` without a scale format take this spec.
 
         Returns:
             The element's name, block size, axis, scale mode and rounding.
 
         Raises:
-            MXError: for scales that are not E8M0 and blocks of several rows; the operators support no other.
+            MXError: for scales that are not E8M0 and blocks of several rows.
 
         Example:
             >>> import pt2mx
             >>> pt2mx.parse("mxfp4{16}").op_args()
             ('fp4_e2m1', 16, -1, 'floor', 'even')
         """
-        if not self.has_operators:
+        if not self.has_plain_scale:
             raise MXError(
                 f"{self}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) "
                 "of one row; use fake_quantize_mx in eager mode for other scales and blocks"
             )
         return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
+
+    def quantize_args(self) -> tuple[str, int, int, str, str]:
+        """Return the first arguments of this spec for `quantize_mx` and other operators with a scale format; they take
+        `scale_args` too.
+
+        Returns:
+            The element's name, block size, axis, scale mode and rounding.
+
+        Raises:
+            MXError: for E8M0 scales of other widths than 8 bits of exponent.
+
+        Example:
+            >>> import torch, pt2mx
+            >>> spec, x = pt2mx.parse("fp8_e4m3{2x2}(f32)"), torch.full((2, 2), 448.0)
+            >>> torch.ops.pt2mx.fake_quantize_mx(x, *spec.quantize_args(), None, "identity", *spec.scale_args())
+            tensor([[448., 448.],
+                    [448., 448.]])
+        """
+        if not self.has_operators:
+            raise MXError(
+                f"{self}: codes, operators and the export flow take E8M0 scales of scale_exp_bits=8 and "
+                "scale_sig_bits=0; use fake_quantize_mx in eager mode for other widths"
+            )
+        return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
+
+    def scale_args(self) -> tuple[str | None, int | None]:
+        """Return the trailing arguments of operators with a scale format.
+
+        Returns:
+            The name of the scale format, None for E8M0, and the rows of a block, None for one. In calls the tensor
+            scale follows.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.parse("nvfp4").scale_args(), pt2mx.parse("mxfp4").scale_args()
+            (('e4m3_f32', None), (None, None))
+        """
+        name = None if self._is_e8m0 else self.scale_format.name
+        return name, None if self.block_rows == 1 else self.block_rows
 
     @property
     def _is_e8m0(self) -> bool:
@@ -172,9 +211,14 @@ class MXSpec:
         return self._is_e8m0 and self.scale_exp_bits == 8 and self.scale_sig_bits == 0
 
     @property
-    def has_operators(self) -> bool:
-        """True if the operators `torch.ops.pt2mx.*` support this spec."""
+    def has_plain_scale(self) -> bool:
+        """True for E8M0 scales of one row, which all operators `torch.ops.pt2mx.*` support."""
         return self.has_e8m0_scale and self.block_rows == 1
+
+    @property
+    def has_operators(self) -> bool:
+        """True if operators support this spec, those with a scale format at least."""
+        return self.has_e8m0_scale or not self._is_e8m0
 
     @property
     def scale_bits(self) -> int:

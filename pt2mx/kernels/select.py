@@ -17,7 +17,7 @@ from torch import Tensor
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
 
-__all__ = ["KERNELS", "run_kernel", "runs_triton"]
+__all__ = ["ANY_SCALES", "KERNELS", "run_kernel", "runs_triton"]
 
 #: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
 #: definition here are defined in `pt2mx.ops`, by other operators
@@ -42,6 +42,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cpu": "cpu.quantize:clip_gradient",
         "cuda": "gpu.quantize:clip_gradient",
     },
+    "tensor_scale_mx": {"any": "float_scales:tensor_scale"},
     "random_bits": {
         "any": "reference:random_bits",
         "cpu": "cpu.quantize:random_bits",
@@ -105,16 +106,27 @@ KERNELS: dict[str, dict[str, str]] = {
     "mm_fp8_rows": {"any": "fp8_rowwise:mm", "cuda": "gpu.fp8_rowwise:mm"},
 }
 
+#: kernels of a device that look at the scale format and rows of a spec, and take a tensor scale as their last argument.
+#: The others run for E8M0 scales of one row only
+ANY_SCALES = {f"cpu.quantize:{name}" for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")}
+
 
 def run_kernel(operator: str, *args: Any) -> Any:
     """Run the kernel for the device of the tensors in `args`, or else the definition. Return None if neither supports
     the call."""
     row = KERNELS[operator]
     kernel = row.get(_device_of(args) or "")
+    if kernel is not None and kernel not in ANY_SCALES and not _has_plain_scales(args):
+        kernel = None
     result = None if kernel is None else _function(kernel)(*args)
     if result is None and "any" in row:
         return _function(row["any"])(*args)
     return result
+
+
+def _has_plain_scales(args: tuple[Any, ...]) -> bool:
+    """Return whether the specs in `args` have E8M0 scales of one row."""
+    return all(arg.has_plain_scale for arg in args if isinstance(arg, MXSpec))
 
 
 def _device_of(args: tuple[Any, ...]) -> str | None:

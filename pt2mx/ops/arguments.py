@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import torch
 
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
-from pt2mx.ops.operator import As
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
+from pt2mx.ops.operator import As, T, TrailingArguments
+from pt2mx.scale_formats import SCALE_FORMATS
 
 
 def choices(names: Iterable[str]) -> str:
@@ -23,6 +24,12 @@ Element = Annotated[
 BlockSize = Annotated[int, "values that share a scale, at least 1; the last block along the axis may be shorter"]
 Axis = Annotated[int, "the dimension along which blocks run and codes are packed"]
 ScaleMode = Annotated[str, f"how a block's scale follows from its values: {choices(SCALE_MODES)}"]
+#: of an operator that takes any scale format
+AnyScaleMode = Annotated[
+    str,
+    f"how a block's scale follows from its values: {choices(SCALE_MODES)}; of scales with a significand "
+    f"{choices(FLOAT_SCALE_MODES)}",
+]
 Rounding = Annotated[str, f"how values are rounded: {choices(ROUNDINGS)}"]
 #: of an operator that draws no random numbers
 PlainRounding = Annotated[
@@ -39,6 +46,23 @@ TargetDtype = Annotated[torch.dtype | None, "the dtype of the result; None: that
 Activation = Annotated[str, f"what is computed of x: {choices(ACTIVATIONS)}"]
 #: of height and width
 Pair = Annotated[Sequence[int], As(type="int[2]"), "of height and width, at least 1"]
+
+#: the scale formats with a scale of the whole tensor
+TENSOR_SCALED = choices(name for name, scale in SCALE_FORMATS.items() if scale.tensor)
+
+
+class ScaleArguments(TrailingArguments[T]):
+    """The scales of blocks, and their shape."""
+
+    __slots__ = ()
+    scale_format: Annotated[str | None, f"the format of scales: {choices(SCALE_FORMATS)}; None: `e8m0`"]
+    block_rows: Annotated[
+        int | None,
+        "rows that share a scale, counted along the other of the last two dimensions, or "
+        "along the dimension before the axis where that is none of them; None: 1",
+    ]
+    tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of the whole tensor, of {TENSOR_SCALED}"]
+
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"

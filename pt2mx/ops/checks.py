@@ -22,11 +22,25 @@ STRAIGHT_THROUGH = ("identity", "clipped")
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec_of(element: object, block_size: int, axis: int, scale_mode: str, rounding: str, rank: int) -> MXSpec | None:
+def _spec_of(
+    element: object,
+    block_size: int,
+    axis: int,
+    scale_mode: str | None,
+    rounding: str,
+    scale_format: str | None,
+    block_rows: int | None,
+    rank: int,
+) -> MXSpec | None:
     """Return a spec whose axis counts from the front of `rank` dimensions; None where it has no such axis. One cache
     by plain arguments: hashing a spec takes as long as a kernel of a small tensor."""
-    spec = MXSpec(element, block_size, axis, scale_mode, rounding)
-    return spec.replace(axis=axis % rank) if -rank <= axis < rank else None
+    rows = 1 if block_rows is None else block_rows
+    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", rows)
+    if not -rank <= axis < rank:
+        return None
+    if spec.block_rows > 1:
+        spec.row_axis(rank)  # raises for a tensor without rows
+    return spec.replace(axis=axis % rank)
 
 
 def check_tensors(**tensors: object) -> None:
@@ -45,11 +59,18 @@ def check_length(length: object) -> None:
 
 
 def check_input(
-    x: Tensor, element: object, block_size: int, axis: int = -1, scale_mode: str = "floor", rounding: str = "even"
+    x: Tensor,
+    element: object,
+    block_size: int,
+    axis: int = -1,
+    scale_mode: str | None = None,
+    rounding: str = "even",
+    scale_format: str | None = None,
+    block_rows: int | None = None,
 ) -> MXSpec:
     """Return the spec of these arguments, its axis counted from the front; raise `MXError` for others than are allowed,
     and for another dtype of x."""
-    spec = _spec_of(element, block_size, axis, scale_mode, rounding, x.dim() or 1)
+    spec = _spec_of(element, block_size, axis, scale_mode, rounding, scale_format, block_rows, x.dim() or 1)
     if x.dtype not in HIGH_PRECISION:
         raise MXError(
             f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
@@ -62,7 +83,29 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
     """Return `spec` with its axis counted from the front; raise `MXError` for an axis or a dtype of x that is not
     allowed."""
     args = spec.element, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
-    return spec.replace(axis=check_input(x, *args).axis)
+    return spec.replace(axis=check_input(x, *args, spec.scale_format, spec.block_rows).axis)
+
+
+def check_tensor_scale(spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, required: bool = True) -> None:
+    """Raise `MXError` for a tensor scale, of values or codes on x's device, that is not as the scale format has it."""
+    if tensor_scale is None:
+        if required and spec.scale_format.tensor:
+            raise MXError(
+                f"{spec} has a tensor scale: pass tensor_scale, for example tensor_scale_mx(x, {str(spec)!r})"
+            )
+        return
+    if not spec.scale_format.tensor:
+        raise MXError(f"{spec} has no tensor scale, but tensor_scale was passed: leave it out")
+    if tuple(tensor_scale.shape) not in ((), (1,)) or tensor_scale.dtype != torch.float32:
+        raise MXError(
+            f"tensor_scale must be one float32 number, not of shape {tuple(tensor_scale.shape)} and "
+            f"{tensor_scale.dtype}"
+        )
+    if tensor_scale.device != x.device:
+        raise MXError(
+            f"tensor_scale is on {tensor_scale.device}, and what it scales on {x.device}: move one to the device of "
+            "the other"
+        )
 
 
 def check_seed(seed: object) -> None:
@@ -87,19 +130,26 @@ def check_packed(
     dtype: torch.dtype,
     axis: int = -1,
     length: int | None = None,
+    scale_format: str | None = None,
+    block_rows: int | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[MXSpec, int]:
     """Return the spec (axis counted from the front) and the length of the values that `data` and `scale` hold, from the
     arguments of `dequantize_mx`; raise `MXError` for those that do not fit each other."""
-    spec = _spec_of(elem, block_size, axis, "floor", "even", data.dim() or 1)
+    spec = _spec_of(elem, block_size, axis, None, "even", scale_format, block_rows, data.dim() or 1)
     if not (data.dim() and scale.dim()):
         raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
     if data.device != scale.device:
         raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
     spec = spec or _no_axis(axis, data)
-    if data.dtype != torch.uint8 or scale.dtype != torch.uint8:
-        raise MXError(
-            f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
-        )
+    stored = spec.scale_format.dtype
+    if data.dtype != torch.uint8 or scale.dtype != stored:
+        if stored == torch.uint8:
+            raise MXError(
+                f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
+            )
+        raise MXError(f"codes are uint8 and {spec.scale_format} scales {stored}, not {data.dtype} and {scale.dtype}")
+    check_tensor_scale(spec, tensor_scale, data)
     if dtype not in HIGH_PRECISION:
         raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
     check_length(length)
@@ -112,11 +162,15 @@ def check_packed(
         )
     expected = list(data.shape)
     expected[spec.axis] = -(-length // block_size)
+    if spec.block_rows > 1:
+        rows = spec.row_axis(data.dim())
+        expected[rows] = -(-expected[rows] // spec.block_rows)
     concrete = {*map(type, (*expected, *scale.shape))} <= {int}  # symbolic sizes are checked when they run
     if concrete and list(scale.shape) != expected:
+        blocks = block_size if spec.block_rows == 1 else f"{spec.block_rows}x{block_size}"
         raise MXError(
             f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
-            f"of {spec.element} in blocks of {block_size} along dimension {spec.axis} have {tuple(expected)}"
+            f"of {spec.element} in blocks of {blocks} along dimension {spec.axis} have {tuple(expected)}"
         )
     return spec, length
 

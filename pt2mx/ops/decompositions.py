@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from pt2mx.kernels import elements, reference
+from pt2mx.kernels import elements, float_scales, reference
 from pt2mx.kernels.packing import is_one_in_the_example
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.memory_format import (
@@ -23,7 +23,15 @@ from pt2mx.ops.memory_format import (
     order_in_memory,
     strides_in_order,
 )
-from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, seed_of
+from pt2mx.ops.quantization import (
+    ClipGradient,
+    Dequantize,
+    FakeQuantize,
+    Quantize,
+    TensorScale,
+    scale_of_tensor,
+    seed_of,
+)
 from pt2mx.spec import MXSpec
 
 
@@ -49,6 +57,7 @@ def decompositions(
         Dequantize.overload: Dequantize.function(by.dequantize),
         FakeQuantize.overload: FakeQuantize.function(by.fake_quantize),
         ClipGradient.overload: ClipGradient.function(by.clip_gradient),
+        TensorScale.overload: TensorScale.function(lambda call: float_scales.tensor_scale(call.x, call.check())),
     }
 
 
@@ -61,28 +70,32 @@ class _Decompositions:
     dense: Callable[[Tensor], Tensor]
 
     def quantize(self, call: Quantize[Tensor]) -> tuple[Tensor, ...]:
-        spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
+        spec, x, prims, t = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x), call.tensor_scale
         random = self._random(x, spec, call.seed)
-        return self._in_order(lambda spec, x, r=None: reference.quantize(x, spec, r, prims), spec, x, *random)
+        return self._in_order(lambda spec, x, r=None: reference.quantize(x, spec, r, prims, t), spec, x, *random)
 
     def dequantize(self, call: Dequantize[Tensor]) -> Tensor:
         (spec, length), prims = call.check(), self.prims_for(call.codes)
 
         def kernel(spec: MXSpec, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-            return (reference.dequantize(data, scale, spec, call.dtype, length, prims),)
+            return (reference.dequantize(data, scale, spec, call.dtype, length, prims, call.tensor_scale),)
 
         return self._in_order(kernel, spec, call.codes, call.scale)[0]
 
     def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
-        random = self._random(x, spec, call.seed)
-        (y,) = self._in_order(lambda spec, x, r=None: (reference.fake_quantize(x, spec, r, prims),), spec, x, *random)
+        t = scale_of_tensor(call, spec)
+
+        def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
+            return (reference.fake_quantize(x, spec, random, prims, t),)
+
+        (y,) = self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
         return y if call.x.dim() else y.reshape(())
 
     def clip_gradient(self, call: ClipGradient[Tensor]) -> Tensor:
         spec, prims = call.check(), self.prims_for(call.x)
-        operands = torch.atleast_1d(call.x), torch.atleast_1d(call.grad)
-        (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims),), spec, *operands)
+        operands, t = (torch.atleast_1d(call.x), torch.atleast_1d(call.grad)), scale_of_tensor(call, spec)
+        (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims, t),), spec, *operands)
         return y if call.x.dim() else y.reshape(())
 
     def _random(self, x: Tensor, spec: MXSpec, seed: int | None) -> tuple[Tensor, ...]:
@@ -98,6 +111,9 @@ class _Decompositions:
         order = order_in_memory(x)
         if order == contiguous_order(x):
             results = kernel(spec, x, *others)
+        elif spec.block_rows > 1:  # whose dimension goes by its position in x
+            results = tuple(y.permute(order) for y in kernel(spec, x, *others))
+            spec = spec.replace(block_rows=1, axis=order.index(spec.axis))
         else:
             spec = spec.replace(axis=order.index(spec.axis))
             results = kernel(spec, *(t.permute(order) for t in (x, *others)))

@@ -44,16 +44,17 @@ def with_memory_format_of(
     """Return what `kernel(*tensors, spec, *extra)` gives, in x's order in memory, as tensors of their own.
 
     The kernel gives contiguous tensors; `tensors` have x's dimensions. It gets them permuted to x's order in memory,
-    unless it draws random numbers: those go by the position of a value in x, whatever the strides.
+    unless it draws random numbers, which go by the position of a value in x, whatever the strides, or its blocks have
+    several rows, whose dimension goes by its position in x (`MXSpec.row_axis`).
     """
     if x.is_contiguous() and min(x.shape) > 1:  # no stride is ambiguous, the usual case
         return _as_tuple(kernel(*tensors, spec, *extra))
     order = order_in_memory(x)
     if order == contiguous_order(x):
         results = _as_tuple(kernel(*tensors, spec, *extra))
-        if x.shape[spec.axis] > 2:
+        if x.shape[spec.axis] > 2 and spec.block_rows == 1:
             return results
-    elif ROUNDINGS[spec.rounding].random:
+    elif ROUNDINGS[spec.rounding].random or spec.block_rows > 1:
         results = tuple(y.permute(order).contiguous() for y in _as_tuple(kernel(*tensors, spec, *extra)))
     else:
         spec = spec.replace(axis=order.index(spec.axis))

@@ -145,6 +145,12 @@ class Operator(Generic[T]):
         """Keep what else `backward` reads; `ctx.shape` and `ctx.dtype` are those of the first argument."""
 
 
+class TrailingArguments(Operator[T]):
+    """Arguments that several operators take after their own; None by default. A subclass declares them."""
+
+    __slots__ = ()
+
+
 @dataclass_transform(frozen_default=True)
 def operator(
     name: str,
@@ -172,6 +178,7 @@ def operator(
     """
 
     def register(declared: Any) -> Any:
+        _append_trailing_fields(declared)
         cls: Any = dataclasses.dataclass(frozen=True, slots=True)(declared)
         hints = get_type_hints(cls, include_extras=True)
         cls.name, cls.version, cls.words, cls._saved = name, version, words or {}, saved
@@ -195,6 +202,16 @@ def operator(
         return cls
 
     return register
+
+
+def _append_trailing_fields(declared: type[Operator]) -> None:
+    """Give a class the fields of its base `TrailingArguments`, after its own; their default is None."""
+    for base in declared.__mro__[1:]:
+        if TrailingArguments in base.__bases__:
+            for name, annotation in get_type_hints(base, include_extras=True).items():
+                if name in base.__annotations__:
+                    declared.__annotations__[name] = annotation
+                    setattr(declared, name, None)
 
 
 def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:

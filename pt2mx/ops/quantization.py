@@ -19,16 +19,34 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
-from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, Rounding, ScaleMode, Seed, choices
-from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_seed, check_ste
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
+from pt2mx.ops.arguments import (
+    TENSOR_SCALED,
+    VALUES,
+    AnyScaleMode,
+    Axis,
+    BlockSize,
+    Element,
+    Rounding,
+    ScaleArguments,
+    Seed,
+    choices,
+)
+from pt2mx.ops.checks import (
+    STRAIGHT_THROUGH,
+    check_input,
+    check_packed,
+    check_seed,
+    check_ste,
+    check_tensor_scale,
+)
 from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 _KERNELS = {
     name: functools.partial(run_kernel, name)
-    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx")
+    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx", "tensor_scale_mx")
 }
 #: attribute of codes: the tensor that was quantized, where it requires a gradient
 _SOURCE = "_mx_source"
@@ -53,32 +71,58 @@ def _row(x: Tensor) -> Tensor:
     return x if x.dim() else x.unsqueeze(0)
 
 
+def _given(tensor_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the last arguments of a kernel: none for a format without a tensor scale."""
+    return () if tensor_scale is None else (tensor_scale,)
+
+
 @dataclass(frozen=True, slots=True)
-class Quantization(Operator[T]):
+class Quantization(ScaleArguments[T]):
     """The arguments of operators that quantize x along an axis."""
 
     x: Annotated[T, VALUES]
     element: Element
     block_size: BlockSize
     axis: Axis
-    scale_mode: ScaleMode
+    scale_mode: AnyScaleMode
     rounding: Rounding
 
     @property
     def spec(self) -> MXSpec:
         """The spec by which x is quantized; its axis is as it was written, also from the end."""
-        return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
+        args = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
+        return MXSpec(*args, scale_format=self.scale_format or "e8m0", block_rows=self.block_rows or 1)
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
-        return check_input(self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
+        spec = check_input(
+            self.x,
+            self.element,
+            self.block_size,
+            self.axis,
+            self.scale_mode,
+            self.rounding,
+            self.scale_format,
+            self.block_rows,
+        )
+        if self.tensor_scale is not None:
+            check_tensor_scale(spec, self.tensor_scale, self.x)
+        return spec
+
+
+def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor | None:
+    """Return the tensor scale of a call that quantizes x, by default that of x; None for a format without one."""
+    if call.tensor_scale is None and spec.scale_format.tensor:
+        return tensor_scale_mx(call.x, spec.element.name, spec.scale_mode, spec.scale_format.name)
+    return call.tensor_scale
 
 
 @operator(
     "quantize_mx",
-    2,
+    3,
     {
-        "scale": "(..., ceil(n / block_size), ...) uint8, E8M0",
+        "scale": "(..., ceil(n / block_size), ...) in the dtype of the scale format; along the rows of a block "
+        "ceil(rows / block_rows)",
         "data": "(..., bytes of n, ...) uint8, packed along the axis",
     },
     COMPLIANT,
@@ -96,17 +140,29 @@ class Quantize(Quantization[T]):
     x: Annotated[T, As("data_hp"), VALUES]
     seed: Seed = None
 
+    def check(self) -> MXSpec:
+        spec = Quantization.check(self)
+        if self.tensor_scale is None and spec.scale_format.tensor:
+            check_tensor_scale(spec, None, self.x)  # raises: the result would lack it
+        return spec
+
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
-        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed_of(x, spec, self.seed))
+        seed = seed_of(x, spec, self.seed)
+        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, *_given(self.tensor_scale))
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
         length, bits = x.shape[spec.axis], spec.element.bits
         scale_shape = resized(x, spec.axis, new_size(-(-length // spec.block_size), length))
+        if spec.block_rows > 1:
+            rows = spec.row_axis(x.dim())
+            scale_shape[rows] = new_size(-(-x.shape[rows] // spec.block_rows), x.shape[rows])
         size = packed_length(length, bits)
         data_shape = resized(x, spec.axis, new_size(size, length) if is_packed(bits) else size)
-        return empty_in_format_of(x, scale_shape, torch.uint8), empty_in_format_of(x, data_shape, torch.uint8)
+        return empty_in_format_of(x, scale_shape, spec.scale_format.dtype), empty_in_format_of(
+            x, data_shape, torch.uint8
+        )
 
     def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
         """Codes are integers, through which autograd takes no gradient. So the codes of a tensor that requires one
@@ -118,8 +174,8 @@ class Quantize(Quantization[T]):
         return {}  # the outputs are integers
 
 
-@operator("dequantize_mx", 2, "(..., n, ...) in `target_dtype`", COMPLIANT)
-class Dequantize(Operator[T]):
+@operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
+class Dequantize(ScaleArguments[T]):
     """The values of codes: exact in float32, then cast with ties to even.
 
     Example:
@@ -129,7 +185,7 @@ class Dequantize(Operator[T]):
     """
 
     codes: Annotated[T, As("data_lp"), "(..., bytes of n, ...) uint8, as `quantize_mx` gives it"]
-    scale: Annotated[T, As("shared_exp_e8m0"), "(..., ceil(n / block_size), ...) uint8"]
+    scale: Annotated[T, As("shared_exp_e8m0"), "as `quantize_mx` gives it"]
     element: Element
     block_size: BlockSize
     dtype: Annotated[torch.dtype, As("target_dtype"), "float32, float16 or bfloat16"]
@@ -144,8 +200,8 @@ class Dequantize(Operator[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
-        packed = self.codes, self.scale
-        return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, self.dtype, length)[0]
+        packed, extra = (self.codes, self.scale), (self.dtype, length, *_given(self.tensor_scale))
+        return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
 
     def fake(self) -> Tensor:
         spec, length = self.check()
@@ -182,7 +238,7 @@ class _StraightThrough(torch.autograd.Function):
 torch.library.impl("pt2mx::dequantize_mx", "Autograd", Dequantize.function(Dequantize.straight_through))
 
 
-@operator("fake_quantize_mx", 2, "x's shape and dtype", COMPLIANT)
+@operator("fake_quantize_mx", 3, "x's shape and dtype", COMPLIANT)
 class FakeQuantize(Quantization[T]):
     """`dequantize_mx` of `quantize_mx`, to the bit, in x's dtype. The gradient is a straight-through estimator.
 
@@ -203,8 +259,8 @@ class FakeQuantize(Quantization[T]):
 
     def kernel(self) -> Tensor:
         spec, x = self.check(), _row(self.x)
-        seed = seed_of(x, spec, self.seed)
-        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed)
+        seed, t = seed_of(x, spec, self.seed), scale_of_tensor(self, spec)
+        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, *_given(t))
         return y if self.x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -212,20 +268,22 @@ class FakeQuantize(Quantization[T]):
         return empty_in_format_of(self.x, self.x.shape, self.x.dtype)
 
     def saved(self) -> tuple[str, ...]:
-        return ("x",) if self.ste == "clipped" else ()
+        return ("x", "tensor_scale") if self.ste == "clipped" else ()
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
-        return {"x": grad if self.ste == "identity" else clip_gradient_mx(grad, *self.args[:6])}
+        if self.ste == "identity":
+            return {"x": grad}
+        return {"x": clip_gradient_mx(grad, *self.args[:6], self.scale_format, self.block_rows, self.tensor_scale)}
 
 
 @operator(
     "clip_gradient_mx",
-    2,
+    3,
     "grad's dtype: grad, and zero where x is beyond the largest value of its block's scale",
     COMPLIANT,
-    saved=("x",),
+    saved=("x", "tensor_scale"),
 )
-class ClipGradient(Operator[T]):
+class ClipGradient(ScaleArguments[T]):
     """The gradient of `fake_quantize_mx` with `clipped`.
 
     Example:
@@ -239,11 +297,14 @@ class ClipGradient(Operator[T]):
     element: Element
     block_size: BlockSize
     axis: Axis
-    scale_mode: ScaleMode
+    scale_mode: AnyScaleMode
     rounding: Rounding
 
     def check(self) -> MXSpec:
-        return check_input(*self.args[1:])
+        spec = check_input(*self.args[1:-1])
+        if self.tensor_scale is not None:
+            check_tensor_scale(spec, self.tensor_scale, self.x)
+        return spec
 
     def kernel(self) -> Tensor:
         spec, x, grad = self.check(), self.x, self.grad
@@ -252,8 +313,8 @@ class ClipGradient(Operator[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        row = _row(x)
-        (y,) = with_memory_format_of(row, _KERNELS["clip_gradient_mx"], (_row(grad), row), spec)
+        tensors, t = (_row(grad), _row(x)), scale_of_tensor(self, spec)
+        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, *_given(t))
         return y if x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -263,6 +324,43 @@ class ClipGradient(Operator[T]):
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         """Clipping is linear in the gradient that it clips."""
         return {"grad": clip_gradient_mx(grad, *self.args[1:])}
+
+
+@operator("tensor_scale_mx", 1, f"() float32: `tensor_scale` of {TENSOR_SCALED}", COMPLIANT)
+class TensorScale(Operator[T]):
+    """The scale of a whole tensor: with it the largest block of finite values has the largest scale. Inf and NaN do not
+    count; it is 1 for a tensor of zeros, and has no gradient.
+
+    Example:
+        >>> x = torch.tensor([0.5, 2688.0, -1.0])  # 6 * 448
+        >>> torch.ops.pt2mx.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3_f32")
+        tensor(1.)
+    """
+
+    x: Annotated[T, "float32, float16 or bfloat16, of any shape"]
+    element: Element
+    scale_mode: Annotated[str, f"{choices(FLOAT_SCALE_MODES)}"]
+    scale_format: Annotated[str, TENSOR_SCALED]
+
+    def check(self) -> MXSpec:
+        spec = check_input(self.x, self.element, 1, -1, self.scale_mode, "even", self.scale_format)
+        if not spec.scale_format.tensor:
+            raise MXError(f"{spec.scale_format} has no tensor scale: allowed are {TENSOR_SCALED}")
+        return spec
+
+    def kernel(self) -> Tensor:
+        spec = self.check()
+        return _KERNELS["tensor_scale_mx"](self.x, spec)
+
+    def fake(self) -> Tensor:
+        self.check()
+        return self.x.new_empty((), dtype=torch.float32)
+
+    def remember(self, ctx: Any, outputs: Tensor) -> None:
+        ctx.mark_non_differentiable(outputs)
+
+    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
+        return {}
 
 
 @operator("random_bits", 1, "`size` int32, in [0, 2**31)", COMPLIANT)
@@ -293,4 +391,5 @@ quantize_mx = Quantize.overload
 dequantize_mx = Dequantize.overload
 fake_quantize_mx = FakeQuantize.overload
 clip_gradient_mx = ClipGradient.overload
+tensor_scale_mx = TensorScale.overload
 random_bits = RandomBits.overload
