@@ -111,7 +111,9 @@ def dequantize_mx(
     check_length(length)
     if data.dtype in _VIEWS and parse_element(data.dtype) == spec.element:
         data = data.view(torch.uint8)
-    if scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn) and _reads(scale.dtype, spec):
+    if scale.dtype in (torch.float8_e8m0fnu, torch.float8_e4m3fn) and (
+        parse_scale_format(scale.dtype).grid == spec.scale_format.grid
+    ):
         scale = scale.view(torch.uint8)
     _check_tensor_scale(tensor_scale, spec, data)
     element, block_size, axis, *_ = spec.quantize_args()
@@ -224,11 +226,6 @@ def _check_tensor_scale(tensor_scale: Tensor | None, spec: MXSpec, x: Tensor) ->
     if tensor_scale is not None:
         check_tensors(tensor_scale=tensor_scale)
         check_tensor_scale(spec, tensor_scale, x)
-
-
-def _reads(dtype: torch.dtype, spec: MXSpec) -> bool:
-    """Return whether the bytes of a dtype are scales of a spec."""
-    return parse_scale_format(dtype).grid == spec.scale_format.grid
 
 
 #: dtypes as which the codes of their own element format can be viewed

@@ -123,16 +123,22 @@ def write_out_arguments(model: GraphModule) -> None:
 
     Tracing (`torch.export.export`, `run_decompositions`) leaves out arguments that equal their defaults.
     """
-    short = [node for node in model.graph.nodes if is_ours(node) and len(node.args) < len(arguments_of(node))]
+    short = [node for node in model.graph.nodes if is_ours(node) and len(node.args) < written_count(node)]
     for node in short:
-        make_positional(node, len(arguments_of(node)))
+        make_positional(node, written_count(node))
     if short:
         model.recompile()
 
 
-def arguments_of(node: Node) -> list[torch.Argument]:
-    """Return the arguments in the schema of the operator that a node calls."""
-    return operator_of(node)._schema.arguments
+def written_count(node: Node) -> int:
+    """Return the number of arguments that a call of an operator of pt2mx writes out at least."""
+    return _written_count([argument.name for argument in operator_of(node)._schema.arguments])
+
+
+def _written_count(names: list[str]) -> int:
+    """Return the number of arguments without the trailing ones of scales (`pt2mx.ops.arguments.ScaleArguments`), whose
+    default is E8M0 for good."""
+    return names.index("scale_format") if "scale_format" in names else len(names)
 
 
 def is_ours(node: Node) -> bool:
@@ -147,6 +153,14 @@ def called(node: Node) -> object:
 
 class OperatorCall(Operator[Node]):
     """The arguments of a node that calls an operator, in the fields of the operator's class; tensors are nodes."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments as a graph writes them out: without trailing ones of scales that are None."""
+        args, count = type(self)._getter(self), _written_count([argument.name for argument in self.arguments])
+        while len(args) > count and args[-1] is None:
+            args = args[:-1]
+        return args
 
     @classmethod
     def of(cls, node: Node) -> Self | None:
@@ -168,31 +182,31 @@ class OperatorCall(Operator[Node]):
             yield node, cls.expect(node)
 
 
-class Quantize(quantization.Quantize[Node], OperatorCall):
+class Quantize(OperatorCall, quantization.Quantize[Node]):
     """A call of `quantize_mx`."""
 
 
-class FakeQuantize(quantization.FakeQuantize[Node], OperatorCall):
+class FakeQuantize(OperatorCall, quantization.FakeQuantize[Node]):
     """A call of `fake_quantize_mx`."""
 
 
-class Dequantize(quantization.Dequantize[Node], OperatorCall):
+class Dequantize(OperatorCall, quantization.Dequantize[Node]):
     """A call of `dequantize_mx`."""
 
 
-class LinearMX(linear.LinearMX[Node], OperatorCall):
+class LinearMX(OperatorCall, linear.LinearMX[Node]):
     """A call of `linear_mx`."""
 
 
-class GroupedLinearMX(linear.GroupedLinearMX[Node], OperatorCall):
+class GroupedLinearMX(OperatorCall, linear.GroupedLinearMX[Node]):
     """A call of `grouped_linear_mx`."""
 
 
-class Hadamard(hadamard.Hadamard[Node], OperatorCall):
+class Hadamard(OperatorCall, hadamard.Hadamard[Node]):
     """A call of `hadamard`."""
 
 
-class RotatedFakeQuantize(hadamard.RotatedFakeQuantize[Node], OperatorCall):
+class RotatedFakeQuantize(OperatorCall, hadamard.RotatedFakeQuantize[Node]):
     """A call of `rotated_fake_quantize_mx`."""
 
 

@@ -12,10 +12,10 @@ from pt2mx.fx.graph.node import (
     Dequantize,
     Quantize,
     args_of,
-    arguments_of,
     make_positional,
     set_value,
     shape_of,
+    written_count,
 )
 from pt2mx.kernels.packing import is_packed
 from pt2mx.spec import MXSpec
@@ -27,23 +27,34 @@ SPEC_KEY = "mx_spec"
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 
 
-def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = None) -> Node:
+def insert_quantize_dequantize(
+    x: Node, spec: MXSpec, consumer: Node | None = None, tensor_scale: Node | None = None
+) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
+
+    `tensor_scale`: where the scale format has one, and it is not to be that of x (`tensor_scale_mx`); a node before x.
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.
     """
     graph, value = x.graph, x.meta["val"]
     axis = spec.axis % value.dim()
-    spec_args = spec.replace(axis=axis).op_args()
-    with graph.inserting_after(x):
-        quantize = graph.call_function(ops.quantize_mx, (x, *spec_args))
+    spec_args, created = spec.replace(axis=axis).quantize_args(), []
+    if spec.scale_format.tensor and tensor_scale is None:
+        with graph.inserting_after(x):
+            args = (x, spec.element.name, spec.scale_mode, spec.scale_format.name)
+            tensor_scale = graph.call_function(ops.tensor_scale_mx, args)
+        created.append(tensor_scale)
+    scales = () if spec.has_plain_scale else (*spec.scale_args(), tensor_scale)
+    with graph.inserting_after(tensor_scale if created else x):
+        args = (x, *spec_args, None, *scales) if scales else (x, *spec_args)
+        quantize = graph.call_function(ops.quantize_mx, args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
     with graph.inserting_after(scale):
         data = graph.call_function(operator.getitem, (quantize, 1))
-    created = [quantize, scale, data]
-    packed: tuple[object, ...] = ()
+    created += [quantize, scale, data]
+    packed: tuple[object, ...] = (None,) if scales else ()
     if is_packed(spec.element.bits):  # packed codes may be padded
         length = value.shape[axis]
         if not isinstance(length, int):
@@ -52,12 +63,12 @@ def insert_quantize_dequantize(x: Node, spec: MXSpec, consumer: Node | None = No
             created.append(length)
         packed = (length,)
     with graph.inserting_after(created[-1]):
-        args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed)
+        args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed, *scales)
         dequantize = graph.call_function(ops.dequantize_mx, args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
     for node in (quantize, dequantize):
-        make_positional(node, len(arguments_of(node)))  # else each conversion would compile the graph once more
+        make_positional(node, written_count(node))  # else each conversion would compile the graph once more
     for node in created:
         set_value(node)
     if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
@@ -80,7 +91,7 @@ def quantize_of(dequantize: Node) -> Node | None:
     if call is None or not rank or (item, pair.scale.args) != (1, (quantize, 0)):
         return None
     same = (pair.element, pair.block_size, pair.axis % rank) == (call.element, call.block_size, call.axis % rank)
-    return quantize if same else None
+    return quantize if same and pair.scales == call.scales else None
 
 
 def _are_items(*nodes: Node) -> bool:
@@ -95,4 +106,6 @@ def spec_of_dequantize(dequantize: Node) -> MXSpec:
     if (quantize := quantize_of(dequantize)) is not None:
         return Quantize.expect(quantize).spec
     to = Dequantize.expect(dequantize)
-    return MXSpec(to.element, to.block_size, to.axis)
+    return MXSpec(
+        to.element, to.block_size, to.axis, scale_format=to.scale_format or "e8m0", block_rows=to.block_rows or 1
+    )

@@ -54,10 +54,15 @@ def fuse_qdq(model: GraphModule) -> None:
         if (pair.dtype, shape_of(dequantize)) != (dtype_of(quantization.x), shape_of(quantization.x)):
             continue
         with model.graph.inserting_before(quantize):
-            fused = model.graph.call_function(ops.fake_quantize_mx, (*quantization.args, "identity"))
+            fused = model.graph.call_function(ops.fake_quantize_mx, _fake_quantize(quantization).args)
         fused.meta.update(dequantize.meta)
         dequantize.replace_all_uses_with(fused)
         erase_unused(dequantize)
+
+
+def _fake_quantize(call: Quantize) -> FakeQuantize:
+    """Return the call of `fake_quantize_mx` that gives the values of codes."""
+    return FakeQuantize(*call.leading, call.seed, "identity", *call.scales)
 
 
 def _is_read_once(quantize: Node, dequantize: Node, pair: Dequantize) -> bool:
@@ -65,7 +70,7 @@ def _is_read_once(quantize: Node, dequantize: Node, pair: Dequantize) -> bool:
     return set(quantize.users) == {pair.codes, pair.scale} and {*pair.codes.users, *pair.scale.users} == {dequantize}
 
 
-_SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx)
+_SHARED = (ops.quantize_mx, ops.fake_quantize_mx, ops.dequantize_mx, ops.tensor_scale_mx)
 
 
 @graph_pass((Quantize, FakeQuantize, Dequantize))
@@ -125,7 +130,7 @@ class Slice(NamedTuple):
 @graph_pass(FakeQuantize, aten.slice.Tensor)
 def merge_fake_quantize(model: GraphModule) -> None:
     """Merge the quantizations of adjacent slices of a tensor's last dimension that have the same element, block size
-    and modes. The slices become views of the quantized tensor, with the same bits.
+    and modes, and E8M0 scales. The slices become views of the quantized tensor, with the same bits.
 
     Blocks must run along that dimension, no block may cross the end of a slice or a head, and only matmuls may use the
     slices.
@@ -134,7 +139,7 @@ def merge_fake_quantize(model: GraphModule) -> None:
     groups: dict[FakeQuantize, list[Slice]] = defaultdict(list)
     for node, call in FakeQuantize.calls_in(model.graph):
         part = _part(node, call)
-        if part is None or not written.isdisjoint((node, *part.views, part.source)):
+        if part is None or not call.has_plain_scale or not written.isdisjoint((node, *part.views, part.source)):
             continue
         if not ROUNDINGS[call.rounding].random and _only_matmuls_use(node):
             groups[call.replace(x=part.source, axis=-1)].append(part)

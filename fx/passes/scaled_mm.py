@@ -108,6 +108,6 @@ def _codes(x: Node) -> tuple[Node, Node]:
     if (pair := Dequantize.of(x)) is not None:
         codes, scale = pair.codes, pair.scale
     else:
-        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:-1])  # without `ste`
+        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:7])
         scale, codes = (insert_before(x, operator.getitem, quantize, i) for i in range(2))
     return codes, insert_before(x, swizzle_scale, scale)

@@ -63,6 +63,16 @@ class ScaleArguments(TrailingArguments[T]):
     ]
     tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of the whole tensor, of {TENSOR_SCALED}"]
 
+    @property
+    def scales(self) -> tuple[str | None, int | None, T | None]:
+        """These arguments."""
+        return self.scale_format, self.block_rows, self.tensor_scale
+
+    @property
+    def has_plain_scale(self) -> bool:
+        """True for E8M0 scales of one row, as `MXSpec.has_plain_scale`."""
+        return self.scale_format in (None, "e8m0") and self.block_rows in (None, 1)
+
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"

@@ -144,7 +144,7 @@ def check_packed(
     spec = spec or _no_axis(axis, data)
     stored = spec.scale_format.dtype
     if data.dtype != torch.uint8 or scale.dtype != stored:
-        if stored == torch.uint8:
+        if spec.has_e8m0_scale:
             raise MXError(
                 f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
             )

@@ -88,23 +88,18 @@ class Quantization(ScaleArguments[T]):
     rounding: Rounding
 
     @property
+    def leading(self) -> tuple[Any, ...]:
+        """x, and the arguments of `MXSpec.quantize_args`."""
+        return self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding
+
+    @property
     def spec(self) -> MXSpec:
         """The spec by which x is quantized; its axis is as it was written, also from the end."""
-        args = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
-        return MXSpec(*args, scale_format=self.scale_format or "e8m0", block_rows=self.block_rows or 1)
+        return MXSpec(*self.leading[1:], scale_format=self.scale_format or "e8m0", block_rows=self.block_rows or 1)
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
-        spec = check_input(
-            self.x,
-            self.element,
-            self.block_size,
-            self.axis,
-            self.scale_mode,
-            self.rounding,
-            self.scale_format,
-            self.block_rows,
-        )
+        spec = check_input(*self.leading, self.scale_format, self.block_rows)
         if self.tensor_scale is not None:
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
@@ -273,7 +268,7 @@ class FakeQuantize(Quantization[T]):
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         if self.ste == "identity":
             return {"x": grad}
-        return {"x": clip_gradient_mx(grad, *self.args[:6], self.scale_format, self.block_rows, self.tensor_scale)}
+        return {"x": clip_gradient_mx(grad, *self.leading, *self.scales)}
 
 
 @operator(

@@ -87,7 +87,9 @@ def test_a_tensor_scale_belongs_to_its_formats():
     with pytest.raises(MXError, match="take E8M0 scales"):
         parse("nvfp4").op_args()
     scale, data = quantize_mx(x, "nvfp4", tensor_scale=one)
-    with pytest.raises(MXError, match=r"scale of shape \(1, 2\) does not fit data of shape \(2, 16\): 32 values of fp4_e2m1"):
+    with pytest.raises(
+        MXError, match=r"scale of shape \(1, 2\) does not fit data of shape \(2, 16\): 32 values of fp4_e2m1"
+    ):
         dequantize_mx(data, scale[:1], "nvfp4", tensor_scale=one)
     with pytest.raises(
         MXError, match=r"codes are uint8 and e4m3_f32 scales torch\.uint8, not torch\.uint8 and torch.float32"

@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments
+from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments, written_count
 from tests.flow import convert, reloaded
 
 
@@ -34,7 +34,7 @@ def lacking(model):
     """Return the calls of pt2mx's operators that lack arguments."""
     nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if is_ours(node)]
     assert len(nodes) >= 4
-    return [node.name for node in nodes if len(node.args) < len(node.target._schema.arguments) or node.kwargs]
+    return [node.name for node in nodes if len(node.args) < written_count(node) or node.kwargs]
 
 
 def test_converted_and_lowered_models_have_all_arguments(converted):
@@ -54,6 +54,12 @@ def test_what_tracing_left_out_is_written_out_again(converted):
     assert lacking(loaded.graph_module) == []
     with torch.no_grad():
         assert torch.equal(loaded.module()(IDS), converted(IDS))
+
+
+def test_a_default_of_scales_is_left_out(converted):
+    (quantize, *_) = converted.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.quantize_mx.default)
+    names = [argument.name for argument in quantize.target._schema.arguments]
+    assert names[len(quantize.args) :] == ["scale_format", "block_rows", "tensor_scale"]
 
 
 def test_keywords_take_their_positions():

@@ -27,26 +27,34 @@ _LAYER_NORM_ROWS = (
 )
 _WEIGHT = "Tensor x, Tensor weight_data, Tensor weight_scale"
 
+_SCALES = "str? scale_format=None, int? block_rows=None, Tensor? tensor_scale=None"
+
 #: operator -> the schema of each version. A version that was published stays as it is; a change is one more.
 RECORDED = {
     "quantize_mx": {
         1: f"(Tensor data_hp, {_MODES}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
         2: f"(Tensor data_hp, {_NO_DEFAULTS}, SymInt? seed=None) -> (Tensor scale, Tensor data)",
+        3: f"(Tensor data_hp, {_NO_DEFAULTS}, SymInt? seed=None, {_SCALES}) -> (Tensor scale, Tensor data)",
     },
     "dequantize_mx": {
         1: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
         "int block_dim=-1, SymInt? length=None) -> Tensor",
         2: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
         "int block_dim, SymInt? length=None) -> Tensor",
+        3: "(Tensor data_lp, Tensor shared_exp_e8m0, str elem_dtype_name, int block_size, ScalarType target_dtype, "
+        f"int block_dim, SymInt? length=None, {_SCALES}) -> Tensor",
     },
     "fake_quantize_mx": {
         1: f'(Tensor x, {_MODES}, SymInt? seed=None, str ste="identity") -> Tensor',
         2: f"(Tensor x, {_NO_DEFAULTS}, SymInt? seed, str ste) -> Tensor",
+        3: f"(Tensor x, {_NO_DEFAULTS}, SymInt? seed, str ste, {_SCALES}) -> Tensor",
     },
     "clip_gradient_mx": {
         1: f"(Tensor grad, Tensor x, {_MODES}) -> Tensor",
         2: f"(Tensor grad, Tensor x, {_NO_DEFAULTS}) -> Tensor",
+        3: f"(Tensor grad, Tensor x, {_NO_DEFAULTS}, {_SCALES}) -> Tensor",
     },
+    "tensor_scale_mx": {1: "(Tensor x, str elem_dtype_name, str scale_mode, str scale_format) -> Tensor"},
     "random_bits": {1: "(Tensor seed, SymInt[] size) -> Tensor"},
     "linear_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size) -> Tensor",
