@@ -64,10 +64,15 @@ def float_scale_constants(element: ElementFormat, scale: ScaleFormat, mode: Floa
     }
 
 
+def has_e8m0_rows(spec: MXSpec) -> bool:
+    """Return whether scales are E8M0, each of a block of one row: fused kernels support no others."""
+    return spec.has_e8m0_scale and spec.block_rows == 1
+
+
 def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
     """Return whether kernels can quantize rows of n values, rounded to a dtype, before they store them: they finish one
     block at a time."""
-    if not quantization.has_operators:
+    if not has_e8m0_rows(quantization):
         return False
     element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
@@ -78,7 +83,7 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
 def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
     """Return whether GPU kernels support fused quantization of activations and norms, two bfloat16 values per
     instruction, for rows of `length` values and inputs of `dtypes`."""
-    if not spec.has_operators:
+    if not has_e8m0_rows(spec):
         return False
     element, mode = spec.element, SCALE_MODES[spec.scale_mode]
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK

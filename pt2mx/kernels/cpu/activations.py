@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.constants import BLOCK, has_e8m0_rows
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
@@ -23,7 +23,7 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
 def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    if not spec.has_operators:
+    if not has_e8m0_rows(spec):
         return None
     x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
     _run(x, out, spec, activation=ACTIVATIONS.index(activation))
@@ -39,7 +39,7 @@ def layer_norm_fake_quantize(
     spec: MXSpec,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor] | None:
-    if not spec.has_operators:
+    if not has_e8m0_rows(spec):
         return None
     x = x.contiguous()
     residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))

@@ -11,6 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from pt2mx.kernels.constants import has_e8m0_rows
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import AttentionCall
 from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
@@ -25,15 +26,24 @@ _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
 
 
 def attend(
-    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    spec: MXSpec,
+    value_width: int,
+    mask: Tensor | None,
+    scale: float | None,
+    key_tensor_scale: Tensor | None = None,
+    value_tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None for many queries, for blocks that are not whole groups, and if a code is no number."""
+    """Return None for many queries, for blocks that are not whole groups, for scales other than E8M0, and if a code is
+    no number."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     group = heads // key_heads
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
     whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
     fits = TABLE not in (decoder, value_decoder) and whole and group * queries <= _FEW_QUERIES
-    if not fits or not spec.has_operators or 0 in (query.numel(), slots):
+    if not fits or not has_e8m0_rows(spec) or 0 in (query.numel(), slots):
         return None
     library, parallel_for = load()
     out = query.new_empty(batch, heads, queries, value_width)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import supports_epilogue
+from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
@@ -35,8 +35,9 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None if no matrix instructions support the weight, or the values."""
+    """Return None if no matrix instructions support the weight, or the values, and for scales other than E8M0."""
     conv_args, dtype = (stride, padding, dilation), dtype or x.dtype
     out = torch.empty(conv2d_shape(x, data, conv_args), dtype=dtype, device="cpu")
     return out if _convolve(x, data, scale, bias, spec, conv_args, out, dtype) else None
@@ -95,7 +96,7 @@ def _convolve(
     stride, padding, dilation = conv_args
     if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # strides skip pixels
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and spec.has_operators else 0
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and has_e8m0_rows(spec) else 0
     if not isa or 0 in (x.numel(), out.numel()):
         return False
     x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()

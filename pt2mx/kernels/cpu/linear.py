@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import elements
-from pt2mx.kernels.constants import supports_epilogue
+from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import LinearCall
@@ -87,7 +87,7 @@ def linear_fake_quantize(
     operands."""
     rows, n = x.shape[:-1].numel(), data.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not isa or not x.numel() or not spec.has_operators or not supports_epilogue(quantization, n, product_dtype):
+    if not isa or not x.numel() or not has_e8m0_rows(spec) or not supports_epilogue(quantization, n, product_dtype):
         return None
     epilogue = epilogue_of(quantization, activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, data, scale))

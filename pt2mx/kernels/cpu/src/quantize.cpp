@@ -1,9 +1,8 @@
 // The CPU kernel of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py.
 //
 // A tensor is (outer, n, inner) with blocks along n. The kernel splits it into tiles of whole blocks that fit the
-// first-level cache. For each tile, it computes the amax, the shared exponents and the factors of each block. Then it
-// processes the values in chunks: widens them to fp32, quantizes them (values.h), and narrows or packs them. Formats
-// and modes are data, a `Spec`, which ../quantize.py fills from its tables.
+// first-level cache. It computes the amax, scale and factors of each block, then processes the values in chunks: widens
+// them to fp32, quantizes them (values.h), and narrows or packs them. Formats and modes are data, a `Spec`.
 
 #include "block_amax.h"
 #include "float_scale.h"
@@ -157,7 +156,6 @@ template <class Step>
 void Tile::each_chunk(bool values, Step step) {
   const i64 block = call_.block, inner = call_.inner;
   const bool runs = inner == 1 && block % kLanes == 0;
-  const bool draws = values && spec_.rounding == STOCHASTIC;
   i64 rows;
   for (i64 row = 0; row < rows_; row += rows) {
     rows = cut_.flat ? std::min(cut_.chunk_rows, rows_ - row) : 1;
@@ -199,7 +197,7 @@ void Tile::each_chunk(bool values, Step step) {
       widen(static_cast<const u16*>(call_.x) + offset(row), c.n, call_.dtype, x_);
       c.x = x_;
     }
-    if (draws) c.random = random_bits(call_.seed, offset(row), c.n, random_);
+    if (values && spec_.rounding == STOCHASTIC) c.random = random_bits(call_.seed, offset(row), c.n, random_);
     step(c, row, rows, cut_.flat ? 0 : row % cut_.group * w_);
   }
 }
