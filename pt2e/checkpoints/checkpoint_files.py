@@ -22,7 +22,7 @@ MODELOPT = "hf_quant_config.json"
 
 
 class CheckpointTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name. Each lookup reads its tensor into new memory.
+    """The tensors of a checkpoint by name, with their dtypes. Each lookup reads its tensor into new memory.
 
     Args:
         folder: the checkpoint.
@@ -34,6 +34,7 @@ class CheckpointTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path) -> None:
         shards = headers_of(folder).items()
         self._files = {name: folder / shard for shard, header in shards for name in header.entries}
+        self.dtypes = {name: entry.dtype for _, header in shards for name, entry in header.entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         with ShardReader(self._files[name]) as reader:

@@ -124,6 +124,12 @@ def read_fp8(config: Mapping[str, Any]) -> Rules:
     return [(_not_converted(config), None), (always, Scheme("fp8_e4m3"))]
 
 
+def model_fields(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any]:
+    """Return the fields of config.json outside of `quantization_config`: DeepSeek says there that experts are FP4."""
+    forms = {module.scheme.form for module in modules.values() if module.scheme is not None}
+    return {"expert_dtype": "fp4"} if layout.name == "fp8" and "fp4_e2m1" in forms else {}
+
+
 def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return the `weight_block_size` of a configuration.
 

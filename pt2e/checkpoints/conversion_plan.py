@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,9 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, quantization_of, read_json
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, read_json
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
-from pt2mx.pt2e.checkpoints.configs import write_config
+from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
@@ -63,9 +64,12 @@ class ConversionPlan:
         spec = self.chosen.get(name)
         if spec is None:
             return {name: Entry(self.dtype_of(entry.dtype), entry.shape)}
-        *rows, columns = self.matrix(name, entry.shape)
-        form = format_of(spec)
-        stored = self.layout.check(name, form)
+        return self.entries_of(name, format_of(spec), self.matrix(name, entry.shape))
+
+    def entries_of(self, name: str, form: str, shape: tuple[int, ...]) -> dict[str, Entry]:
+        """Return the tensors of a weight (..., N, K) in a format."""
+        *rows, columns = shape
+        spec, stored = spec_of(form), self.layout.check(name, form)
         blocks, width = columns // spec.block_size, packed_length(columns, spec.element.bits)
         entries = [
             Entry(stored.dtype, (*rows, blocks, width // blocks) if stored.by_block else (*rows, width)),
@@ -82,6 +86,19 @@ class ConversionPlan:
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which to write a tensor that is not quantized."""
         return self.dtype if self.dtype is not None and dtype in HIGH_PRECISION else dtype
+
+    def model_dtype(self) -> torch.dtype:
+        """Return the dtype in which the model loads."""
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        all_entries = [(name, entry) for entries in self.entries.values() for name, entry in entries.items()]
+        stored = next((entry.dtype for name, entry in all_entries if name in self.chosen), torch.bfloat16)
+        dtype = self.dtype or getattr(torch, str(stated).removeprefix("torch."), stored)
+        return dtype if dtype in HIGH_PRECISION else torch.bfloat16
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Name the dtype of the model in its configuration."""
+        self.config["dtype"] = str(dtype).removeprefix("torch.")
+        self.config.pop("torch_dtype", None)
 
     def size(self) -> int:
         """Return the bytes of all tensors to write."""
@@ -100,28 +117,22 @@ def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype:
         MXError: for a folder that is no float checkpoint of transformers; for a tensor that the layout cannot hold.
     """
     config = read_json(source / CONFIG)
-    if quantization := quantization_of(source):
-        raise MXError(
-            f"{str(source)!r} is quantized already (quant_method {quantization.get('quant_method')!r}): give the float "
-            "checkpoint"
-        )
-    headers, model = headers_of(source), _on_meta(source, config)
+    headers, model = headers_of(source), model_on_meta(source, config)
     entries = {shard: header.entries for shard, header in headers.items()}
-    _check_whole(source, model, entries)
+    check_whole(source, model, [name for tensors in entries.values() for name in tensors])
     plan = ConversionPlan(config, entries, {shard: one.metadata for shard, one in headers.items()}, layout, dtype)
     modules = _choose(plan, model, select_weights(model, quantizer))
-    _check_dtype(plan)
+    check_dtype(plan)
     check_compatibility(layout, modules, model)
-    plan.config = {**config, "quantization_config": write_config(layout, modules)}
+    plan.config = {**config, "quantization_config": write_config(layout, modules), **model_fields(layout, modules)}
     if dtype is not None:
-        plan.config["dtype"] = str(dtype).removeprefix("torch.")
-        plan.config.pop("torch_dtype", None)
+        plan.set_dtype(dtype)
     return plan
 
 
-def _check_whole(source: Path, model: PreTrainedModel, entries: dict[str, dict[str, Entry]]) -> None:
+def check_whole(source: Path, model: PreTrainedModel, names: Iterable[str]) -> None:
     """Raise an `MXError` where the files lack a tensor of the model: transformers would draw random values for it."""
-    if missing := missing_tensors(model, [name for tensors in entries.values() for name in tensors]):
+    if missing := missing_tensors(model, names):
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise MXError(
             f"{str(source)!r} lacks {', '.join(missing[:_NAMED])}{more}, which the {type(model).__name__} of its "
@@ -200,11 +211,9 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
     return ""
 
 
-def _check_dtype(plan: ConversionPlan) -> None:
+def check_dtype(plan: ConversionPlan) -> None:
     """Raise an `MXError` where the model would load in a dtype in which no library computes the layout."""
-    stated = plan.config.get("dtype") or plan.config.get("torch_dtype")
-    stored = next(entries[name].dtype for entries in plan.entries.values() for name in entries if name in plan.chosen)
-    dtype = plan.dtype or getattr(torch, str(stated).removeprefix("torch."), stored)
+    dtype = plan.model_dtype()
     if dtype not in plan.layout.dtypes:
         allowed = ", ".join(str(one).removeprefix("torch.") for one in plan.layout.dtypes)
         raise MXError(
@@ -213,7 +222,7 @@ def _check_dtype(plan: ConversionPlan) -> None:
         )
 
 
-def _on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
+def model_on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
     """Build the model without its weights.
 
     Raises:

@@ -17,11 +17,12 @@ import torch
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT, quantization_of
 from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
 from pt2mx.pt2e.checkpoints.layouts import layout_named
+from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.output import write_text
@@ -57,7 +58,7 @@ class ConversionReport:
 def convert_checkpoint(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    recipe: MXQuantizer | str | os.PathLike[str] = "mxfp4_weight_only",
+    recipe: MXQuantizer | str | os.PathLike[str] | None = None,
     *,
     layout: str = "compressed-tensors",
     dtype: str | torch.dtype | None = None,
@@ -75,7 +76,8 @@ def convert_checkpoint(
     Args:
         source: the folder of the checkpoint: config.json and safetensors, sharded or not.
         output: the folder to write; new, empty, or the output of an interrupted run.
-        recipe: a shipped recipe, the path of one, or a quantizer.
+        recipe: a shipped recipe, the path of one, or a quantizer; None: "mxfp4_weight_only". A checkpoint that is
+            quantized already takes none: its codes go into the new layout, with scales that give the same values.
         layout: "compressed-tensors", "quark", "modelopt", "fp8", or "mxfp4" of gpt-oss's experts.
         dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
         statistics: parameter of the model -> statistics of its inputs, from `collect_statistics` or `StatisticsFile`.
@@ -87,9 +89,10 @@ def convert_checkpoint(
         The quantized tensors, and for others the reasons why they are not.
 
     Raises:
-        MXError: for a checkpoint that cannot be read or is quantized already; for a tensor that the index or the model
-            names and no file holds; for formats that the layout lacks, before anything is written; for an output that
-            holds something else; for a finite value that becomes Inf in `dtype`.
+        MXError: for a checkpoint that cannot be read; for one that is quantized already, with a recipe, or where the
+            layout has no format with the same values; for a tensor that the index or the model names and no file
+            holds; for formats that the layout lacks, before anything is written; for an output that holds something
+            else; for a finite value that becomes Inf in `dtype`.
 
     Example:
         >>> import tempfile, transformers, pt2mx
@@ -104,11 +107,20 @@ def convert_checkpoint(
     source, output = _folder("source", source), _folder("output", output)
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise MXError(f"jobs={jobs!r} must be a number of shards, at least 1")
-    quantizer = recipe if isinstance(recipe, MXQuantizer) else MXQuantizer.from_recipe(recipe)
+    chosen = "mxfp4_weight_only" if recipe is None else recipe
+    quantizer = chosen if isinstance(chosen, MXQuantizer) else MXQuantizer.from_recipe(chosen)
     check_weights_only(quantizer, () if statistics is None else (GPTQ,))
     if not source.is_dir():
         raise MXError(f"{str(source)!r} is no folder: give the folder of a checkpoint")
-    plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
+    if quantization := quantization_of(source):
+        if recipe is not None or statistics is not None:
+            raise MXError(
+                f"{str(source)!r} is quantized already (quant_method {quantization.get('quant_method')!r}): give the "
+                "float checkpoint, or no recipe (--recipe) and no statistics, which keeps its codes"
+            )
+        plan: ConversionPlan = plan_recoding(source, layout_named(layout), _dtype(dtype))
+    else:
+        plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
     _check_statistics(statistics, plan)
     formats = {name: str(spec) for name, spec in plan.chosen.items()}
     manifest = {

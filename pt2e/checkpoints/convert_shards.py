@@ -15,6 +15,7 @@ from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan
+from pt2mx.pt2e.checkpoints.recode_plan import RecodingPlan
 from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.checkpoints.weight_formats import format_of
@@ -59,7 +60,12 @@ class ShardConverter:
         }
         with ShardReader(source) as reader, whole_file(target) as file:
             writer = ShardWriter(file, entries, {**reader.metadata, "format": "pt"})
+            recodings = self.plan.recodings if isinstance(self.plan, RecodingPlan) else set()
             for name in reader.entries:
+                if isinstance(self.plan, RecodingPlan) and name in recodings:
+                    for written, values in self.plan.recoded(name).items():
+                        writer.write(written, 0, values)
+                    continue
                 for first, rows in self._slices(reader, name):
                     if stopped.is_set():
                         raise MXError("another shard failed")

@@ -70,15 +70,7 @@ class Layout:
     pre_scale: str = ""
 
     def names(self, weight: str, form: str) -> tuple[str, ...]:
-        """Return the names of the codes, of the scales, and of the tensor scale where there is one.
-
-        Args:
-            weight: the name of a weight, such as "model.layers.0.mlp.down_proj.weight".
-            form: one of `stored`.
-
-        Returns:
-            The two or three names.
-        """
+        """Return the names of the codes and scales of a weight in one of `stored`, and of its tensor scale if any."""
         stored = self.stored[form]
         return tuple(weight + suffix for suffix in (stored.data, stored.scale, *filter(None, [stored.tensor_scale])))
 
@@ -142,7 +134,7 @@ class Layout:
         if missing := [name for name in names if name not in tensors]:
             raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
         data, scale, *others = (tensors[name] for name in names)
-        spec = spec_by_grid(weight, data, scale, block) if self.by_grid else spec_of(form)
+        spec = self.spec_in(weight, form, dict(zip(names, (data, scale), strict=False)), block)
         scale_dtype = spec.scale_format.dtype
         for name, tensor, dtypes in (
             (names[0], data, _BYTE_DTYPES),
@@ -158,6 +150,13 @@ class Layout:
         tensor_scale = read_tensor_scale(names[2], others[0]) if others else None
         check_scales(names[1], spec, data, scale)
         return PackedTensors(data, scale, spec, tensor_scale)
+
+    def spec_in(self, weight: str, form: str, tensors: Mapping[str, Tensor], block: tuple[int, int]) -> MXSpec:
+        """Return the format of a weight: `form`, or what the codes and scales say, which may be on the meta device."""
+        if not self.by_grid:
+            return spec_of(form)
+        data, scale = (tensors[name] for name in self.names_in(weight, form, tensors)[:2])
+        return spec_by_grid(weight, data, scale, block)
 
     def check(self, weight: str, form: str) -> Stored:
         """Return how the layout stores a format.

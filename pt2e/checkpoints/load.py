@@ -165,7 +165,7 @@ def _load_packed(
         raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
     schemes, tensors = read_config(config), CheckpointTensors(folder)
     skeleton, dtype = _skeleton(folder)
-    packed = _packed(skeleton, schemes, tensors)
+    packed = packed_weights(skeleton, schemes, tensors)
     if not packed:
         raise MXError(
             f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
@@ -207,7 +207,7 @@ def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), dtype
 
 
-def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors) -> dict[str, Packed]:
+def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors) -> dict[str, Packed]:
     """Return parameter -> `Packed`, for each parameter whose scales the checkpoint holds."""
     packed = {}
     for name, kind in weights_of(skeleton).items():
@@ -217,8 +217,13 @@ def _packed(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTens
         paths = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
         kind = kind if whole else LINEAR if kind == EXPERTS else kind
         scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
-        if scheme is not None and schemes.layout.names_in(names[0], scheme.form, tensors)[1] in tensors:
+        if scheme is None:
+            continue
+        codes, scales, *_ = schemes.layout.names_in(names[0], scheme.form, tensors)
+        if scales in tensors:
             packed[name] = Packed(scheme, parts)
+        elif tensors.dtypes.get(codes, torch.float32).itemsize == 1:
+            raise MXError(f"the checkpoint holds no {scales}, but codes of {names[0]}")
     return packed
 
 

@@ -265,8 +265,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("output", help="the folder to write; an interrupted run continues in its folder"),
         argument(
             "--recipe",
-            default="mxfp4_weight_only",
-            help="a shipped recipe, or the path of one (default: mxfp4_weight_only)",
+            help="a shipped recipe, or the path of one (default: mxfp4_weight_only; a quantized checkpoint takes none)",
         ),
         argument(
             "--layout",

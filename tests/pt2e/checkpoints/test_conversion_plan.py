@@ -134,7 +134,7 @@ def cut(size):
         (write("{"), "cannot read"),
         (write("[]"), "holds no JSON object"),
         (write('{"architectures": ["Net"]}'), "the architecture 'Net', which transformers has not"),
-        (write('{"quantization_config": {"quant_method": "fp8"}}'), "is quantized already"),
+        (write('{"quantization_config": {"quant_method": "awq"}}'), "quant_method 'awq' of the checkpoint is none of"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "holds neither model.safetensors nor"),
         (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "which is not there: fetch"),
         (write('{"quantization_config": 3}'), "its quantization_config 3 is no JSON object"),

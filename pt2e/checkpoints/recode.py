@@ -1,0 +1,105 @@
+"""Convert the codes and scales of a weight to another format that holds the same values, or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.kernels.elements import decode
+from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, value_of
+from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
+from pt2mx.spec import MXSpec
+
+#: weight format -> the formats that may hold the same values under the same codes, the most similar first
+_ALIKE = {
+    "fp4_e2m1": (NVFP4, NVFP4_DIVISOR),
+    NVFP4: (NVFP4_DIVISOR, "fp4_e2m1"),
+    NVFP4_DIVISOR: (NVFP4, "fp4_e2m1"),
+    "fp8_e4m3{128x128}": ("fp8_e4m3",),
+}
+
+
+def alike_form(form: str, stored: Iterable[str]) -> str | None:
+    """Return the format to which `recode` converts weights of another.
+
+    Args:
+        form: the format of the weights.
+        stored: the formats of a layout.
+
+    Returns:
+        The format itself where the layout has it, or another one; None: the layout has none.
+    """
+    return next((one for one in (form, *_ALIKE.get(form, ())) if one in stored), None)
+
+
+def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> PackedTensors:
+    """Convert a weight to a format of `alike_form`: its codes stay, and scales change.
+
+    Args:
+        name: the weight, for errors.
+        packed: its codes and scales.
+        form: the new format.
+        dtype: the dtype of the model, in which the values stay equal. A tensor scale and its reciprocal are equal in
+            bfloat16 only.
+
+    Returns:
+        The weight in the new format.
+
+    Raises:
+        MXError: where its scales cannot hold the same values.
+    """
+    old, new = packed.spec, spec_of(form)
+    if format_of(old) == form:
+        return packed
+    try:
+        if old.block_rows > 1:
+            return packed._replace(scale=_spread(packed), spec=new)
+        if old.has_e8m0_scale:
+            scale, factor = mx_to_nv_scales(packed.data, packed.scale, old)
+            return PackedTensors(packed.data, scale, new, factor if form == NVFP4 else factor.reciprocal())
+        if format_of(old) == NVFP4_DIVISOR:
+            packed = _reciprocal(packed, spec_of(NVFP4), dtype)
+        if form == NVFP4_DIVISOR:
+            return _reciprocal(packed, new, dtype)
+        if form == NVFP4:
+            return packed
+        scale = nv_to_mx_scales(packed.data, packed.scale, packed.tensor_scale, packed.spec)
+        return PackedTensors(packed.data, scale, new)
+    except MXError as error:
+        raise MXError(f"{name} cannot be converted to {form}: {error}") from None
+
+
+def _spread(packed: PackedTensors) -> Tensor:
+    """Return the scales of blocks of several rows as scales of blocks of 32."""
+    rows, columns = packed.data.shape[-2:]
+    scale = packed.scale.repeat_interleave(packed.spec.block_rows, -2)[..., :rows, :]
+    scale = scale.repeat_interleave(packed.spec.block_size // 32, -1)
+    if columns % 32:
+        raise MXError(f"its {columns} columns are no whole blocks of 32")
+    return scale[..., : columns // 32].contiguous()
+
+
+def _reciprocal(packed: PackedTensors, spec: MXSpec, dtype: torch.dtype) -> PackedTensors:
+    """Replace the factor of a tensor by a divisor, or the other way round: the reciprocal, or one of its neighbours.
+
+    Raises:
+        MXError: where no such number gives equal values.
+    """
+    assert packed.tensor_scale is not None
+    scales = value_of(codes_of(packed.scale).unique(), spec.scale_format)
+    codes = decode(torch.arange(8, dtype=torch.int32), spec.element)
+
+    def values(steps: str, tensor_scale: Tensor) -> Tensor:
+        return (codes * TENSOR_SCALES[steps].apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
+
+    expected = values(packed.spec.scale_format.tensor, packed.tensor_scale)
+    nearest = packed.tensor_scale.reciprocal()
+    infinity = torch.tensor(float("inf"))
+    for candidate in (nearest, nearest.nextafter(infinity), nearest.nextafter(-infinity)):
+        if values(spec.scale_format.tensor, candidate).equal(expected):
+            return packed._replace(spec=spec, tensor_scale=candidate)
+    raise MXError(f"no reciprocal of its tensor scale {packed.tensor_scale.item():g} gives equal values in {dtype}")
