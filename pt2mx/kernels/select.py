@@ -108,7 +108,11 @@ KERNELS: dict[str, dict[str, str]] = {
 
 #: kernels of a device that look at the scale format and rows of a spec, and take a tensor scale as their last argument.
 #: The others run for E8M0 scales of one row only
-ANY_SCALES = {f"cpu.quantize:{name}" for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")}
+ANY_SCALES = {
+    f"{device}.quantize:{name}"
+    for device in ("cpu", "gpu")
+    for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
+}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:

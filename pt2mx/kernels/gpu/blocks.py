@@ -9,37 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pt2mx.kernels.gpu.float_scales import divided, multiplier
+
 _SIGN = tl.constexpr(-0x80000000)
 _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _MANTISSA = tl.constexpr(0x7FFFFF)
 _TWO_TO_MINUS_127 = tl.constexpr(0x400000)
 NAN_SCALE = tl.constexpr(0xFF)
 MAX_SCALE = tl.constexpr(0xFE)
-_TWO_TO_23 = tl.constexpr(2.0**23)
 _TWO_TO_31 = tl.constexpr(2.0**31)
 _TWO_TO_MINUS_126 = tl.constexpr(2.0**-126)
 
-# --- scales (steps 1 to 3 of the design page); all per line ---
-
-
-@triton.jit
-def maximum(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def scale_of(parts, C: tl.constexpr):
-    """parts: fp32 tiles of the same lines -> the E8M0 scale of each finite block, int32, and whether each block is
-    finite; (lines)."""
-    amax = tl.reduce(tl.abs(parts[0]), 1, maximum)
-    for i in tl.static_range(tl.constexpr(1), tl.constexpr(len(parts))):
-        amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
-    scale, finite = scale_of_amax(amax.to(tl.int32, bitcast=True) & _MAGNITUDE, C)
-    if C.searches:
-        scale = least_squares(parts, scale, finite, C)
-    return scale, finite
+# --- scales (steps 1 to 3 of the design page; their search is in `scales`); all per line ---
 
 
 @triton.jit
@@ -54,35 +36,6 @@ def scale_of_amax(amax, C: tl.constexpr):
     round_up = tl.where(amax == mantissa, mantissa > ((C.threshold + _MANTISSA + 1) >> 1), mantissa > C.threshold)
     raised = amax + (round_up.to(tl.int32) << 23) - (C.emax << 23)
     return tl.minimum(tl.maximum(raised, 0) >> 23, MAX_SCALE), amax < _INF
-
-
-@triton.jit
-def least_squares(parts, scale, finite, C: tl.constexpr):
-    """Add each offset to `scale`, and return the scale with the smallest sum of squared errors; the first of equal
-    ones."""
-    best = clamp_scale(scale + C.exponent_offsets[0])
-    least = squared_error(parts, best, scale, finite, C)
-    for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
-        candidate = clamp_scale(scale + C.exponent_offsets[i])
-        total = squared_error(parts, candidate, scale, finite, C)
-        best = tl.where(total < least, candidate, best)
-        least = tl.minimum(total, least)
-    return best
-
-
-@triton.jit
-def squared_error(parts, candidate, scale, finite, C: tl.constexpr):
-    """Return the sum of a block's squared errors with the scale `candidate`. Errors are whole units of 2**(emax + 1 -
-    error_bits) times the scale `scale`; (lines) int64."""
-    unit = tl.expand_dims(power_of_two(candidate - scale + (127 + C.error_bits - C.emax - 1)), 1)
-    total = tl.zeros_like(scale).to(tl.int64)
-    for i in tl.static_range(tl.constexpr(len(parts))):
-        v = in_units(parts[i], candidate, finite, C)
-        p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
-        error = tl.minimum(tl.abs(tl.abs(v) - p) * unit, 2.0**C.error_bits)
-        error = tl.where(error < _TWO_TO_23, (error + _TWO_TO_23) - _TWO_TO_23, error).to(tl.int64)  # to a whole number
-        total += tl.sum(error * error, 1)
-    return total
 
 
 @triton.jit
@@ -103,6 +56,45 @@ def factor(biased, finite, C: tl.constexpr):
     return tl.expand_dims(tl.where(finite, bits, _NAN).to(tl.float32, bitcast=True), 1)
 
 
+@triton.jit
+def over_scale(blocks, scale, finite, C: tl.constexpr):
+    """Return `blocks` in units of their scales; they may underflow to zero."""
+    if C.has_significand:
+        v = divided(blocks, scale, finite, C)
+    else:
+        v = blocks * factor(MAX_SCALE - scale, finite, C)
+    return v
+
+
+@triton.jit
+def factor_of(scale, finite, C: tl.constexpr):
+    """Return what multiplies the values of a block (`counted`), NaN where it is not finite, shaped to broadcast over a
+    tile."""
+    if C.has_significand:
+        factors = tl.expand_dims(tl.where(finite, multiplier(scale, C), float("nan")), 1)
+    else:
+        factors = factor(scale, finite, C)
+    return factors
+
+
+@triton.jit
+def counted(values, C: tl.constexpr):
+    """Return values of the element as its scales count them: scales with a significand count whole numbers."""
+    if C.has_significand and C.is_int:
+        values *= 2.0**C.mantissa_bits
+    return values
+
+
+@triton.jit
+def stored_scale(scale, finite, C: tl.constexpr):
+    """Return the codes of scales as they are stored, int32."""
+    if C.has_significand:
+        code = tl.where(finite, scale[0], C.scale.nan)
+    else:
+        code = tl.where(finite, scale, NAN_SCALE)
+    return code
+
+
 # --- values (step 4) ---
 
 
@@ -110,7 +102,7 @@ def factor(biased, finite, C: tl.constexpr):
 def in_units(blocks, scale, finite, C: tl.constexpr):
     """Return `blocks` in units of their scales. They may underflow to zero, except where that would change a directed
     rounding."""
-    v = blocks * factor(MAX_SCALE - scale, finite, C)
+    v = over_scale(blocks, scale, finite, C)
     if C.directed:
         bits = blocks.to(tl.int32, bitcast=True)
         smallest = (bits & _SIGN | 1 << 23).to(tl.float32, bitcast=True)  # +-2**-126
@@ -223,14 +215,6 @@ def rounded(part, scale, finite, seed, offsets, C: tl.constexpr):
         random = random_at(seed, offsets)
     v = in_units(part, scale, finite, C)
     return v, round_magnitude(v, random, tl.constexpr(C.rounding), C)
-
-
-@triton.jit
-def fake_quantized(blocks, seed, offsets, C: tl.constexpr):
-    """blocks: fp32 tile -> the same quantized and dequantized; `seed`, `offsets`: for stochastic rounding."""
-    scale, finite = scale_of((blocks,), C)
-    v, p = rounded(blocks, scale, finite, seed, offsets, C)
-    return with_sign(p, v, C) * factor(scale, finite, C)
 
 
 # --- rotation ---

@@ -1,7 +1,8 @@
 """The Triton kernels: each loads a tile (`tiles`), computes (`blocks`) and stores.
 
 Arguments: `n` and `inner` of the tensor, seen as (outer, n, inner); `size`, the bytes of data along the axis; `lines`,
-the number of lines of the tensor; `seed`, () int64, of stochastic rounding.
+the number of lines of the tensor; `seed`, () int64, of stochastic rounding; `tensor_scale`, () fp32, of scale formats
+with one.
 """
 
 from __future__ import annotations
@@ -12,41 +13,55 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pt2mx.kernels.gpu.bf16x2 import amax_of_pairs, code_words, largest_magnitude, pair_of
 from pt2mx.kernels.gpu.blocks import (
-    MAX_SCALE,
     NAN_SCALE,
+    counted,
     decode,
     encode,
-    factor,
-    fake_quantized,
+    factor_of,
+    over_scale,
     random_at,
     rotated,
     rounded,
-    scale_of,
     scale_of_amax,
+    stored_scale,
+    with_sign,
 )
+from pt2mx.kernels.gpu.float_scales import load_tensor_scale
+from pt2mx.kernels.gpu.scales import scale_of
 from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word_offsets
 
 
 @triton.jit
-def fake_quantize_kernel(x, y, seed, n, inner, lines, C: tl.constexpr, ROTATION: tl.constexpr = 0):
+def fake_quantize_kernel(x, y, tensor_scale, seed, n, inner, lines, C: tl.constexpr, ROTATION: tl.constexpr = 0):
     """`ROTATION`: size of the blocks of x that are rotated first."""
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
     if ROTATION:
         blocks = rotated(blocks, ROTATION).to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + offsets, fake_quantized(blocks, seed, offsets, C).to(y.dtype.element_ty), mask=mask)
+    quantized = fake_quantized(blocks, load_tensor_scale(tensor_scale, C), seed, offsets, C)
+    tl.store(y + offsets, quantized.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def quantize_kernel(x, codes, scales, seed, n, size, inner, lines, C: tl.constexpr):
+def fake_quantized(blocks, t, seed, offsets, C: tl.constexpr):
+    """blocks: fp32 tile, t: as of `scale_of` -> the same quantized and dequantized; `seed`, `offsets`: for stochastic
+    rounding."""
+    scale, finite = scale_of((blocks,), t, C)
+    v, p = rounded(blocks, scale, finite, seed, offsets, C)
+    return counted(with_sign(p, v, C), C) * factor_of(scale, finite, C)
+
+
+@triton.jit
+def quantize_kernel(x, codes, scales, tensor_scale, seed, n, size, inner, lines, C: tl.constexpr):
     offsets, mask = part_offsets(n, inner, lines, 0, C)
     parts = (load_values(x, offsets, mask),)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.parts)):
         offsets, mask = part_offsets(n, inner, lines, i, C)
         parts = parts + (load_values(x, offsets, mask),)
-    scale, finite = scale_of(parts, C)
+    scale, finite = scale_of(parts, load_tensor_scale(tensor_scale, C), C)
     first, line = tile_lines(C)
-    tl.store(scales + first + line, tl.where(finite, scale, NAN_SCALE).to(tl.uint8), mask=first + line < lines)
+    stored = stored_scale(scale, finite, C).to(scales.dtype.element_ty)
+    tl.store(scales + first + line, stored, mask=first + line < lines)
     for i in tl.static_range(tl.constexpr(C.parts)):
         offsets, mask = part_offsets(n, inner, lines, i, C)
         v, p = rounded(parts[i], scale, finite, seed, offsets, C)
@@ -77,7 +92,7 @@ def quantize_bf16x2_kernel(x, codes, scales, n, size, inner, lines, C: tl.conste
 
 
 @triton.jit
-def dequantize_kernel(codes, scales, y, n, size, inner, lines, C: tl.constexpr):
+def dequantize_kernel(codes, scales, y, tensor_scale, n, size, inner, lines, C: tl.constexpr):
     offsets, mask = word_offsets(size, inner, lines, C)
     words = tl.load(codes + offsets, mask=mask, other=0).to(tl.int32)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.word_bytes)):
@@ -85,21 +100,25 @@ def dequantize_kernel(codes, scales, y, n, size, inner, lines, C: tl.constexpr):
         words |= tl.load(codes + offsets, mask=mask, other=0).to(tl.int32) << (8 * i)
     first, line = tile_lines(C)
     scale = tl.load(scales + first + line, mask=first + line < lines, other=0).to(tl.int32)
-    factors = factor(scale, scale != NAN_SCALE, C)
+    if C.has_significand:  # the value of a NaN is one
+        scale, finite = (scale, load_tensor_scale(tensor_scale, C)), tl.full([], True, tl.int1)
+    else:
+        finite = scale != NAN_SCALE
+    factors = factor_of(scale, finite, C)
     if not C.strided:
         words = unpack(words, C)
     for i in tl.static_range(tl.constexpr(C.parts)):
         offsets, mask = part_offsets(n, inner, lines, i, C)
-        values = decode(words >> (C.bits * i), C) * factors
+        values = counted(decode(words >> (C.bits * i), C), C) * factors
         tl.store(y + offsets, values.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def clip_gradient_kernel(grad, x, y, n, inner, lines, C: tl.constexpr):
+def clip_gradient_kernel(grad, x, y, tensor_scale, n, inner, lines, C: tl.constexpr):
     offsets, mask = tile_offsets(n, inner, lines, C.block, C.tile, 1, C)
     blocks = load_values(x, offsets, mask)
-    scale, finite = scale_of((blocks,), C)
-    v = blocks * factor(MAX_SCALE - scale, finite, C)
+    scale, finite = scale_of((blocks,), load_tensor_scale(tensor_scale, C), C)
+    v = over_scale(blocks, scale, finite, C)
     passed = tl.load(grad + offsets, mask=mask, other=0.0)
     tl.store(y + offsets, tl.where((v > C.max_normal) | (v < C.lowest), 0.0, passed), mask=mask)
 

@@ -1,25 +1,28 @@
 """The kernels on an NVIDIA GPU, in Triton: each one pass over memory. The device code is in `kernels`.
 
 They run on the tensor's device and the current stream, do not wait for the device, and can be captured in a CUDA graph.
-They return None for blocks of more than `_LARGEST_BLOCK` values, which do not fit in a program's registers.
+They return None for blocks of more than `_LARGEST_BLOCK` values, which do not fit in a program's registers, and for
+blocks of several rows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from pt2mx.kernels import packing
-from pt2mx.kernels.constants import spec_constants
+from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.gpu import kernels
+from pt2mx.kernels.gpu.float_scales import ScaleConstants
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.kernels.packing import resized
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
 __all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits", "rotated_fake_quantize"]
@@ -48,71 +51,83 @@ _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 _VALUES_PER_THREAD = 128
 
 
-def quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """x: (..., n, ...) -> scale (..., ceil(n / block), ...) uint8, codes (..., bytes, ...) uint8."""
+def quantize(
+    x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """x: (..., n, ...) -> scale (..., ceil(n / block), ...) in the dtype of the scale format, codes (..., bytes, ...)
+    uint8."""
     if not _holds(spec, x.shape[spec.axis]):
         return None
     x, length = x.contiguous(), x.shape[spec.axis]
     bits = spec.element.bits if _packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
-    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=torch.uint8)
-    seeds: tuple[Tensor | None, ...] = (seed,)
+    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_format.dtype)
+    others: tuple[Tensor | None, ...] = (tensor_scale, seed)
     kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
     if _suits_bf16x2(x, spec):
-        kernel, tiles, word, seeds = kernels.quantize_bf16x2_kernel, _QUANTIZE_BF16X2, _four(bits), ()
+        kernel, tiles, word, others = kernels.quantize_bf16x2_kernel, _QUANTIZE_BF16X2, _four(bits), ()
     elif packing.is_packed(bits):
         tiles, word = _QUANTIZE_PACKED, _four(bits) if _streams(x, spec) else word
-    _launch(kernel, tiles, x.shape, spec, word, x, codes, scale, *seeds, length, size)
+    _launch(kernel, tiles, x.shape, spec, word, tensor_scale, x, codes, _as_integers(scale), *others, length, size)
     if bits != spec.element.bits:
         codes = packing.pack(codes.to(torch.int32), spec.axis, spec.element.bits)
     return scale, codes
 
 
-def dequantize(codes: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Tensor | None:
-    """codes: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) uint8 -> (..., length, ...) `dtype`."""
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype,
+    length: int,
+    tensor_scale: Tensor | None = None,
+) -> Tensor | None:
+    """codes: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) -> (..., length, ...) `dtype`."""
     if not _holds(spec, length):
         return None
     bits = spec.element.bits
     if not _packs(spec, length):
         codes, bits = packing.unpack(codes, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
-    codes, scale = codes.contiguous(), scale.contiguous()
+    codes, scale = codes.contiguous(), _as_integers(scale.contiguous())
     y = codes.new_empty(resized(codes, spec.axis, length), dtype=dtype)
     size = codes.shape[spec.axis]
-    _launch(
-        kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, packing.group_of(bits), codes, scale, y, length, size
-    )
+    word, arguments = packing.group_of(bits), (codes, scale, y, tensor_scale, length, size)
+    _launch(kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, word, tensor_scale, *arguments)
     return y
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None) -> Tensor | None:
+def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None) -> Tensor | None:
     """x: (..., n, ...) -> dequantize(quantize(x)) in x's dtype."""
     if not _holds(spec, x.shape[spec.axis]):
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, x, y, seed, x.shape[spec.axis])
+    arguments = x, y, tensor_scale, seed, x.shape[spec.axis]
+    _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, tensor_scale, *arguments)
     return y
 
 
 def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension."""
+    """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension; scales without a
+    tensor scale."""
     tiles, n = _ROTATED_FAKE_QUANTIZE, x.shape[-1]
-    if size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
+    if spec.scale_format.tensor or size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
-    _launch(kernels.fake_quantize_kernel, tiles, x.shape, spec, _BYTE, x, y, None, n, ROTATION=size)
+    _launch(kernels.fake_quantize_kernel, tiles, x.shape, spec, _BYTE, None, x, y, None, None, n, ROTATION=size)
     return y.to(dtype)
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec) -> Tensor | None:
+def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
     if not _holds(spec, x.shape[spec.axis]):
         return None
     grad, x = grad.contiguous(), x.contiguous()
     y = torch.empty_like(grad)
-    _launch(kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, grad, x, y, x.shape[spec.axis])
+    arguments = grad, x, y, tensor_scale, x.shape[spec.axis]
+    _launch(kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, tensor_scale, *arguments)
     return y
 
 
@@ -126,8 +141,13 @@ def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _holds(spec: MXSpec, length: int) -> bool:
-    """Return whether a block fits in a program's registers."""
-    return min(spec.block_size, length) <= _LARGEST_BLOCK
+    """Return whether a block is of one row, and fits in a program's registers."""
+    return spec.block_rows == 1 and min(spec.block_size, length) <= _LARGEST_BLOCK
+
+
+def _as_integers(scale: Tensor) -> Tensor:
+    """Return scales as their codes, which kernels read and write."""
+    return scale.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale.itemsize])
 
 
 def _packs(spec: MXSpec, length: int) -> bool:
@@ -148,8 +168,10 @@ def _streams(x: Tensor, spec: MXSpec) -> bool:
 def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
     """Return whether `bf16x2` supports x: its arithmetic, and that no end of a block, word or code group splits four
     values."""
-    element, mode, length = spec.element, SCALE_MODES[spec.scale_mode], x.shape[spec.axis]
-    if x.dtype != torch.bfloat16 or spec.rounding != "even" or mode.searches:
+    element, length = spec.element, x.shape[spec.axis]
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or not spec.scale_format.is_power_of_two:
+        return False
+    if SCALE_MODES[spec.scale_mode].searches:
         return False
     if element.is_int or element.mantissa_bits > 5 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -176,19 +198,20 @@ def _launch(
     shape: torch.Size,
     spec: MXSpec,
     word: tuple[int, int],
+    tensor_scale: Tensor | None,
     *arguments: Tensor | int | None,
     **compile_time: int,
 ) -> None:
-    """Run `kernel` on every tile of a tensor of that shape; `word` as in `Constants`."""
+    """Run `kernel` on every tile of a tensor of that shape; `word` as in `Constants`. `arguments` have the tensor scale
+    again, if the kernel reads it."""
     if 0 in shape:
         return
     inner = _inner(shape, spec)
     length, outer = shape[spec.axis], math.prod(shape[: spec.axis])
     lines = outer * -(-length // spec.block_size) * inner
-    long = SCALE_MODES[spec.scale_mode].searches or ROUNDINGS[spec.rounding].random
-    tile = (_LONG if long else tiles)[inner > 1]
+    tile = (_LONG if _is_long(spec) else tiles)[inner > 1]
     wide = lines * min(spec.block_size, length) >= 2**31 - max(tile.values, tile.vector * 2 * _LARGEST_BLOCK)
-    constants = constants_of(spec, word, length, inner, wide, tile)
+    constants = constants_of(spec, word, length, inner, wide, tile, tensor_scale is not None)
     warps = max(tile.warps, constants.lines * constants.tile // (32 * _VALUES_PER_THREAD))
     with torch.cuda.device_of(arguments[0]):
         grid = (triton.cdiv(lines, constants.lines),)
@@ -196,14 +219,37 @@ def _launch(
 
 
 @functools.lru_cache(maxsize=4096)
-def constants_of(spec: MXSpec, word: tuple[int, int], length: int, inner: int, wide: bool, tile: Tile) -> Constants:
+def _is_long(spec: MXSpec) -> bool:
+    searches = (
+        _scale_constants(spec, True).searches if _has_significand(spec) else SCALE_MODES[spec.scale_mode].searches
+    )
+    return searches or ROUNDINGS[spec.rounding].random
+
+
+def _has_significand(spec: MXSpec) -> bool:
+    return not spec.scale_format.is_power_of_two
+
+
+@functools.lru_cache(maxsize=4096)
+def constants_of(
+    spec: MXSpec,
+    word: tuple[int, int],
+    length: int,
+    inner: int,
+    wide: bool,
+    tile: Tile,
+    has_tensor_scale: bool = False,
+) -> Constants:
     rounding = ROUNDINGS[spec.rounding]
     word_codes, word_bytes = word
     block = min(spec.block_size, length)
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)
+    scale = None if spec.scale_format.is_power_of_two else _scale_constants(spec, has_tensor_scale)
+    mode = SCALE_MODES["floor" if scale else spec.scale_mode]
+    of_spec: dict[str, Any] = spec_constants(spec.element, mode, spec.block_size)
     return Constants(
-        **spec_constants(spec.element, SCALE_MODES[spec.scale_mode], spec.block_size),
+        **of_spec | ({"searches": scale.searches} if scale else {}),
         rounding=spec.rounding,
         nearest="even" if rounding.random else spec.rounding,
         directed=rounding.directed,
@@ -218,4 +264,18 @@ def constants_of(spec: MXSpec, word: tuple[int, int], length: int, inner: int, w
         aligned=inner % lines == 0,
         vector=tile.vector,
         wide=wide,
+        scale=scale,
     )
+
+
+def _scale_constants(spec: MXSpec, has_tensor_scale: bool) -> ScaleConstants:
+    """Return the constants of a format with a significand. A tensor scale that is missing counts as 1."""
+    scale = spec.scale_format
+    numbers = float_scale_constants(spec.element, scale, FLOAT_SCALE_MODES[spec.scale_mode])
+    numbers |= {
+        "bits": scale.grid.bits,
+        "max_normal": scale.max_value,
+        "stored": str(scale.dtype).removeprefix("torch."),
+        "tensor": scale.tensor if has_tensor_scale else "",
+    }
+    return ScaleConstants(**{f.name: numbers[f.name] for f in dataclasses.fields(ScaleConstants)})

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from pt2mx.kernels.gpu.float_scales import ScaleConstants
+
 
 @dataclass(frozen=True)
 class Constants:
@@ -55,6 +57,11 @@ class Constants:
     aligned: bool
     vector: int
     wide: bool
+    scale: ScaleConstants | None = None  # of a scale format with a significand
+
+    @property
+    def has_significand(self) -> bool:
+        return self.scale is not None
 
     @property
     def streams(self) -> bool:
