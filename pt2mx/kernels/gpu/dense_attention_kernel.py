@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from pt2mx.kernels.gpu.blocks import fake_quantized
+from pt2mx.kernels.gpu.scales import fake_quantized
 
 
 class Strided(NamedTuple):
@@ -125,5 +125,5 @@ def quantized(acc, S: tl.constexpr, C: tl.constexpr):
     if C is not None:
         DTYPE: tl.constexpr = tl.float32 if S.EXACT else tl.bfloat16
         blocks = tl.reshape(acc.to(DTYPE).to(tl.float32), [S.BLOCK_M * S.BLOCK_V // C.block, C.block])
-        acc = tl.reshape(fake_quantized(blocks, None, None, C).to(DTYPE), [S.BLOCK_M, S.BLOCK_V])
+        acc = tl.reshape(fake_quantized(blocks, None, None, None, C).to(DTYPE), [S.BLOCK_M, S.BLOCK_V])
     return acc

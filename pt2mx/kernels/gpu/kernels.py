@@ -24,10 +24,9 @@ from pt2mx.kernels.gpu.blocks import (
     rounded,
     scale_of_amax,
     stored_scale,
-    with_sign,
 )
 from pt2mx.kernels.gpu.float_scales import load_tensor_scale
-from pt2mx.kernels.gpu.scales import scale_of
+from pt2mx.kernels.gpu.scales import fake_quantized, scale_of
 from pt2mx.kernels.gpu.tiles import part_offsets, tile_lines, tile_offsets, word_offsets
 
 
@@ -40,15 +39,6 @@ def fake_quantize_kernel(x, y, tensor_scale, seed, n, inner, lines, C: tl.conste
         blocks = rotated(blocks, ROTATION).to(y.dtype.element_ty).to(tl.float32)
     quantized = fake_quantized(blocks, load_tensor_scale(tensor_scale, C), seed, offsets, C)
     tl.store(y + offsets, quantized.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def fake_quantized(blocks, t, seed, offsets, C: tl.constexpr):
-    """blocks: fp32 tile, t: as of `scale_of` -> the same quantized and dequantized; `seed`, `offsets`: for stochastic
-    rounding."""
-    scale, finite = scale_of((blocks,), t, C)
-    v, p = rounded(blocks, scale, finite, seed, offsets, C)
-    return counted(with_sign(p, v, C), C) * factor_of(scale, finite, C)
 
 
 @triton.jit

@@ -1,11 +1,21 @@
-"""The scales of blocks on tiles (`pt2mx.kernels.gpu.tiles`), and the search for the one that loses least, in Triton."""
+"""The scales of blocks on tiles (`pt2mx.kernels.gpu.tiles`) and the search for the one that loses least, in Triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from pt2mx.kernels.gpu.blocks import clamp_scale, in_units, power_of_two, round_magnitude, scale_of_amax
+from pt2mx.kernels.gpu.blocks import (
+    clamp_scale,
+    counted,
+    factor_of,
+    in_units,
+    power_of_two,
+    round_magnitude,
+    rounded,
+    scale_of_amax,
+    with_sign,
+)
 from pt2mx.kernels.gpu.float_scales import candidate_of, finite_scale, quotient_of, ratio_of
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -94,3 +104,12 @@ def float_squared_error(parts, candidate, first, t, finite, C: tl.constexpr):
         p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
         total += sum_of_squares(tl.abs(tl.abs(v) - p) * ratio * 2.0 ** (C.error_bits - C.emax - 1), C)
     return total
+
+
+@triton.jit
+def fake_quantized(blocks, t, seed, offsets, C: tl.constexpr):
+    """blocks: fp32 tile, t: as of `scale_of` -> the same quantized and dequantized; `seed`, `offsets`: for stochastic
+    rounding."""
+    scale, finite = scale_of((blocks,), t, C)
+    v, p = rounded(blocks, scale, finite, seed, offsets, C)
+    return counted(with_sign(p, v, C), C) * factor_of(scale, finite, C)
