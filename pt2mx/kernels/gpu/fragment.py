@@ -9,6 +9,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from pt2mx.kernels.gpu.mma_layout import RESULT_SHIFT
+
+#: what scales with a significand lack
+_LACKING = gl.constexpr(2.0**RESULT_SHIFT)
+
 
 @gluon.constexpr_function
 def fragment_layout(C):
@@ -82,17 +87,43 @@ def decode_fragment(words, scales, tile, C: gl.constexpr, in_place: gl.constexpr
         for i in gl.static_range(gl.constexpr(C.vectors)):
             vectors = vectors + (words[(tile * 2 + half) * C.vectors + i],)
         for i in gl.static_range(gl.constexpr(C.scales)):
-            exponent = scales[(tile * 2 + half) * C.scales + i].to(gl.int32) + C.exponent_shift
-            factors = factors + (gl.broadcast(exponent * 0x00800080, vectors[0])[0],)  # two bfloat16
+            scale = scales[(tile * 2 + half) * C.scales + i].to(gl.int32)
+            if C.has_significand:
+                for shift in gl.static_range(0, 16, 8):
+                    scale_of_block = (scale >> shift & 0xFF) * 0x00100010 + C.scale_offset * 0x00010001
+                    factors = factors + (gl.broadcast(scale_of_block, vectors[0])[0],)
+            else:
+                exponent = scale + C.exponent_shift
+                factors = factors + (gl.broadcast(exponent * 0x00800080, vectors[0])[0],)  # two bfloat16
         pairs = pairs + _decode(vectors, factors, C, in_place)
     return pairs
 
 
 @gluon.jit
 def _decode(words, scales, C: gl.constexpr, in_place: gl.constexpr):
-    """words, scales: tuples of `vectors` and `scales` int32 -> tuple of `k8_groups` int32, pairs of bfloat16."""
-    constraints: gl.constexpr = _constraints(4 * C.k8_groups, 4 * C.vectors + 4 * C.scales)
+    """words, scales: tuples of int32 -> tuple of `k8_groups` int32, pairs of bfloat16."""
+    constraints: gl.constexpr = _constraints(4 * C.k8_groups, 4 * C.vectors + 4 * C.scales * C.scales_of_word)
     return gl.inline_asm_elementwise(C.ptx, constraints, words + scales, _int32s(C.k8_groups), not in_place, 4)
+
+
+@gluon.jit
+def scaled(sums, tensor_scale, C: gl.constexpr):
+    """Return fp32 values times what the scales of the weight lack, and times the tensor scale."""
+    if C.scales_result:
+        sums = sums * _LACKING
+        if C.has_tensor_scale:
+            sums = sums * gl.load(tensor_scale)
+    return sums
+
+
+@gluon.jit
+def _scaled_pair(pair, tensor_scale, C: gl.constexpr):
+    """Return `scaled` of a pair of bfloat16."""
+    if C.scales_result:
+        low = scaled((pair << 16).to(gl.float32, bitcast=True), tensor_scale, C).to(gl.bfloat16)
+        high = scaled((pair & -0x10000).to(gl.float32, bitcast=True), tensor_scale, C).to(gl.bfloat16)
+        pair = low.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF | high.to(gl.int16, bitcast=True).to(gl.int32) << 16
+    return pair
 
 
 @gluon.constexpr_function
@@ -101,7 +132,7 @@ def _layout_of_rows(C):
 
 
 @gluon.jit(do_not_specialize=["n", "k", "k_steps"])
-def dequantize_kernel(codes, scale, out, n, k, k_steps, C: gl.constexpr):
+def dequantize_kernel(codes, scale, tensor_scale, out, n, k, k_steps, C: gl.constexpr):
     """codes, scale: as of `gemv_kernel` -> out: (n, k) bfloat16; a warp decodes a step of a tile."""
     warp_k, _, lane, word = lanes(C)
     tile = gl.program_id(1)
@@ -123,6 +154,7 @@ def dequantize_kernel(codes, scale, out, n, k, k_steps, C: gl.constexpr):
             rows = gl.convert_layout(four.permute([1, 0, 2, 4, 3]).reshape([8, C.warps_k * 4, 16]), of_rows)
             n_row = tile * 16 + half * 8 + row
             inside = (n_row < n) & ((first + 16 * i) // 4 < k // 8)
+            rows = _scaled_pair(rows, tensor_scale, C)
             gl.store(out_words + (n_row.to(gl.int64) * (k // 8 * 4) + (first + 16 * i)), rows, inside)
 
 

@@ -21,8 +21,16 @@ _SHARED_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
 _SHARED_BYTES = 3 * 2**16  # of a multiprocessor's shared memory, for stages
 
 
-def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat) -> None:
-    """x, codes, scale, bias: as of `linear.linear`; writes the result to out: (batch, n)."""
+def gemm(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    element: ElementFormat,
+) -> None:
+    """x, codes, scale, tensor_scale, bias: as of `gemv_kernel`; writes the result to out: (batch, n)."""
     (batch, n), (n_tiles, k_steps) = out.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     tile = tuning.gemm_tile(batch, n_tiles, element, multiprocessors)
@@ -31,8 +39,10 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
     # if many rows of programs read a weight that may exceed the L2 cache, they all read the same part at a time
     m_first = element.bits == 8 and batch > 2 * tile.m_rows
     parts = out if split_k == 1 else torch.empty(split_k, batch, n, dtype=torch.float32, device=x.device)
+    scales = tuning.scale_fields(scale, tensor_scale)
     config = tuning.kernel_config(
         element,
+        **scales | {"scales_result": scales["scales_result"] and split_k == 1},
         warps_n=tile.warps,
         m_rows=tile.m_rows,
         stages=min(8, _SHARED_BYTES // (tile.m_rows * STAGE_K.value * x.element_size())),
@@ -47,12 +57,13 @@ def gemm(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tens
         shuffled = _shuffled(x, of_m * tile.m_rows, element)
         descriptor = TensorDescriptor.from_tensor(shuffled, [tile.m_rows, STAGE_K.value], _SHARED_LAYOUT)
         sizes = batch, n, n_tiles, k_steps, split_steps
-        gemm_kernel[grid](descriptor, codes, scale, bias, parts, *sizes, config, num_warps=tile.warps, launch_pdl=True)
+        of_weight = codes, scale, tensor_scale, bias
+        gemm_kernel[grid](descriptor, *of_weight, parts, *sizes, config, num_warps=tile.warps, launch_pdl=True)
         if split_k > 1:
             size = batch * n
-            config = tuning.kernel_config(element, has_bias=bias is not None, use_pdl=True)
+            config = tuning.kernel_config(element, **scales, has_bias=bias is not None, use_pdl=True)
             reduce_split_k_kernel[(triton.cdiv(size, 2048),)](
-                parts, bias, out, n, size, split_k, config, num_warps=8, launch_pdl=True
+                parts, tensor_scale, bias, out, n, size, split_k, config, num_warps=8, launch_pdl=True
             )
 
 

@@ -32,6 +32,7 @@ from pt2mx.kernels.gpu.fragment import (
     load_fragments,
     pdl_launch_dependents,
     pdl_wait,
+    scaled,
 )
 
 #: values along K of a stage
@@ -39,7 +40,7 @@ STAGE_K = gl.constexpr(128)
 
 
 @gluon.jit(do_not_specialize=["batch", "n", "n_tiles", "k_steps", "split_steps"])
-def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_steps, C: gl.constexpr):
+def gemm_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, n_tiles, k_steps, split_steps, C: gl.constexpr):
     """x: descriptor of (batch, K') bfloat16 in the order of the threads, codes and scale: as of `gemv_kernel`, bias:
     (n,) -> out: (split_k, batch, n). A program takes `split_steps` steps along K."""
     pair_steps: gl.constexpr = 8 // C.k8_groups  # steps of two stages
@@ -84,7 +85,7 @@ def gemm_kernel(x, codes, scale, bias, out, batch, n, n_tiles, k_steps, split_st
                 words, scales = next_words, next_scales
     pdl_launch_dependents(C)
     acc, _ = warpgroup_mma_wait(0, [acc, prev_a])
-    _store(acc, bias, out, pid_n * (C.warps_n * 16), batch, n, first_m, C)
+    _store(acc, tensor_scale, bias, out, pid_n * (C.warps_n * 16), batch, n, first_m, C)
 
 
 @gluon.constexpr_function
@@ -153,10 +154,10 @@ def _operand(pairs, first, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, bias, out, first_n, batch, n, first_m, C: gl.constexpr):
-    """Add the bias and store the sums of a program."""
+def _store(acc, tensor_scale, bias, out, first_n, batch, n, first_m, C: gl.constexpr):
+    """Scale the sums of a program, add the bias and store them."""
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, C.warps_n], [0, 1])
-    sums = gl.convert_layout(acc, layout)
+    sums = scaled(gl.convert_layout(acc, layout), tensor_scale, C)
     row = first_n + gl.arange(0, C.warps_n * 16, gl.SliceLayout(1, layout))
     m = first_m + gl.arange(0, C.m_rows, gl.SliceLayout(0, layout))
     if C.has_bias:
@@ -167,7 +168,7 @@ def _store(acc, bias, out, first_n, batch, n, first_m, C: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["n", "size", "split_k"])
-def reduce_split_k_kernel(parts, bias, out, n, size, split_k, C: gl.constexpr):
+def reduce_split_k_kernel(parts, tensor_scale, bias, out, n, size, split_k, C: gl.constexpr):
     """parts: (split_k, batch, n) float32, bias: (n,) -> out: (batch, n); `size` is batch * n."""
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [8], [0])
     at = gl.program_id(0).to(gl.int64) * 2048 + gl.arange(0, 2048, layout)
@@ -176,6 +177,7 @@ def reduce_split_k_kernel(parts, bias, out, n, size, split_k, C: gl.constexpr):
     total = gl.load(parts + at, inside, 0.0)
     for split in range(1, split_k):
         total += gl.load(parts + size.to(gl.int64) * split + at, inside, 0.0)
+    total = scaled(total, tensor_scale, C)
     if C.has_bias:
         total += gl.load(bias + at % n, inside, 0.0).to(gl.float32)
     pdl_launch_dependents(C)

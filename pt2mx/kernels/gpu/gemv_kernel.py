@@ -22,6 +22,7 @@ from pt2mx.kernels.gpu.fragment import (
     load_fragments,
     pdl_launch_dependents,
     pdl_wait,
+    scaled,
 )
 from pt2mx.kernels.gpu.tuning import ROTATED_BLOCK
 
@@ -91,9 +92,10 @@ _SUM_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4))
 
 
 @gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps"])
-def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl.constexpr):
+def gemv_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl.constexpr):
     """x: (batch, k) bf16, codes: (n_tiles, k_steps, 2, vectors, 32, 16), scale: (n_tiles, k_steps, 2, scales, 32)
-    uint8, bias: (n,) -> out: (batch, n). `C.rotates`: x is one row, which is rotated first in blocks of 32."""
+    uint8, or int16 for pairs of scales with a significand, tensor_scale: () or None, bias: (n,) -> out: (batch, n).
+    `C.rotates`: x is one row, which is rotated first in blocks of 32."""
     layout: gl.constexpr = fragment_layout(C)
     acc = ()
     for _ in gl.static_range(gl.constexpr(C.tiles_per_warp * C.m_tiles)):
@@ -109,7 +111,7 @@ def gemv_kernel(x, codes, scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl
         words, scales, pairs = next_words, next_scales, next_pairs
     pdl_launch_dependents(C)
     acc = _multiply(acc, words, scales, pairs, C)
-    _store(acc, bias, out, batch, n, C)
+    _store(acc, tensor_scale, bias, out, batch, n, C)
 
 
 @gluon.jit
@@ -196,8 +198,8 @@ def _rotated(values, words, C: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, bias, out, batch, n, C: gl.constexpr):
-    """Add the sums of the warps along K and the bias, and store the result of each tile."""
+def _store(acc, tensor_scale, bias, out, batch, n, C: gl.constexpr):
+    """Add the sums of the warps along K, scale them, add the bias, and store the result of each tile."""
     of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
     warp_n = gl.arange(0, C.warps_n, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]
@@ -209,7 +211,7 @@ def _store(acc, bias, out, batch, n, C: gl.constexpr):
             sums = acc[tile * C.m_tiles + m_tile]
             if C.rotates:
                 sums = gl.inline_asm_elementwise(_SUM_COLUMNS, _SUM_COLUMNS_CONSTRAINTS, (sums,), gl.float32, True, 4)
-            total = gl.sum(sums, 0) + added  # (warps_n, 32, 4)
+            total = scaled(gl.sum(sums, 0), tensor_scale, C) + added  # (warps_n, 32, 4)
             m = 8 * m_tile + lane % 4 * 2 + word % 2
             at = m.to(gl.int64) * n + row
             gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < n) & (m < batch))

@@ -27,7 +27,14 @@ _TILES_OF_PART = 1024
 
 
 def linear_mma_layout(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    element: ElementFormat,
+    n: int,
+    rotation: int = 0,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.data_ptr() % 16:  # a slice of a tensor may be misaligned; kernels read 16 bytes at a time
@@ -41,14 +48,20 @@ def linear_mma_layout(
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
     kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
-    kernel(rows, codes, scale, bias, out, element)
+    kernel(rows, codes, _in_words(scale), tensor_scale, bias, out, element)
     return out.view(*x.shape[:-1], n)
+
+
+def _in_words(scale: Tensor) -> Tensor:
+    """Return scales as the kernels read them: two of a byte with a significand as an int16."""
+    return scale.view(torch.int16).squeeze(5) if scale.dim() == 6 else scale
 
 
 def _gemv(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
+    tensor_scale: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     element: ElementFormat,
@@ -61,6 +74,7 @@ def _gemv(
     use_pdl = chosen.m_tiles == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9
     config = tuning.kernel_config(
         element,
+        **tuning.scale_fields(scale, tensor_scale),
         **chosen._asdict(),
         has_bias=bias is not None,
         whole_k=k % (FRAGMENTS[element.name].k_step * chosen.warps_k * chosen.k_unroll) == 0,
@@ -69,17 +83,24 @@ def _gemv(
     )
     sizes, grid = (batch, out.shape[1], k, n_tiles, k_steps), (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):
-        gemv_kernel[grid](x, codes, scale, bias, out, *sizes, config, num_warps=chosen.warps_k, launch_pdl=use_pdl)
+        of_weight = codes, scale, tensor_scale, bias
+        gemv_kernel[grid](x, *of_weight, out, *sizes, config, num_warps=chosen.warps_k, launch_pdl=use_pdl)
 
 
 def _dequantize_then_matmul(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, element: ElementFormat
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    tensor_scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    element: ElementFormat,
 ) -> None:
     n = out.shape[1]
     for first in range(0, len(codes), _TILES_OF_PART):
         part = slice(first, first + _TILES_OF_PART)
         rows = slice(ROWS * first, min(ROWS * part.stop, n))
-        weight = dequantize(codes[part], scale[part], element, rows.stop - rows.start, x.shape[1])
+        weight = _dequantize(codes[part], scale[part], tensor_scale, element, rows.stop - rows.start, x.shape[1])
         if bias is None:
             torch.mm(x, weight.t(), out=out[:, rows])
         else:
@@ -89,12 +110,20 @@ def _dequantize_then_matmul(
 _KERNELS = {"gemv": _gemv, "gemm": gemm, "dequantize": _dequantize_then_matmul}
 
 
-def dequantize(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:
+def dequantize(
+    codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int, tensor_scale: Tensor | None = None
+) -> Tensor:
     """codes, scale: whole tiles in the MMA layout -> (n, k) bfloat16."""
+    return _dequantize(codes, _in_words(scale), tensor_scale, element, n, k)
+
+
+def _dequantize(
+    codes: Tensor, scale: Tensor, tensor_scale: Tensor | None, element: ElementFormat, n: int, k: int
+) -> Tensor:
     out = torch.empty(n, k, dtype=torch.bfloat16, device=codes.device)
     n_tiles, k_steps = codes.shape[:2]
-    config = tuning.kernel_config(element, warps_k=4)
+    config = tuning.kernel_config(element, **tuning.scale_fields(scale, tensor_scale), warps_k=4)
     with torch.cuda.device_of(codes):
         grid = (triton.cdiv(k_steps, 4), n_tiles)
-        dequantize_kernel[grid](codes, scale, out, n, k, k_steps, config, num_warps=4)
+        dequantize_kernel[grid](codes, scale, tensor_scale, out, n, k, k_steps, config, num_warps=4)
     return out

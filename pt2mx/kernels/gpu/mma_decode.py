@@ -14,20 +14,21 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, Fragment
 _FP16_TO_BF16 = ("mov.b32 {lo, hi}, r;", "cvt.f32.f16 x, lo;", "cvt.f32.f16 y, hi;", "cvt.rn.bf16x2.f32 r, y, x;")
 
 
-def decode_ptx(element: ElementFormat) -> str:
+def decode_ptx(element: ElementFormat, scales_of_word: int = 1) -> str:
     """Return the PTX that decodes a thread's part of a row.
 
     Operands: an output register for each pair of values; the words of the fragment; each scale times two to the
-    `exponent_shift`, as a pair of bfloat16, in four equal registers.
+    `exponent_shift`, as a pair of bfloat16, in four equal registers. `scales_of_word`: scales of 32 values.
     """
     fragment = FRAGMENTS[element.name]
+    scales = fragment.scales * scales_of_word
     outputs = fragment.values // 2
     words = [f"${outputs + i}" for i in range(fragment.words)]
     pairs = _from_pieces(fragment, words) if fragment.pairs else _FROM_BYTES[element.name](words)
     lines = [".reg .b32 h, a, u, r, none, minus;", ".reg .b16 lo, hi;", ".reg .f32 x, y;"]
     lines += ["mov.b32 none, 0x80008000;", "mov.b32 minus, 0xBF80BF80;"]
     for i, pair in enumerate(pairs):  # leaves it in r
-        scale = f"${outputs + fragment.words + 4 * (i * fragment.scales // outputs)}"
+        scale = f"${outputs + fragment.words + 4 * (i * scales // outputs)}"
         lines += [*pair, f"fma.rn.bf16x2 ${i}, r, {scale}, none;"]  # a product alone needs sm_90
     return "{\n" + "\n".join(lines) + "\n}"
 

@@ -8,6 +8,10 @@ al., 2024) reorders INT4 weights in this way.
 Codes that the GPU converts by an instruction stay bytes. The bits of other codes are spread over words, so that a mask,
 and for some a shift, extracts a pair of bfloat16 with the same sign, exponent field and mantissa. Such a bfloat16 is
 the value times a power of two, subnormals included (`exponent_shift`). `_BITS` draws where each bit goes.
+
+A scale with a significand becomes a byte of 5 exponent bits and 3 mantissa bits, which no value needs a subnormal for.
+The kernels read the bytes of two blocks of 16 values at once, and decode weights times 2**-`RESULT_SHIFT`, so that no
+factor exceeds the range of bfloat16; they multiply the result by 2**`RESULT_SHIFT` and by the tensor scale.
 """
 
 from __future__ import annotations
@@ -19,11 +23,17 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.elements import decode
+from pt2mx.kernels.float_scales import codes_of, value_of
 from pt2mx.kernels.packing import pad_axis, unpack
+from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
 
 ROWS = 16  # of a tile
 _K_THREADS = 4  # threads of a warp that share a row
 _BF16_BIAS, _BF16_MANTISSA_BITS = 127, 7
+_E8M0 = SCALE_FORMATS["e8m0"]
+#: values of a block whose scale has a significand, and the bias and significant bits of such a scale's byte
+_FLOAT_BLOCK, _FLOAT_BIAS, _FLOAT_BITS = 16, 16, 4
+RESULT_SHIFT = 15
 
 #: elements whose bytes `mma_decode` converts by instructions
 CONVERTED = ("fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
@@ -117,29 +127,39 @@ def exponent_shift(element: ElementFormat) -> int:
     return _BF16_BIAS - element.bias if FRAGMENTS[element.name].pairs else 0
 
 
+def float_scale_offset(element: ElementFormat) -> int:
+    """Return what a scale's byte, shifted to bit 4, lacks to be a factor in bfloat16 of the spread pairs."""
+    return _BF16_BIAS - _FLOAT_BIAS - RESULT_SHIFT + exponent_shift(element) << _BF16_MANTISSA_BITS
+
+
 _ROWS_AT_A_TIME = 256 * ROWS  # temporaries hold codes as integers of 8 bytes
 
 
 def to_mma_layout(
-    codes: Tensor, scale: Tensor, element: ElementFormat, block_size: int
+    codes: Tensor, scale: Tensor, element: ElementFormat, block_size: int, scale_format: ScaleFormat = _E8M0
 ) -> tuple[Tensor, Tensor] | None:
     """Reorder the packed codes and the scales of a weight into the MMA layout.
 
     Args:
-        codes, scale: (N, bytes), (N, ceil(K / block_size)) uint8, of a K that 8 divides.
+        codes, scale: (N, bytes), (N, ceil(K / block_size)), of a K that 8 divides.
 
     Returns:
         (n_tiles, k_steps, 2, words / 4, 32, 16) and (n_tiles, k_steps, 2, scales, 32) uint8: the vectors of 16 bytes of
-        each thread, for rows g and g + 8, and its scales; the last tile and step are filled with zeros. None if
-        products could be inexact: for another format, a NaN, an infinity, a block size that 32 does not divide, or a
-        scale so large that bfloat16 cannot represent it times two to the `exponent_shift`.
+        each thread, for rows g and g + 8, and its scales; the last tile and step are filled with zeros. Scales with a
+        significand are (n_tiles, k_steps, 2, scales, 32, 2), without the tensor scale. None if products could be
+        inexact: for another format, a NaN, an infinity, a block size that 32 does not divide (16, if scales have a
+        significand), a scale so large that bfloat16 cannot represent it times two to the `exponent_shift`, or one
+        without a byte.
     """
     fragment = FRAGMENTS.get(element.name)
-    if fragment is None or block_size % 32 or codes.dim() != 2 or not codes.numel():
+    if fragment is None or codes.dim() != 2 or not codes.numel():
+        return None
+    is_exact = scale_format.is_power_of_two or element.mantissa_bits + 1 + _FLOAT_BITS <= _BF16_MANTISSA_BITS + 1
+    if not is_exact or block_size % (32 if scale_format.is_power_of_two else _FLOAT_BLOCK):
         return None
     parts = []
     for rows in zip(codes.split(_ROWS_AT_A_TIME), scale.split(_ROWS_AT_A_TIME), strict=True):
-        part = _rows_to_mma_layout(*rows, element, block_size)
+        part = _rows_to_mma_layout(*rows, element, block_size, scale_format)
         if part is None:
             return None
         parts.append(part)
@@ -148,40 +168,79 @@ def to_mma_layout(
 
 
 def _rows_to_mma_layout(
-    packed: Tensor, scale: Tensor, element: ElementFormat, block_size: int
+    packed: Tensor, scale: Tensor, element: ElementFormat, block_size: int, scale_format: ScaleFormat
 ) -> tuple[Tensor, Tensor] | None:
     fragment = FRAGMENTS[element.name]
     codes = unpack(packed, 1, element.bits)  # (N, K') int32
     magnitude = codes & (1 << (element.bits - 1)) - 1
-    scale = scale.repeat_interleave(block_size // 32, 1)[:, : -(-codes.shape[1] // 32)].to(torch.int32)
-    blocks = pad_axis(codes if element.is_int else magnitude, 1, 32).unflatten(1, (-1, 32))
-    lost = (scale == 0) & blocks.any(2) if not fragment.pairs else scale.new_zeros((), dtype=torch.bool)
-    special = magnitude > element.max_code if element.has_nan or element.has_inf else lost
-    if bool((scale > 254 - exponent_shift(element)).any() | lost.any() | special.any()):
+    if (element.has_nan or element.has_inf) and bool((magnitude > element.max_code).any()):
         return None
+    if scale_format.is_power_of_two:
+        scales = _exponents(codes if element.is_int else magnitude, scale, element, block_size)
+        per_word = 1
+    else:
+        scales = _bytes_of_scales(scale, block_size, codes.shape[1], scale_format)
+        per_word = 2
+    if scales is None:
+        return None
+    if per_word == 2:  # what a scale of zero scales is zero; its byte is that of another scale
+        is_zero = (scales < 0).repeat_interleave(_FLOAT_BLOCK, 1)[:, : codes.shape[1]]
+        codes, scales = torch.where(is_zero, codes - magnitude, codes), scales.clamp(min=0)
     codes = pad_axis(pad_axis(codes, 0, ROWS), 1, fragment.k_step)
-    scale = pad_axis(pad_axis(scale, 0, ROWS), 1, _K_THREADS * fragment.scales)
+    scales = pad_axis(pad_axis(scales, 0, ROWS), 1, _K_THREADS * fragment.scales * per_word)
     words = _spread(codes, fragment, element) if fragment.pairs else codes.to(torch.uint8).view(torch.int32)
     words = words.view(-1, 2, 8, codes.shape[1] // fragment.k_step, _K_THREADS, fragment.words // 4, 4)
     words = words.permute(0, 3, 1, 5, 2, 4, 6)  # (n_tiles, k_steps, 2, vectors, 8, 4, 4)
-    scale = scale.view(-1, 2, 8, codes.shape[1] // fragment.k_step, _K_THREADS, fragment.scales)
-    scale = scale.permute(0, 3, 1, 5, 2, 4).to(torch.uint8)
-    return words.contiguous().view(torch.uint8).flatten(4, 5), scale.flatten(4, 5).contiguous()
+    scales = scales.view(-1, 2, 8, codes.shape[1] // fragment.k_step, _K_THREADS, fragment.scales, per_word)
+    scales = scales.permute(0, 3, 1, 5, 2, 4, 6).to(torch.uint8).flatten(4, 5).contiguous()
+    return words.contiguous().view(torch.uint8).flatten(4, 5), scales.squeeze(5) if per_word == 1 else scales
 
 
-def from_mma_layout(codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int) -> Tensor:
-    """Return the weight that `to_mma_layout` reordered, (n, k) bfloat16. It defines the layout for the kernels."""
+def _exponents(magnitude: Tensor, scale: Tensor, element: ElementFormat, block_size: int) -> Tensor | None:
+    """Return E8M0 scales of blocks of 32, (N, ceil(K / 32)) int32."""
+    scale = scale.repeat_interleave(block_size // 32, 1)[:, : -(-magnitude.shape[1] // 32)].to(torch.int32)
+    is_lost = scale > 254 - exponent_shift(element)
+    if not FRAGMENTS[element.name].pairs:
+        is_lost |= (scale == 0) & pad_axis(magnitude, 1, 32).unflatten(1, (-1, 32)).any(2)
+    return None if bool(is_lost.any()) else scale
+
+
+def _bytes_of_scales(scale: Tensor, block_size: int, k: int, scale_format: ScaleFormat) -> Tensor | None:
+    """Return the bytes of scales of blocks of 16, (N, ceil(k / 16)) int32; for zero a negative number."""
+    scale = scale.repeat_interleave(block_size // _FLOAT_BLOCK, 1)[:, : -(-k // _FLOAT_BLOCK)]
+    bits = value_of(codes_of(scale), scale_format).view(torch.int32)
+    mantissa = 23 - (_FLOAT_BITS - 1)  # bits of fp32 that a byte lacks
+    codes = (bits >> mantissa) - (_BF16_BIAS - _FLOAT_BIAS << _FLOAT_BITS - 1)
+    has_byte = (codes >= 0) & (codes <= 0xFF) & ((bits & (1 << mantissa) - 1) == 0)
+    return codes if bool((has_byte | (bits == 0)).all()) else None
+
+
+def from_mma_layout(
+    codes: Tensor, scale: Tensor, element: ElementFormat, n: int, k: int, tensor_scale: Tensor | None = None
+) -> Tensor:
+    """Return the weight that `to_mma_layout` reordered, times the tensor scale, (n, k) bfloat16. It defines the layout
+    for the kernels."""
     fragment, (n_tiles, k_steps) = FRAGMENTS[element.name], codes.shape[:2]
     words = codes.view(torch.int32).view(n_tiles, k_steps, 2, fragment.words // 4, 8, _K_THREADS, 4)
     words = words.permute(0, 2, 4, 1, 5, 3, 6).reshape(n_tiles * ROWS, -1)  # (N, K * bits / 32)
-    scale = scale.view(n_tiles, k_steps, 2, fragment.scales, 8, _K_THREADS).permute(0, 2, 4, 1, 5, 3)
-    scale = scale.reshape(n_tiles * ROWS, -1).to(torch.int32) + exponent_shift(element)  # (N, K / 32)
+    has_significand = scale.dim() == 6
+    scale = scale.reshape(n_tiles, k_steps, 2, fragment.scales, 8, _K_THREADS, -1).permute(0, 2, 4, 1, 5, 3, 6)
+    scale = scale.reshape(n_tiles * ROWS, -1).to(torch.int32)  # (N, blocks)
     if fragment.pairs:
         values = gather_bits(words, fragment).view(torch.bfloat16).to(torch.float32)
     else:
         values = decode(words.view(torch.uint8).to(torch.int32), element)
-    factors = torch.where(scale == 0, 0.0, (scale << 23).view(torch.float32))
-    return (values.unflatten(1, (-1, 32)) * factors[..., None]).flatten(1)[:n, :k].to(torch.bfloat16)
+    if has_significand:
+        values = values * 2.0 ** exponent_shift(element)
+        bias = _BF16_BIAS - _FLOAT_BIAS << _FLOAT_BITS - 1
+        factors = (scale + bias << 23 - (_FLOAT_BITS - 1)).view(torch.float32)
+        if tensor_scale is not None:
+            factors = factors * tensor_scale
+    else:
+        exponent = scale + exponent_shift(element)
+        factors = torch.where(exponent == 0, 0.0, (exponent << 23).view(torch.float32))
+    blocks = values.unflatten(1, (-1, _FLOAT_BLOCK if has_significand else 32))
+    return (blocks * factors[..., None]).flatten(1)[:n, :k].to(torch.bfloat16)
 
 
 def gather_bits(words: Tensor, fragment: Fragment) -> Tensor:

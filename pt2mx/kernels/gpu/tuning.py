@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_decode import decode_ptx
-from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift, float_scale_offset
 
 
 class GemvConfig(NamedTuple):
@@ -129,9 +132,11 @@ class KernelConfig(NamedTuple):
 
     ptx: str  # of `mma_decode.decode_ptx`
     vectors: int  # of 4 words that a thread decodes at a time
-    scales: int  # that they have
+    scales: int  # that they have, or pairs of scales with a significand
     k8_groups: int  # groups of 8 values along K that they give
     exponent_shift: int  # added to a scale to give the scale of the pairs
+    scale_offset: int  # the same for a scale with a significand
+    has_significand: bool = False
     warps_k: int = 1  # warps that share a tile of the output
     warps_n: int = 1
     tiles_per_warp: int = 1  # of 16 rows of the weight
@@ -142,20 +147,34 @@ class KernelConfig(NamedTuple):
     load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two
     m_first: bool = False  # GEMM: neighbouring programs share rows of the weight, otherwise rows of x
     has_bias: bool = False
+    has_tensor_scale: bool = False
+    scales_result: bool = False  # scales with a significand: this kernel multiplies by what they lack
     whole_k: bool = True  # K is a multiple of what a program takes at a time
     use_pdl: bool = False
     rotates: bool = False  # GEMV: x is rotated first
 
+    @property
+    def scales_of_word(self) -> int:
+        return 2 if self.has_significand else 1
+
 
 @functools.lru_cache(maxsize=1024)
-def kernel_config(element: ElementFormat, **of_launch: Any) -> KernelConfig:
+def kernel_config(element: ElementFormat, has_significand: bool = False, **of_launch: Any) -> KernelConfig:
     """Return the config of a kernel for weights of `element`, with the fields `of_launch`."""
     fragment = FRAGMENTS[element.name]
     return KernelConfig(
-        ptx=decode_ptx(element),
+        ptx=decode_ptx(element, 2 if has_significand else 1),
         vectors=fragment.words // 4,
         scales=fragment.scales,
         k8_groups=fragment.values // 8,
         exponent_shift=exponent_shift(element),
+        scale_offset=float_scale_offset(element),
+        has_significand=has_significand,
         **of_launch,
     )
+
+
+def scale_fields(scale: Tensor, tensor_scale: Tensor | None) -> dict[str, bool]:
+    """Return the fields of a config that a weight's scales decide: int16 are pairs of scales with a significand."""
+    pairs = scale.dtype == torch.int16
+    return {"has_significand": pairs, "scales_result": pairs, "has_tensor_scale": tensor_scale is not None}

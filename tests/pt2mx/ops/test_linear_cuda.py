@@ -84,7 +84,7 @@ def test_every_tile_of_the_gemm_kernel(name, rows, warps, monkeypatch):
             x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
             got = [torch.empty(batch, n, device="cuda", dtype=torch.bfloat16) for _ in range(5)]
             for out in got:
-                gemm.gemm(x, *fragments, bias, out, ELEMENTS[name])
+                gemm.gemm(x, *fragments, None, bias, out, ELEMENTS[name])
             check(got[0], x, data, scale, bias, name)
             assert all(torch.equal(out, got[0]) for out in got)
 
