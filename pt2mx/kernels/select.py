@@ -112,7 +112,7 @@ ANY_SCALES = {
     f"{device}.quantize:{name}"
     for device in ("cpu", "gpu")
     for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
-}
+} | {"gpu.bf16_matmul:linear", "gpu.bf16_matmul:grouped_linear"}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:

@@ -6,6 +6,7 @@ Values that bfloat16 does not represent are rounded to it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -15,7 +16,6 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, LEAST_ROWS, WIDEST, supports_epilogue
-from pt2mx.kernels.dequantize_then_matmul import dense_weight
 from pt2mx.kernels.gpu.bf16_gemm_kernel import Sizes as GemmSizes
 from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
@@ -59,22 +59,39 @@ def linear(
     spec: MXSpec,
     rotation: int = 0,
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None unless x is in bfloat16 and the result in float32."""
-    if x.dtype != torch.bfloat16 or dtype != torch.float32:
+    """Return None unless x is in bfloat16, and the result in float32, and bfloat16 represents the weight without its
+    tensor scale."""
+    spec_of_weight = _in_bfloat16(spec)
+    if x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
         return None
     x = run_kernel("hadamard", x, rotation) if rotation else x
-    weight = dense_weight(x, data, scale, spec)
-    return _multiply(x.reshape(-1, x.shape[-1]), weight.t(), bias).view(*x.shape[:-1], len(weight))
+    weight = run_kernel("dequantize_mx", data, scale, spec_of_weight, x.dtype, x.shape[-1])
+    rows, added = x.reshape(-1, x.shape[-1]), bias if tensor_scale is None else None
+    out = _multiply(rows, weight.t(), added)
+    if tensor_scale is not None:
+        out = _scaled(out, spec, tensor_scale)
+        out = out if bias is None else out.add_(bias)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def grouped_linear(
-    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None unless x is in bfloat16 and the result in float32."""
-    if x.dtype != torch.bfloat16 or dtype != torch.float32:
+    """Return None as `linear` does, and for a tensor scale for each expert."""
+    spec_of_weight = _in_bfloat16(spec)
+    if x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
         return None
-    weight = dense_weight(x, data, scale, spec)
+    if tensor_scale is not None and tensor_scale.numel() != 1:
+        return None
+    weight = run_kernel("dequantize_mx", data, scale, spec_of_weight, x.dtype, x.shape[-1])
     (rows, k), (experts, n, _) = x.shape, weight.shape
     out = x.new_empty((rows, n), dtype=torch.float32)
     if not out.numel() or not experts:
@@ -89,7 +106,21 @@ def grouped_linear(
             num_warps=4,
             num_stages=tile.stages,
         )
-    return out
+    return out if tensor_scale is None else _scaled(out, spec, tensor_scale)
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_bfloat16(spec: MXSpec) -> MXSpec | None:
+    """Return the spec of the values without their tensor scale; None if bfloat16 does not represent them."""
+    scale = spec.scale_format
+    if not scale.is_power_of_two and spec.element.mantissa_bits + scale.grid.mantissa_bits > 6:  # and two leading bits
+        return None
+    return spec.replace(scale_format=dataclasses.replace(scale, tensor="")) if scale.tensor else spec
+
+
+def _scaled(out: Tensor, spec: MXSpec, tensor_scale: Tensor) -> Tensor:
+    """Multiply a result in place by the tensor scale of its weight."""
+    return out.div_(tensor_scale) if spec.scale_format.tensor == "divisor" else out.mul_(tensor_scale)
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
