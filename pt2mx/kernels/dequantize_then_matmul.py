@@ -62,12 +62,19 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def linear_mma_layout(
-    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, element: ElementFormat, n: int, rotation: int = 0
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    element: ElementFormat,
+    n: int,
+    rotation: int = 0,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """x: (..., K) bfloat16, codes, scale: as of `to_mma_layout`, bias: (n,) bfloat16 or None -> (..., n) bfloat16;
     `rotation` as above."""
     x = run_kernel("hadamard", x, rotation) if rotation else x
-    return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1]), bias)
+    return F.linear(x, from_mma_layout(codes, scale, element, n, x.shape[-1], tensor_scale), bias)
 
 
 def conv2d(

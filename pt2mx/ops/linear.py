@@ -171,7 +171,7 @@ class GroupedLinearMX(PackedMatmul[T]):
 
 @operator(
     "linear_mx_mma_layout",
-    3,
+    4,
     "(..., n) bfloat16",
     autocast=Autocast(("x", "bias"), computes_in=torch.bfloat16),
 )
@@ -195,6 +195,9 @@ class LinearMXMMALayout(Operator[T]):
     element: Annotated[Element, f"one of {choices(sorted(FRAGMENTS))}"]
     n: Annotated[int, "rows of the weight"]
     rotation: Rotation
+    tensor_scale: Annotated[
+        T | None, "() or (1,) float32, which the weight is multiplied by, if its scales have a significand"
+    ] = None
 
     def check(self) -> None:
         x, bias, n = self.x, self.bias, self.n
@@ -210,25 +213,34 @@ class LinearMXMMALayout(Operator[T]):
             check_rotation(x, self.rotation)
         fragment = FRAGMENTS[self.element]
         tiles = -(-n // 16), -(-x.shape[-1] // fragment.k_step), 2
-        shapes = (*tiles, fragment.words // 4, 32, 16), (*tiles, fragment.scales, 32)
+        has_significand = self.scale.dim() == 6
+        shapes = (*tiles, fragment.words // 4, 32, 16), (*tiles, fragment.scales, 32, *[2] * has_significand)
         packed = self.codes, self.scale
         if tuple(tuple(t.shape) for t in packed) != shapes or any(t.dtype != torch.uint8 for t in packed):
             raise MXError(
                 f"data {tuple(self.codes.shape)} and scale {tuple(self.scale.shape)} are no MMA layout of a "
                 f"({n}, {x.shape[-1]}) weight of {self.element}: those are {shapes[0]} and {shapes[1]} uint8"
             )
+        if self.tensor_scale is not None:
+            t = self.tensor_scale
+            if not has_significand or tuple(t.shape) not in ((), (1,)) or t.dtype != torch.float32:
+                raise MXError(
+                    "tensor_scale is one float32 number, of scales with a significand only; got shape "
+                    f"{tuple(t.shape)} and {t.dtype}"
+                )
 
     def kernel(self) -> Tensor:
         self.check()
         weight = self.codes, self.scale, self.bias, ELEMENTS[self.element]
-        return run_kernel("linear_mx_mma_layout", self.x, *weight, self.n, self.rotation)
+        return run_kernel("linear_mx_mma_layout", self.x, *weight, self.n, self.rotation, self.tensor_scale)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.n)
 
     def decompose(self) -> Tensor:
-        weight = from_mma_layout(self.codes, self.scale, ELEMENTS[self.element], self.n, self.x.shape[-1])
+        layout = self.codes, self.scale, ELEMENTS[self.element], self.n, self.x.shape[-1]
+        weight = from_mma_layout(*layout, self.tensor_scale)
         return functional.linear(rotate(self.x, self.rotation) if self.rotation else self.x, weight, self.bias)
 
 

@@ -5,7 +5,9 @@ import torch
 from torch.library import opcheck
 from torch.nn import functional as F
 
+import pt2mx
 from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
+from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx_mma_layout
 
@@ -20,6 +22,26 @@ def test_product(name, bias):
     want = F.linear(x, dequantize_mx(data, scale, name, 32, torch.bfloat16, length=72), bias)
     assert torch.equal(linear_mx_mma_layout(x, *weight, bias, name, 20, 0), want)
     opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20, 0))
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "fp6_e2m3{32}(e4m3)"])
+def test_scales_with_a_significand(spec):
+    spec, w = pt2mx.parse(spec), torch.randn(20, 72)
+    t = float_scales.tensor_scale(w, spec) if spec.scale_format.tensor else None
+    scale, data = reference.quantize(w, spec.replace(axis=1), tensor_scale=t)
+    weight = to_mma_layout(data, scale, spec.element, spec.block_size, spec.scale_format)
+    x = torch.randn(3, 72).bfloat16()
+    dense = reference.dequantize(data, scale, spec.replace(axis=1), torch.bfloat16, 72, tensor_scale=t)
+    args = x, *weight, None, spec.element.name, 20, 0, t
+    assert torch.equal(linear_mx_mma_layout(*args), F.linear(x, dense))
+    opcheck(linear_mx_mma_layout, args)
+
+
+def test_a_tensor_scale_without_a_significand():
+    scale, data = quantize_mx(torch.randn(16, 64), "mxfp4")
+    weight = to_mma_layout(data, scale, ELEMENTS["fp4_e2m1"], 32)
+    with pytest.raises(MXError, match="of scales with a significand only"):
+        linear_mx_mma_layout(torch.ones(1, 64).bfloat16(), *weight, None, "fp4_e2m1", 16, 0, torch.tensor(1.0))
 
 
 @pytest.mark.parametrize("rotation", [8, 32])

@@ -21,14 +21,15 @@ _INTEGER_INSTRUCTIONS = {
 }
 
 
+@pytest.mark.parametrize("scales_of_word", [1, 2])
 @pytest.mark.parametrize("name", [name for name, fragment in FRAGMENTS.items() if fragment.pairs])
-def test_ptx_gathers_the_pairs_that_the_definition_does(name):
+def test_ptx_gathers_the_pairs_that_the_definition_does(name, scales_of_word):
     """Run instruction by instruction; the scale of each pair is its own."""
     fragment = FRAGMENTS[name]
     outputs, words = fragment.values // 2, torch.randint(-(2**31), 2**31, (1, fragment.words), dtype=torch.int64)
     registers = {f"${outputs + i}": int(word) & 0xFFFFFFFF for i, word in enumerate(words[0])}
     pairs = {}
-    for line in decode_ptx(ELEMENTS[name]).split(";"):
+    for line in decode_ptx(ELEMENTS[name], scales_of_word).split(";"):
         instruction, _, rest = line.strip().partition(" ")
         target, *operands = rest.split(", ")
         if instruction in _INTEGER_INSTRUCTIONS:
@@ -37,7 +38,7 @@ def test_ptx_gathers_the_pairs_that_the_definition_does(name):
         elif instruction == "fma.rn.bf16x2":
             pairs[target] = registers[operands[0]]
             scale = int(operands[1].removeprefix("$")) - outputs - fragment.words
-            assert scale == 4 * ((len(pairs) - 1) * fragment.scales // outputs)
+            assert scale == 4 * ((len(pairs) - 1) * fragment.scales * scales_of_word // outputs)
     halves = gather_bits(words.to(torch.int32), fragment).view(-1, 2).to(torch.int64) & 0xFFFF
     assert [pairs[f"${i}"] for i in range(outputs)] == (halves[:, 0] | halves[:, 1] << 16).tolist()
 

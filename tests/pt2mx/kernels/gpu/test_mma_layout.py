@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, FORMATS, dequantize_mx, quantize_mx
+from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec, dequantize_mx, quantize_mx
+from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift, from_mma_layout, to_mma_layout
 from pt2mx.kernels.packing import pack
+from tests.compare import same
 
 
 def weight(n, k):
@@ -46,6 +48,50 @@ def test_every_code_survives(name):
     fragments = to_mma_layout(data, scale, element, 32)
     want = dequantize_mx(data, scale, name, 32, torch.bfloat16)
     assert torch.equal(from_mma_layout(*fragments, element, 16, 256).view(torch.int16), want.view(torch.int16))
+
+
+#: elements whose values times scales of four significant bits bfloat16 represents
+TIMES_E4M3 = [name for name in FRAGMENTS if ELEMENTS[name].mantissa_bits <= 3]
+
+
+@pytest.mark.parametrize("scale_format", ["e4m3", "e5m3", "f32"])
+@pytest.mark.parametrize("name", TIMES_E4M3)
+def test_every_code_with_every_scale(name, scale_format):
+    """Subnormal scales, and those of zero, whose values are zero."""
+    element, scales = ELEMENTS[name], SCALE_FORMATS[scale_format]
+    most = 1 << element.bits - 1
+    codes = torch.arange(512, dtype=torch.int32).repeat(127, 1) % (2 * most)
+    codes = torch.where((codes & most - 1) > element.max_code, 1, codes)
+    codes = pack(codes, 1, element.bits)
+    scale = torch.arange(127).to(torch.uint8) + (16 if scale_format == "e5m3" else 0)
+    if scale_format == "f32":
+        scale = float_scales.value_of(scale.to(torch.int32), SCALE_FORMATS["e4m3"])
+    scale = scale.unsqueeze(1).repeat(1, 32)
+    spec = MXSpec(name, 16, 1, scale_format=scales)
+    fragments = to_mma_layout(codes, scale, element, 16, scales)
+    assert fragments[1].shape[4:] == (32, 2)
+    want = reference.dequantize(codes, scale, spec, torch.bfloat16, 512)
+    assert same(from_mma_layout(*fragments, element, 127, 512), want)
+    want = reference.dequantize(codes, scale, spec, torch.float32, 512)
+    t = torch.tensor(2.0**-7)
+    assert same(from_mma_layout(*fragments, element, 127, 512, t), (want * t).bfloat16())
+
+
+@pytest.mark.parametrize(("scale_format", "code"), [("e4m3", 0x7F), ("e4m3", 0x81), ("e4m3", 0x80), ("e5m3", 1)])
+def test_scales_without_a_byte(scale_format, code):
+    """NaN, negative ones, and one below 2**-16."""
+    data, scale = torch.zeros(16, 32, dtype=torch.uint8), torch.full((16, 4), 0x30, dtype=torch.uint8)
+    element, scales = ELEMENTS["fp4_e2m1"], SCALE_FORMATS[scale_format]
+    assert to_mma_layout(data, scale, element, 16, scales) is not None
+    scale[3, 2] = code
+    assert to_mma_layout(data, scale, element, 16, scales) is None
+
+
+def test_elements_and_blocks_that_scales_with_a_significand_do_not_fit():
+    data, scale = torch.zeros(16, 64, dtype=torch.uint8), torch.full((16, 8), 0x30, dtype=torch.uint8)
+    assert to_mma_layout(data, scale, ELEMENTS["int8"], 16, SCALE_FORMATS["e4m3"]) is None
+    assert to_mma_layout(data, scale, ELEMENTS["fp8_e3m4"], 16, SCALE_FORMATS["e4m3"]) is None
+    assert to_mma_layout(data, scale, ELEMENTS["fp8_e4m3"], 8, SCALE_FORMATS["e4m3"]) is None
 
 
 @pytest.mark.parametrize("name", [name for name, fragment in FRAGMENTS.items() if fragment.pairs])
