@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,10 +12,13 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
 from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, files_of, quantization_of, sizes_in
 from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
+from pt2mx.pt2e.checkpoints.gguf_tensors import GGUFTensors, has_codes, packed_gguf
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EXPERTS,
@@ -52,10 +55,10 @@ def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder is a checkpoint for `load_checkpoint`.
 
     Args:
-        folder: the folder of a checkpoint.
+        folder: the folder of a checkpoint, or a GGUF file.
 
     Returns:
-        True where its configuration names a layout of codes and scales.
+        True where the file holds weights in MXFP4, or the configuration names a layout of codes and scales.
 
     Raises:
         MXError: where its config.json cannot be read.
@@ -67,6 +70,8 @@ def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
         ...     is_mx_checkpoint(folder)
         False
     """
+    if (file := gguf_in(folder)) is not None:
+        return has_codes(file)
     if not (Path(folder) / "config.json").is_file():
         return False
     config = quantization_of(Path(folder))
@@ -83,12 +88,13 @@ def load_checkpoint(
 ) -> LanguageModel:
     """Load a checkpoint in MX formats with its codes and scales to the bit, without a float copy of the model.
 
-    The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), and
-    FP8 in blocks of [1, 32] with E8M0 scales. The checkpoint decides the formats of inputs. In the last layout inputs
-    stay in high precision, as in transformers without its kernel.
+    The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), FP8
+    in blocks of [1, 32] with E8M0 scales, and GGUF (MXFP4; weights of other types become floats). The checkpoint
+    decides the formats of inputs. In the last two inputs stay in high precision; for FP8 as in transformers without its
+    kernel.
 
     Args:
-        folder: the folder of the checkpoint.
+        folder: the folder of the checkpoint, or a GGUF file.
         device: the device to export the model on.
         stage: called with the name of each stage as it begins.
         part: the top-level module to put into the program, such as "language_model"; the others may be left out.
@@ -160,11 +166,9 @@ def _load_packed(
     folder: Path, part: str | None = None, allow_partial: bool = False
 ) -> tuple[PreTrainedModel, CheckpointValues]:
     """Load the model, and the sizes of the checkpoint's tensors."""
-    config = quantization_of(folder)
-    if config is None:
-        raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
-    schemes, tensors = read_config(config), CheckpointTensors(folder)
-    skeleton, dtype = _skeleton(folder)
+    file = gguf_in(folder)
+    skeleton, schemes, tensors, sizes = _of_folder(folder) if file is None else packed_gguf(file)
+    dtype = skeleton.dtype
     packed = packed_weights(skeleton, schemes, tensors)
     if not packed:
         raise MXError(
@@ -172,13 +176,15 @@ def _load_packed(
             f"{schemes.layout.name}"
         )
     packed_names = _packed_names(packed, schemes.layout, tensors)
-    floats = {name: size for name, size in sizes_in(files_of(folder)).items() if name not in packed_names}
+    floats = {name: size for name, size in sizes.items() if name not in packed_names}
     values = CheckpointValues(skeleton, {**floats, **{name: skeleton.get_parameter(name).numel() for name in packed}})
     coverage = values.held_by()
     coverage.check(part, allow_partial)
     left_out = {name for name, share in coverage.modules.items() if not share.held}
     kept = [name for name in tensors if name not in packed_names and values.top_level(name) not in left_out]
-    model = _with_floats(skeleton, dtype, packed, schemes.layout, {name: tensors[name] for name in kept})
+    state = {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
+    state |= {name: tensors[name] for name in kept}
+    model = with_tensors(skeleton, dtype, state, f"{schemes.layout.name} has codes elsewhere")
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         codes = _codes(skeleton, name, weight, schemes, tensors)
@@ -196,18 +202,23 @@ def _load_packed(
     return model, values
 
 
-def _skeleton(folder: Path) -> tuple[PreTrainedModel, torch.dtype]:
-    """Build the model without its weights; return it with their dtype."""
+def _of_folder(folder: Path) -> tuple[PreTrainedModel, Schemes, CheckpointTensors, dict[str, int]]:
+    """Return the model without its weights; of the checkpoint its schemes, its tensors and their numbers of values."""
+    quantization = quantization_of(folder)
+    if quantization is None:
+        raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
     transformers = import_extra("transformers", "hf")
-    with user_errors(f"build the model of {str(folder / 'config.json')!r}"), torch.device("meta"):
+    schemes, tensors, source = read_config(quantization), CheckpointTensors(folder), str(folder / "config.json")
+    with user_errors(f"build the model of {source!r}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        dtype = config.dtype or torch.bfloat16
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), dtype
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return skeleton_of(config, source), schemes, tensors, sizes_in(files_of(folder))
 
 
-def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors) -> dict[str, Packed]:
+def packed_weights(
+    skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors | GGUFTensors
+) -> dict[str, Packed]:
     """Return parameter -> `Packed`, for each parameter whose scales the checkpoint holds."""
     packed = {}
     for name, kind in weights_of(skeleton).items():
@@ -227,7 +238,7 @@ def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: Checkpo
     return packed
 
 
-def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: CheckpointTensors) -> set[str]:
+def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the tensors of the checkpoint that are codes or scales, of weights or of inputs."""
     parts = {part: weight.scheme for name, weight in packed.items() for part in weight.parts or (name,)}
     names = {name for part, scheme in parts.items() for name in layout.names_in(part, scheme.form, tensors)}
@@ -235,27 +246,8 @@ def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Checkpoint
     return names | {f"{part.rpartition('.')[0]}.{name}" for part in parts for name in of_inputs}
 
 
-def _with_floats(
-    skeleton: PreTrainedModel, dtype: torch.dtype, packed: dict[str, Packed], layout: Layout, floats: dict[str, Tensor]
-) -> PreTrainedModel:
-    """Return the model with the checkpoint's float tensors, and without memory for the packed weights."""
-    from transformers.utils import logging
-
-    state = floats | {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
-    logging.disable_progress_bar()
-    with user_errors("load the tensors in high precision"):
-        model, info = type(skeleton).from_pretrained(
-            None, config=skeleton.config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
-    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if info[problem]:
-            names = ", ".join(sorted(map(str, info[problem]))[:3])
-            raise MXError(f"{problem.replace('_', ' ')} of the checkpoint: {names}; {layout.name} has codes elsewhere")
-    return model.eval()
-
-
 def _codes(
-    skeleton: PreTrainedModel, name: str, weight: Packed, schemes: Schemes, tensors: CheckpointTensors
+    skeleton: PreTrainedModel, name: str, weight: Packed, schemes: Schemes, tensors: Mapping[str, Tensor]
 ) -> PackedTensors:
     """Return the codes and scales of a parameter, (..., N, K)."""
     layout, form = schemes.layout, weight.scheme.form

@@ -16,6 +16,8 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_files import files_of, sizes_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
+from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
+from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.batches import IMAGES, RECORDINGS, read_audio, read_image
 from pt2mx.pt2e.user_errors import one_line
 
@@ -40,7 +42,7 @@ def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
     """
     transformers = import_extra("transformers", "hf")
     try:
-        fields, _ = transformers.PretrainedConfig.get_config_dict(name)
+        fields = {} if gguf_in(name) else transformers.PretrainedConfig.get_config_dict(name)[0]
         architecture = (fields.get("architectures") or ["AutoModel"])[0]
         module = from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name, dtype)
     except MXError:
@@ -69,6 +71,8 @@ def from_pretrained(
     """
     from transformers.utils import logging
 
+    if (file := gguf_in(name)) is not None:
+        return load_float_gguf(file, None if dtype is None else getattr(torch, dtype))
     _refuse_remote_code(name)
     logging.disable_progress_bar()
     return architecture.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=False).eval()
@@ -77,7 +81,7 @@ def from_pretrained(
 def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
     """Return the values of the checkpoint from which a model was loaded; without files on disk, the values of the
     model."""
-    return CheckpointValues(model, sizes_in(files_of(name)) or None)
+    return CheckpointValues(model, None if gguf_in(name) else sizes_in(files_of(name)) or None)
 
 
 def _refuse_remote_code(name: str | os.PathLike[str]) -> None:

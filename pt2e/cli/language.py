@@ -13,6 +13,7 @@ from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
+from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.load_model import note_coverage
@@ -162,8 +163,10 @@ def _note_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
-    """Return True where `--model` is a checkpoint that is already in MX formats."""
+    """Return True where `--model` is a checkpoint in MX formats whose codes are kept: a recipe takes values of GGUF."""
     folder = options.model.removeprefix("hf:")
+    if options.recipe is not None and gguf_in(folder) is not None:
+        return False
     return folder != options.model and is_mx_checkpoint(folder)
 
 

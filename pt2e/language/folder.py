@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.gguf_model import gguf_in, tokenizer_of
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.program import load_program, save_program
@@ -116,6 +117,8 @@ def load_tokenizer(folder: Folder) -> Any:
     Raises:
         MXError: where a file of the tokenizer cannot be read.
     """
+    if (file := gguf_in(folder)) is not None:
+        return tokenizer_of(file)
     transformers = import_extra("transformers", "hf")
     files = [name for name in _TOKENIZER if (Path(folder) / name).is_file()]
     if Path(folder).is_dir() and not files:

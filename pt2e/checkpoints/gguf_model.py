@@ -1,0 +1,181 @@
+"""The model of a GGUF file: transformers' configuration and tokenizer, made of the metadata."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
+from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, SUFFIX, GGUFFile
+from pt2mx.pt2e.user_errors import user_errors
+
+ARCHITECTURE = "general.architecture"
+#: types whose values are exact in bfloat16 and float16 models
+_PACKED = ("MXFP4", "NVFP4")
+#: tensors that are no parameters: factors of the frequencies of RoPE
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp stores models of an architecture.
+
+    Args:
+        model_type: transformers' type of model.
+        permuted: True where the rows of queries and keys alternate between the halves that RoPE rotates.
+        norm_offset: what the file adds to the weights of norms.
+        layers_of_wide_scale: the number of layers of the one model whose attention is scaled by the width of all heads.
+    """
+
+    model_type: str
+    permuted: bool = False
+    norm_offset: float = 0.0
+    layers_of_wide_scale: int | None = None
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", permuted=True),  # with experts a Mixtral
+    "qwen2": Architecture("qwen2"),
+    "qwen2moe": Architecture("qwen2_moe"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe"),
+    "gemma2": Architecture("gemma2", norm_offset=1.0, layers_of_wide_scale=46),
+    "gemma3": Architecture("gemma3_text", norm_offset=1.0, layers_of_wide_scale=62),
+    "phi3": Architecture("phi3"),
+}
+
+#: key of the metadata after the architecture -> field of a configuration, where transformers does not read it
+_FIELDS = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+
+
+def gguf_in(name: str | os.PathLike[str]) -> Path | None:
+    """Return a GGUF file, or the one in a folder without config.json; None for other checkpoints.
+
+    Raises:
+        MXError: for a folder with several.
+    """
+    path = Path(name)
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / CONFIG).is_file():
+        return None
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if len(files) > 1:
+        raise MXError(f"{str(name)!r} holds {len(files)} GGUF files: give one of them, such as {str(files[0])!r}")
+    return files[0] if files else None
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """Return the row of `ARCHITECTURES` for a file.
+
+    Raises:
+        MXError: for an architecture that is not there.
+    """
+    name = file.text(ARCHITECTURE)
+    if name not in ARCHITECTURES:
+        raise MXError(
+            f"{str(file.path)!r} holds a model of the architecture {name!r}: pt2mx reads {', '.join(ARCHITECTURES)}; "
+            "give the checkpoint of Hugging Face"
+        )
+    return ARCHITECTURES[name]
+
+
+def config_of(file: GGUFFile) -> Any:
+    """Return transformers' configuration of the model, in the dtype of the file's floats.
+
+    Raises:
+        MXError: for an architecture, or a scaling of RoPE, that is not supported.
+    """
+    transformers = import_extra("transformers", "hf")
+    import_extra("gguf", "gguf")
+    row, name = architecture_of(file), file.text(ARCHITECTURE)
+    with user_errors(f"read the configuration in {str(file.path)!r}"):
+        fields, _ = transformers.PretrainedConfig.get_config_dict(file.path.parent, gguf_file=file.path.name)
+    values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
+    fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
+    fields["model_type"] = row.model_type
+    if row.model_type == "llama" and values.get("expert_count"):
+        fields |= {"model_type": "mixtral", "num_local_experts": values["expert_count"]}
+    fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
+    head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    if row.model_type == "phi3" and "rope.dimension_count" in values:
+        fields["partial_rotary_factor"] = values["rope.dimension_count"] / head
+    if row.layers_of_wide_scale is not None:
+        is_wide = fields["num_hidden_layers"] == row.layers_of_wide_scale
+        fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"] if is_wide else head
+    if (scaling := _rope_scaling(file, values, head, fields.get("rope_theta"))) is not None:
+        fields["rope_scaling"] = scaling
+    for key in ("quantization_config", "_model_name_or_path"):
+        fields.pop(key, None)
+    with user_errors(f"read the configuration in {str(file.path)!r}"):
+        config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    config.dtype = _dtype(file)
+    return config
+
+
+def tokenizer_of(path: Path) -> Any:
+    """Return transformers' tokenizer of a GGUF file; None where the file has no vocabulary.
+
+    Raises:
+        MXError: where transformers cannot read it.
+    """
+    transformers = import_extra("transformers", "hf")
+    if "tokenizer.ggml.tokens" not in GGUFFile(path).metadata:
+        return None
+    with user_errors(f"read the tokenizer in {str(path)!r}"):
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _dtype(file: GGUFFile) -> torch.dtype:
+    """Return the half type of the file's floats where they are exact in it; float32 for others."""
+    types = {entry.type for entry in file.entries.values()} - {*_PACKED, "F32"}
+    return DTYPES[types.pop()] if len(types) == 1 and types <= {"F16", "BF16"} else torch.float32
+
+
+def _rope_scaling(file: GGUFFile, values: dict[str, Any], head: int, theta: float | None) -> dict[str, Any] | None:
+    """Return transformers' scaling of RoPE."""
+    kind, context = values.get("rope.scaling.type", "none"), values.get("rope.scaling.original_context_length")
+    frequencies, *factors = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
+    if factors[0] is not None:
+        # transformers takes `original_max_position_embeddings` from its own field
+        return {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[1]}
+    if frequencies is not None:
+        scaling = {"rope_type": "llama3", "factor": max(frequencies), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scaling["original_max_position_embeddings"] = 8192
+        if not _is_llama3(frequencies, head, theta or 1e4):
+            raise MXError(
+                f"{str(file.path)!r} scales RoPE by factors other than Llama 3's: give the checkpoint of Hugging Face"
+            )
+        return scaling
+    if kind == "none" or "rope.scaling.factor" not in values:
+        return None
+    if kind not in ("linear", "yarn"):
+        raise MXError(f"{str(file.path)!r} scales RoPE by {kind!r}: give the checkpoint of Hugging Face")
+    scaling = {"rope_type": kind, "factor": values["rope.scaling.factor"]}
+    return scaling | ({"original_max_position_embeddings": context} if kind == "yarn" and context else {})
+
+
+def _is_llama3(factors: list[float], head: int, theta: float) -> bool:
+    """Return True for the factors of Llama 3: frequencies of fewer than 1 rotation in 8192 positions are divided, those
+    of more than 4 are kept, and those between are interpolated."""
+    rotations = 8192 * theta ** (-torch.arange(0, head, 2, dtype=torch.float64) / head) / (2 * math.pi)
+    share = ((rotations - 1) / 3).clamp(0, 1)
+    expected = 1 / ((1 - share) / max(factors) + share)
+    return len(expected) == len(factors) and torch.allclose(expected, torch.tensor(factors).double(), rtol=1e-4)

@@ -1,0 +1,77 @@
+"""The tensors of a GGUF file that hold the tensors of a model, by the tables of llama.cpp's package `gguf`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
+from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: one of several experts, with its number
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ROTATED = re.compile(r"\.attn_([qk])\.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a GGUF file holds a tensor.
+
+    Args:
+        name: the tensor of the file.
+        expert: its index along the first dimension; None: the tensor itself.
+        rows: row i of the model is row `rows[i]` of the file; None: the same order.
+        offset: what the file adds to the values.
+    """
+
+    name: str
+    expert: int | None = None
+    rows: Tensor | None = None
+    offset: float = 0.0
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the rows of the model, of values, codes or scales of the file's tensor."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        return part if self.rows is None else part[self.rows]
+
+
+def sources_of(model: PreTrainedModel, architecture: str) -> dict[str, Source]:
+    """Return tensor of a checkpoint of transformers -> where a GGUF file holds it. Tied weights are there once.
+
+    Args:
+        model: the model, on any device, also meta.
+        architecture: a key of `ARCHITECTURES`.
+
+    Raises:
+        MXError: for a tensor that no table of `gguf` names.
+    """
+    gguf, config = import_extra("gguf", "gguf"), model.config.get_text_config()
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    row, tied = ARCHITECTURES[architecture], model.all_tied_weights_keys or {}
+    names = [name for name, _ in model.named_parameters() if name not in tied]
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    sources = {}
+    for name, parts in parts_of(model, names).items():
+        for part, part_rows in parts.items():
+            expert = _EXPERT.search(part)
+            stem, _, suffix = _EXPERT.sub(".experts.", part).rpartition(".")
+            stored = table.get_name(stem)
+            if stored is None:
+                raise MXError(f"gguf has no name for {name} in models of the architecture {architecture!r}")
+            stored, rows = f"{stored}.{suffix}", None
+            if row.permuted and (kind := _ROTATED.search(stored)):
+                count = len(part_rows) if suffix == "weight" else model.get_parameter(name).shape[0]
+                rows = torch.arange(count).view(heads[kind[1]], -1, 2).transpose(1, 2).flatten()
+            offset = row.norm_offset if stored.endswith("norm.weight") else 0.0
+            sources[part] = Source(stored, None if expert is None else int(expert[1]), rows, offset)
+    return sources
