@@ -25,7 +25,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp stores models of an architecture.
+    """The form in which llama.cpp stores models of an architecture.
 
     Args:
         model_type: transformers' type of model.
@@ -110,7 +110,8 @@ def config_of(file: GGUFFile) -> Any:
         fields, _ = transformers.PretrainedConfig.get_config_dict(file.path.parent, gguf_file=file.path.name)
     values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
-    fields["model_type"] = row.model_type
+    # tokens that the file has not are none of the model, whatever the defaults of its configuration
+    fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields, "model_type": row.model_type}
     if row.model_type == "llama" and values.get("expert_count"):
         fields |= {"model_type": "mixtral", "num_local_experts": values["expert_count"]}
     fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries

@@ -24,7 +24,7 @@ _ROTATED = re.compile(r"\.attn_([qk])\.")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a GGUF file holds a tensor.
+    """The location of a tensor in a GGUF file.
 
     Args:
         name: the tensor of the file.

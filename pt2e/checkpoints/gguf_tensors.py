@@ -96,8 +96,8 @@ def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict
     """Return the model without its weights, and of the file its schemes, its tensors and their numbers of values."""
     file, skeleton = _open(path)
     tensors = GGUFTensors(file, skeleton, keep_codes=True)
-    schemes = {part.rpartition(".")[0]: Scheme(row.element) for part, row in tensors.packed.items()}
-    rules: Rules = [(partial(_is, module), scheme) for module, scheme in schemes.items()]
+    # experts are looked up by the names of their tensors, other weights by those of their modules
+    rules: Rules = [(partial(_is_of, part), Scheme(row.element)) for part, row in tensors.packed.items()]
     tied = skeleton.all_tied_weights_keys or {}
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters() if name not in tied}
     return skeleton, Schemes(_GGUF, rules), tensors, sizes
@@ -118,8 +118,8 @@ def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedM
     return with_tensors(skeleton, dtype or skeleton.dtype, tensors, f"{str(path)!r} holds another model")
 
 
-def _is(module: str, name: str, kind: str) -> bool:
-    return name == module
+def _is_of(part: str, name: str, kind: str) -> bool:
+    return name in (part, part.rpartition(".")[0])
 
 
 def _open(path: Path) -> tuple[GGUFFile, PreTrainedModel]:

@@ -65,7 +65,7 @@ _PARTIAL = (
     flag("--allow-partial", "for a checkpoint: let the program leave out any part"),
 )
 _EVALUATED_MODEL = (
-    argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME or module.py:factory"),
+    argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, hf:FILE.gguf or module.py:factory"),
     argument(
         "--calibration",
         help="a folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav) (default: the model's "
@@ -89,7 +89,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--model",
             required=True,
-            help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, module.py:factory or onnx:FILE",
+            help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, hf:FILE.gguf, module.py:factory or onnx:FILE",
         ),
         argument(
             "--recipe",
