@@ -21,6 +21,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,3 +169,5 @@ def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) 
         raise MXError(f"transformers takes {name} to be packed as linear layers are: quantize experts too")
     if first.scheme is not None and first.scheme.form == "fp8_e4m3":
         raise MXError(f"transformers reads experts in FP8 with one scale a row: give {name} another format")
+    if first.scheme is not None and first.scheme.form == NVFP4_DIVISOR:
+        raise MXError(f"transformers leaves out the tensor scales of experts: give {name} MXFP4, or another layout")

@@ -202,7 +202,8 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)
-        if module.kind == LINEAR and (read and read.form) != (module.scheme and module.scheme.form):
+        stated, written = (one and (layout.by_grid or one.form) for one in (read, module.scheme))
+        if module.kind == LINEAR and stated != written:
             raise MXError(
                 f"loaders of {layout.name}, which match the beginning or the end of a name, would not tell {name} "
                 "from another module: quantize both or none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import rows_of_scales, spec_of
+from pt2mx.pt2e.checkpoints.recode import alike_form, recode
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, rows_of_scales, spec_of
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
     _check_dtypes(graph, layout)
     unpacked = take_values(packed, unpack, model, _dtype(graph))
     kinds = weights_of(model)
+    packed = {name: _in_layout(name, user, layout, _dtype(graph)) for name, user in packed.items()}
     for name, user in packed.items():
         _check(name, kinds[name], user, layout)
     tensors = {**_float_values(graph, model, prefix, {*packed, *unpacked}), **unpacked}
@@ -111,6 +114,15 @@ def _packed(users: list[WeightUser], model: PreTrainedModel, prefix: str) -> dic
             raise MXError(f"inputs of {module} are quantized in some calls only: a checkpoint says it once a module")
         packed[name] = user
     return packed
+
+
+def _in_layout(name: str, user: WeightUser, layout: Layout, dtype: torch.dtype) -> WeightUser:
+    """Return a weight in the format of the layout that holds the same values, where that is another one."""
+    form = alike_form(user.form, layout.stored)
+    if form in (None, user.form):
+        return user
+    packed = recode(name, PackedTensors(user.data, user.scale, user.spec, user.tensor_scale), form, dtype)
+    return dataclasses.replace(user, spec=packed.spec, scale=packed.scale, tensor_scale=packed.tensor_scale)
 
 
 def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
@@ -211,6 +223,13 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
             continue
         data, scale = user.data.flatten(0, -2), user.scale.flatten(0, -2)
         for part, rows in parts_of(model, [name])[name].items():
+            # a file cannot hold the same memory twice
+            tensor_scale, input_scale = (
+                None if one is None else one.clone() for one in (user.tensor_scale, user.input_scale)
+            )
             scales = scale[rows_of_scales(part, user.spec, rows)]
-            tensors |= layout.to_tensors(part, user.form, data[rows], scales, user.tensor_scale)
+            tensors |= layout.to_tensors(part, user.form, data[rows], scales, tensor_scale)
+            if input_scale is not None:
+                shape = layout.stored[user.form].tensor_scale_shape
+                tensors[f"{part.rpartition('.')[0]}.{layout.input_scale}"] = input_scale.reshape(shape)
     return tensors

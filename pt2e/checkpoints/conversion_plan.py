@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of
+from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
 from pt2mx.pt2e.checkpoints.weight_formats import format_of, spec_of
@@ -162,6 +164,7 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                         f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of "
                         f"{tuple(model.get_parameter(parameter).shape)}: give files that belong together"
                     )
+                specs = dataclasses.replace(specs, weight=_in_layout(specs.weight, plan.layout))
                 reason = _unfit(plan, model.get_submodule(path), name, entry, merged, specs)
             if specs is not None and not reason:
                 scheme = Scheme(format_of(specs.weight), specs.activation)
@@ -179,6 +182,13 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(plan.left.items())[:3])
         raise MXError(f"no tensor of the checkpoint would be quantized ({reasons}): give another recipe or layout")
     return {**modules, **{name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}, **modules}
+
+
+def _in_layout(spec: MXSpec, layout: Layout) -> MXSpec:
+    """Return a spec with the tensor scale as the layout has it: a factor or a divisor."""
+    form = alike_form(format_of(spec), layout.stored)
+    scale_format = spec.scale_format if form is None else spec_of(form).scale_format
+    return spec.replace(scale_format=scale_format) if spec.scale_format.tensor and scale_format.tensor else spec
 
 
 def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merged: bool, specs: LayerSpecs) -> str:
@@ -200,11 +210,19 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
         return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
     form = format_of(specs.weight)
     block = spec_of(form).block_size
-    if columns % block and specs.weight.block_rows == 1:
+    if columns % block:
         return f"its {columns} columns are no whole blocks of {block}"
+    rows = entry.shape[-1 if holds_columns(layer) else -2]
+    if rows % specs.weight.block_rows:
+        return f"its {rows} rows are no whole blocks of {specs.weight.block_rows}"
     if entry.dtype not in HIGH_PRECISION:
         return f"it holds {entry.dtype}"
     layout.check(name, form)
+    if specs.activation is not None and specs.activation.scale_format.tensor:
+        raise MXError(
+            f"inputs of {name} in {specs.activation} need a calibrated tensor scale: take a recipe of weights, or "
+            "pt2mx.quantize_language_model and save_checkpoint"
+        )
     layout.check_inputs(name, form, specs.activation)
     if specs.weight.block_size != block:
         raise MXError(f"{layout.name} cannot hold {name} in {specs.weight}: its blocks have {block} values")

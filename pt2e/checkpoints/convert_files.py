@@ -147,6 +147,8 @@ def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
     if statistics is not None and not isinstance(statistics, Mapping):
         raise MXError(f"statistics={statistics!r} must be what collect_statistics returns, or a StatisticsFile")
     weights = plan.parameters.values()
+    if statistics and (other := [spec for spec in plan.chosen.values() if not spec.has_plain_scale]):
+        raise MXError(f"GPTQ with statistics rounds formats with E8M0 scales of one row, not {other[0]}")
     if statistics and statistics.keys().isdisjoint(weights):
         raise MXError(
             f"the statistics are of {next(iter(statistics))}, and of no weight that is quantized, such as "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
-from pt2mx.functional import quantize_mx
+from pt2mx.functional import quantize_mx, tensor_scale_mx
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan
 from pt2mx.pt2e.checkpoints.recode_plan import RecodingPlan
 from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.checkpoints.weight_formats import format_of
 from pt2mx.pt2e.output import whole_file
+from pt2mx.spec import MXSpec
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ShardConverter:
     plan: ConversionPlan
     statistics: Mapping[str, InputStatistics]
     gptq: GPTQ
+    _tensor_scales: dict[str, Tensor] = field(default_factory=dict)
 
     def convert(
         self, shards: Collection[str], source: Path, output: Path, jobs: int, finished: Callable[[str], None]
@@ -69,24 +71,60 @@ class ShardConverter:
                 for first, rows in self._slices(reader, name):
                     if stopped.is_set():
                         raise MXError("another shard failed")
-                    for written, values in self._converted(name, rows).items():
-                        writer.write(written, first, values)
+                    for written, values in self._converted(name, rows, source.parent).items():
+                        count = entries[written].rows  # of a scale fewer, or one
+                        writer.write(written, first * count // max(1, reader.entries[name].rows), values)
 
     def _slices(self, reader: ShardReader, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the slices of a tensor; a weight that GPTQ rounds is one slice, already rounded."""
         statistics = self.statistics.get(self.plan.parameters.get(name, ""))
         if statistics is None:
-            yield from reader.slices(name)
+            spec = self.plan.chosen.get(name)
+            yield from reader.slices(name, 1 if spec is None else spec.block_rows)
         else:
             yield 0, statistics.round(reader.tensor(name), self.plan.chosen[name], self.gptq)
 
-    def _converted(self, name: str, rows: Tensor) -> dict[str, Tensor]:
+    def _converted(self, name: str, rows: Tensor, folder: Path) -> dict[str, Tensor]:
         """Return the rows to write for some rows of a tensor, (n, ...), by tensor of the output."""
         spec = self.plan.chosen.get(name)
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
-        scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec)
-        return self.plan.layout.to_tensors(name, format_of(spec), data, scale)
+        tensor_scale = self._tensor_scale(name, spec, folder) if spec.scale_format.tensor else None
+        scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec, tensor_scale=tensor_scale)
+        return self.plan.layout.to_tensors(name, format_of(spec), data, scale, tensor_scale)
+
+    def _tensor_scale(self, name: str, spec: MXSpec, folder: Path) -> Tensor:
+        """Return the tensor scale of a weight, from all weights that libraries fuse with it."""
+        if name not in self._tensor_scales:
+            largest = [torch.zeros(())]
+            fused = fused_with(name, self.plan.chosen)
+            for shard, entries in self.plan.entries.items():
+                with ShardReader(folder / shard) as reader:
+                    for one in fused & entries.keys():
+                        for _, rows in reader.slices(one):
+                            magnitude = rows.float().abs()
+                            largest.append(torch.where(magnitude < torch.inf, magnitude, 0).amax())
+            scale = tensor_scale_mx(torch.stack(largest), spec)
+            self._tensor_scales.update(dict.fromkeys(fused, scale))  # another thread would compute the same
+        return self._tensor_scales[name]
+
+
+#: layers of one module that vLLM and others multiply at once, and so with one tensor scale
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def fused_with(name: str, weights: Collection[str]) -> set[str]:
+    """Return the weights that libraries fuse with a weight, itself included.
+
+    Example:
+        >>> from pt2mx.pt2e.checkpoints.convert_shards import fused_with
+        >>> sorted(fused_with("mlp.up_proj.weight", ["mlp.up_proj.weight", "mlp.gate_proj.weight"]))
+        ['mlp.gate_proj.weight', 'mlp.up_proj.weight']
+    """
+    module, _, attribute = name.rpartition(".")
+    parent, _, layer = module.rpartition(".")
+    group = next((layers for layers in _FUSED if layer in layers), (layer,))
+    return {other for one in group if (other := f"{parent}.{one}.{attribute}".removeprefix(".")) in weights} | {name}
 
 
 def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,9 +30,9 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, Inputs, fold_transposes, placeholder, replace_parameter
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge, read_tensor_scale
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from pt2mx.pt2e.language.language_model import LanguageModel
 
 _GENERATION = "generation_config.json"
+#: the name of one of several experts
+_EXPERT = re.compile(r"\.experts\.\d+")
 
 
 class Packed(NamedTuple):
@@ -88,10 +91,10 @@ def load_checkpoint(
 ) -> LanguageModel:
     """Load a checkpoint in MX formats with its codes and scales to the bit, without a float copy of the model.
 
-    The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8), FP8
-    in blocks of [1, 32] with E8M0 scales, and GGUF (MXFP4; weights of other types become floats). The checkpoint
-    decides the formats of inputs. In the last two inputs stay in high precision; for FP8 as in transformers without its
-    kernel.
+    The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, NVFP4, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8,
+    NVFP4), FP8 in blocks with E8M0 or float scales, such as DeepSeek's, with experts in FP4, and GGUF (MXFP4; weights
+    of other types become floats). The checkpoint decides the formats of inputs. In the last two inputs stay in high
+    precision, for FP8 as in transformers without its kernel; elsewhere those of experts with a tensor scale each.
 
     Args:
         folder: the folder of the checkpoint, or a GGUF file.
@@ -188,6 +191,7 @@ def _load_packed(
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         codes = _codes(skeleton, name, weight, schemes, tensors)
+        inputs = _inputs(name, weight, schemes.layout, tensors)
         shape = (*codes.data.shape[:-1], codes.data.shape[-1] * 8 // codes.spec.element.bits)
         expected = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
         if shape != expected:
@@ -198,7 +202,7 @@ def _load_packed(
         for alias in {name, *(tied.get(name, set()) - packed.keys())}:
             path, _, attribute = alias.rpartition(".")
             transposed = is_transposed(skeleton, alias)
-            replace_parameter(model.get_submodule(path), attribute, codes, weight.scheme.inputs, transposed)
+            replace_parameter(model.get_submodule(path), attribute, codes, inputs, transposed)
     return model, values
 
 
@@ -254,3 +258,27 @@ def _codes(
     parts = weight.parts or {name: None}
     read = ((layout.from_tensors(part, form, tensors, schemes.block), rows) for part, rows in parts.items())
     return next(read)[0] if len(parts) == 1 else merge(name, skeleton.get_parameter(name).shape[:-1], read)
+
+
+def _inputs(name: str, weight: Packed, layout: Layout, tensors: CheckpointTensors) -> Inputs:
+    """Return what happens to the inputs of a module. Those of experts with a tensor scale each stay in high precision.
+
+    Raises:
+        MXError: where the tensor scale is missing, or parts of a weight have different factors or scales.
+    """
+    spec, modules = weight.scheme.inputs, {part.rpartition(".")[0] for part in weight.parts or {name: None}}
+    has_tensor_scale = spec is not None and bool(spec.scale_format.tensor)
+    if has_tensor_scale and len(modules) > 1 and _EXPERT.search(next(iter(modules))):
+        return Inputs()
+    read: list[Tensor | None] = []
+    for suffix, required in ((layout.input_scale, has_tensor_scale), (layout.pre_scale, False)):
+        values = [tensors[f"{module}.{suffix}"] for module in modules if f"{module}.{suffix}" in tensors]
+        if required and len(values) < len(modules):
+            raise MXError(f"the checkpoint holds no {min(modules)}.{suffix}, the tensor scale of inputs")
+        if any(not tensor.equal(values[0]) for tensor in values[1:]):
+            raise MXError(f"{suffix} of the parts of {name} differ, and the model multiplies the same inputs with them")
+        read.append(values[0] if values else None)
+    tensor_scale, pre_scale = read
+    if tensor_scale is None or not has_tensor_scale:
+        return Inputs(spec, None, pre_scale)
+    return Inputs(spec, read_tensor_scale(f"{min(modules)}.{layout.input_scale}", tensor_scale), pre_scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,28 @@ from pt2mx.spec import MXSpec
 #: attribute of a module: parameter -> the arguments of `dequantize_mx` after codes and scales
 _FORMATS = "_mx_formats"
 #: suffixes of a parameter's buffers
-DATA, SCALE = "_data", "_scale"
+DATA, SCALE, TENSOR_SCALE = "_data", "_scale", "_tensor_scale"
+#: buffers of a module: factors of its inputs, (K,), and the tensor scale of its inputs
+_PRE_SCALE, _INPUT_SCALE = "input_pre_scale", "input_tensor_scale"
 
 
-def replace_parameter(
-    module: nn.Module, name: str, packed: PackedTensors, inputs: MXSpec | None, transposed: bool
-) -> None:
-    """Replace a parameter by the buffers `<name>_data` and `<name>_scale`, named as in a converted model.
+class Inputs(NamedTuple):
+    """What happens to the inputs of a module before each call.
+
+    Args:
+        spec: the format to which they are quantized; None: high precision.
+        tensor_scale: () float32, for a scale format with one.
+        pre_scale: (K,) float, by which they are multiplied first; None: nothing.
+    """
+
+    spec: MXSpec | None = None
+    tensor_scale: Tensor | None = None
+    pre_scale: Tensor | None = None
+
+
+def replace_parameter(module: nn.Module, name: str, packed: PackedTensors, inputs: Inputs, transposed: bool) -> None:
+    """Replace a parameter by the buffers `<name>_data`, `<name>_scale` and, for a scale format with one,
+    `<name>_tensor_scale`, named as in a converted model.
 
     The module's own code reads the attribute `name`, which dequantizes them. Inputs are quantized before each call.
 
@@ -32,20 +47,28 @@ def replace_parameter(
         module: the module to change.
         name: the parameter, (..., N, K).
         packed: its codes and scales.
-        inputs: the spec of the module's inputs; None: high precision.
+        inputs: what happens to the module's inputs.
         transposed: True where the parameter is (..., K, N).
     """
     parameter, axis = getattr(module, name), packed.data.dim() - 1 - transposed
     length = parameter.shape[axis]
     formats = module.__dict__.setdefault(_FORMATS, {})
-    formats[name] = (packed.spec.element.name, packed.spec.block_size, parameter.dtype, axis, length)
+    scales = () if packed.spec.has_plain_scale else packed.spec.scale_args()
+    formats[name] = (packed.spec.element.name, packed.spec.block_size, parameter.dtype, axis, length, *scales)
     delattr(module, name)
     kind: Any = type(module)
     module.__class__ = _with_computed(kind, name)
     for suffix, tensor in ((DATA, packed.data), (SCALE, packed.scale)):
         module.register_buffer(f"{name}{suffix}", tensor.movedim(-1, axis).contiguous())
-    if inputs is not None:
-        module.register_forward_pre_hook(functools.partial(_quantize_input, inputs))
+    if packed.tensor_scale is not None:
+        module.register_buffer(f"{name}{TENSOR_SCALE}", packed.tensor_scale.clone())
+    for buffer, value in ((_PRE_SCALE, inputs.pre_scale), (_INPUT_SCALE, inputs.tensor_scale)):
+        if value is not None:
+            module.register_buffer(buffer, value)
+    if inputs.pre_scale is not None:
+        module.register_forward_pre_hook(_multiply_input)
+    if inputs.spec is not None:
+        module.register_forward_pre_hook(functools.partial(_quantize_input, inputs.spec))
 
 
 @functools.cache
@@ -54,18 +77,26 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
     def weight(self: nn.Module) -> Tensor:
         data, scale = getattr(self, name + DATA), getattr(self, name + SCALE)
-        return ops.dequantize_mx(data, scale, *getattr(self, _FORMATS)[name])
+        formats, tensor_scale = getattr(self, _FORMATS)[name], getattr(self, name + TENSOR_SCALE, None)
+        return ops.dequantize_mx(data, scale, *formats, *([] if tensor_scale is None else [tensor_scale]))
 
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, name: property(weight)}
     return type(kind.__name__, (kind,), namespace)
 
 
+def _multiply_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *others = args
+    return x * getattr(module, _PRE_SCALE), *others
+
+
 def _quantize_input(spec: MXSpec, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
     axis = x.dim() - 1
-    scale, data = ops.quantize_mx(x, *spec.replace(axis=axis).op_args())
+    scales = () if spec.has_plain_scale else (*spec.scale_args(), getattr(module, _INPUT_SCALE, None))
+    extra = (None, *scales) if scales else ()
+    scale, data = ops.quantize_mx(x, *spec.replace(axis=axis).quantize_args(), *extra)
     length = x.shape[-1]
-    return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, x.dtype, axis, length), *others
+    return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, x.dtype, axis, length, *scales), *others
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:

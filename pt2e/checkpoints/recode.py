@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ _ALIKE = {
 }
 
 
-def alike_form(form: str, stored: Iterable[str]) -> str | None:
+def alike_form(form: str, stored: Container[str]) -> str | None:
     """Return the format to which `recode` converts weights of another.
 
     Args:

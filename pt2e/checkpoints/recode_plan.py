@@ -159,7 +159,7 @@ def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, E
     """Note how the tensor scale of inputs is written; return their spec in the new layout."""
     assert plan.source is not None
     old, new = plan.source.layout, plan.layout
-    form = alike_form(format_of(inputs), (one for one in new.inputs if spec_of(one).scale_format.tensor))
+    form = alike_form(format_of(inputs), [one for one in new.inputs if spec_of(one).scale_format.tensor])
     name = f"{module}.{old.input_scale}"
     if form is None or name not in shapes:
         missing = f"the checkpoint holds no {name}" if form else f"{new.name} has no place for {name}"

@@ -105,10 +105,11 @@ class ShardReader:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._file.close()
 
-    def slices(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield slices of a tensor along its rows, each with the index of its first row; a scalar is one slice."""
+    def slices(self, name: str, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Yield slices of a tensor along its rows, each with the index of its first row, which is a multiple of
+        `multiple`; a scalar is one slice."""
         entry = self.entries[name]
-        step = max(1, SLICE // max(1, entry.row_bytes))
+        step = max(1, SLICE // max(1, entry.row_bytes) // multiple) * multiple
         for first in range(0, entry.rows, step):
             yield first, self._rows(entry, first, min(step, entry.rows - first))
 

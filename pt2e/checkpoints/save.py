@@ -22,7 +22,8 @@ from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
-from pt2mx.pt2e.checkpoints.weight_users import weight_users
+from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.output import write_text
 
@@ -143,10 +144,16 @@ def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
     transposed = [name for name in weights_of(model) if is_transposed(model, name)]
     packed_experts = any(user.weight.endswith(name) for user in users for name in transposed)
     for layout in LAYOUTS.values():
-        if layout.only_experts == packed_experts and all(user.form in layout.stored for user in users):
+        if layout.only_experts == packed_experts and all(_takes(layout, user) for user in users):
             return layout
     elements = sorted({user.form for user in users})
     raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_supported, LAYOUTS.values()))}")
+
+
+def _takes(layout: Layout, user: WeightUser) -> bool:
+    """Return whether a layout has the format of a weight, or for scales of a tensor one with the same values."""
+    form = alike_form(user.form, layout.stored) if user.spec.scale_format.tensor else user.form
+    return form in layout.stored
 
 
 def _supported(layout: Layout) -> str:

@@ -143,6 +143,16 @@ def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor
         )
 
 
+def check_whole_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
+    """Raise an `MXError` where the last block has fewer rows or columns, for loaders divide the shape by the grid."""
+    rows, columns = data.shape[-2], data.shape[-1] * 8 // spec.element.bits
+    if spec.block_rows > 1 and (rows % spec.block_rows or columns % spec.block_size):
+        block = f"{spec.block_rows} x {spec.block_size}"
+        raise MXError(
+            f"{weight} is {rows} x {columns}, which are no whole blocks of {block}: leave it in high precision"
+        )
+
+
 def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
     """Raise an `MXError` for scales that are negative, and for a scale of zero with codes that are not zero.
 

@@ -43,6 +43,7 @@ class WeightUser:
         scale: (..., blocks of N, blocks of K).
         tensor_scale: () float32, for a scale format with one.
         inputs: the spec of the inputs that the module multiplies with it; None: high precision.
+        input_scale: their tensor scale, () float32, for a scale format with one.
     """
 
     module: str
@@ -52,6 +53,7 @@ class WeightUser:
     scale: Tensor
     tensor_scale: Tensor | None
     inputs: MXSpec | None
+    input_scale: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -95,8 +97,26 @@ def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node
         if spec.axis % argument.meta["val"].dim() != argument.meta["val"].dim() - 1:
             raise MXError(f"inputs of {module_name(node)} have blocks along dimension {spec.axis}, not the last one")
     name = _DATA.sub("", name_of(to.codes))
-    spec, inputs_spec = spec_of_dequantize(weight).replace(axis=-1), specs[0] if specs else None
-    return WeightUser(module_name(node), name, spec, data, scale, None, inputs_spec)
+    spec, tensor_scale = spec_of_dequantize(weight).replace(axis=-1), _tensor_scale(model, weight)
+    if not inputs:
+        return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, None)
+    input_scale = _tensor_scale(model, inputs[0])
+    return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, specs[0], input_scale)
+
+
+def _tensor_scale(model: GraphModule, dequantize: Node) -> Tensor | None:
+    """Return the tensor scale of a pair; None for a format without one.
+
+    Raises:
+        MXError: where each call computes it.
+    """
+    node = Dequantize.expect(dequantize).tensor_scale
+    if node is not None and node.op != "get_attr":
+        raise MXError(
+            f"{module_name(dequantize)} computes the tensor scale of its inputs in each call, and checkpoints hold it: "
+            "calibrate it"
+        )
+    return None if node is None else tensor_of(model, node)
 
 
 def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
@@ -105,8 +125,8 @@ def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
         name_of(tensor)
         for node in model.graph.nodes
         if (to := Dequantize.of(node))
-        for tensor in (to.codes, to.scale)
-        if tensor.op == "get_attr"
+        for tensor in (to.codes, to.scale, to.tensor_scale)
+        if tensor is not None and tensor.op == "get_attr"
     }
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return ((name, tensor.detach()) for name, tensor in named if name not in packed)

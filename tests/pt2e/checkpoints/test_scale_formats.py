@@ -1,0 +1,221 @@
+"""Checkpoints with other scales than E8M0 of 32 values: NVFP4, and FP8 in blocks of 128 x 128."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints import conversion_plan
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.convert_shards import fused_with
+from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, spec_of
+from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.language_models import transformers
+
+LAYER = "model.layers.0"
+Q, UP, GATE, DOWN = (f"{LAYER}.{name}.weight" for name in
+                     ("self_attn.q_proj", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"))  # fmt: skip
+
+
+@pytest.fixture
+def in_format(monkeypatch):
+    """Convert a float checkpoint as a recipe with a format of weights selects it."""
+    select = conversion_plan.select_weights
+
+    def convert(source, output, form, layout, **options):
+        def chosen(model, quantizer):
+            selection = select(model, quantizer)
+            specs = {name: dataclasses.replace(one, weight=spec_of(form)) for name, one in selection.chosen.items()}
+            return dataclasses.replace(selection, chosen=specs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion_plan, "select_weights", chosen)
+            return convert_checkpoint(source, output, of_weights("mxfp4"), layout=layout, **options)
+
+    return convert
+
+
+def stock(folder, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def test_nvfp4_of_compressed_tensors_is_read_by_transformers(llama, in_format, logits, tmp_path):
+    report = in_format(llama, tmp_path / "ct", NVFP4, "compressed-tensors")
+    assert set(report.quantized.values()) == {NVFP4_DIVISOR}
+    loaded = stock(tmp_path / "ct")
+    assert loaded.config.quantization_config.quantization_config.format == "nvfp4-pack-quantized"
+    assert torch.equal(logits(loaded), logits(load_packed_model(tmp_path / "ct")))
+    written, values = tensors(tmp_path / "ct"), tensors(llama)
+    for names in ([UP, GATE], [DOWN]):
+        scale = pt2mx.tensor_scale_mx(torch.cat([values[name] for name in names]), NVFP4_DIVISOR)
+        assert all(written[f"{name}_global_scale"].equal(scale.reshape(1)) for name in names)
+        for name in names:
+            scales, data = pt2mx.quantize_mx(values[name], NVFP4_DIVISOR, tensor_scale=scale)
+            assert written[f"{name}_packed"].equal(data)
+            assert written[f"{name}_scale"].view(torch.uint8).equal(scales)
+    convert_checkpoint(tmp_path / "ct", tmp_path / "modelopt", layout="modelopt")
+    assert torch.equal(logits(load_packed_model(tmp_path / "modelopt")), logits(loaded))
+
+
+@pytest.mark.slow
+def test_nvfp4_through_a_program(llama, in_format, logits, tmp_path):
+    """File -> program -> the same file, and the file of the other layout."""
+    in_format(llama, tmp_path / "ct", NVFP4, "compressed-tensors")
+    program, model = load_checkpoint(tmp_path / "ct"), stock(llama)
+    assert torch.equal(logits(program), logits(load_packed_model(tmp_path / "ct"), mask=True))
+    save_checkpoint(program, model, tmp_path / "again", "compressed-tensors")
+    save_checkpoint(program, model, tmp_path / "modelopt", "modelopt")
+    convert_checkpoint(tmp_path / "ct", tmp_path / "expected", layout="modelopt")
+    for first, second in (("ct", "again"), ("expected", "modelopt")):
+        one, other = tensors(tmp_path / first), tensors(tmp_path / second)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    program.save_pretrained(tmp_path / "program")
+    assert torch.equal(logits(pt2mx.LanguageModel.from_pretrained(tmp_path / "program")), logits(program))
+
+
+def test_tensor_scales_of_fused_layers():
+    weights = ["a.q_proj.weight", "a.k_proj.weight", "b.k_proj.weight", "a.o_proj.weight", "e.0.w1.weight"]
+    assert fused_with("a.k_proj.weight", weights) == {"a.q_proj.weight", "a.k_proj.weight"}
+    assert fused_with("a.o_proj.weight", weights) == {"a.o_proj.weight"}
+    assert fused_with("e.0.w1.weight", weights) == {"e.0.w1.weight"}
+
+
+def test_experts_with_tensor_scales_of_their_own(in_format, logits, tmp_path):
+    """A parameter that holds several tensor scales gets float32 scales: the same values."""
+    source = float_checkpoint("mixtral", tmp_path / "float")
+    with pytest.raises(MXError, match="transformers leaves out the tensor scales of experts"):
+        in_format(source, tmp_path / "ct", NVFP4, "compressed-tensors")
+    in_format(source, tmp_path / "modelopt", NVFP4, "modelopt")
+    model, written = load_packed_model(tmp_path / "modelopt"), tensors(tmp_path / "modelopt")
+    experts = model.model.layers[0].mlp.experts
+    names = [f"{LAYER}.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(4)]
+    expected = [
+        pt2mx.dequantize_mx(
+            written[name],
+            written[f"{name}_scale"].view(torch.uint8),
+            NVFP4,
+            target_dtype=torch.bfloat16,
+            tensor_scale=written[f"{name}_scale_2"],
+        )
+        for name in names
+    ]
+    assert torch.equal(experts.down_proj, torch.stack(expected))
+    assert experts.down_proj_scale.dtype == torch.float32
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A float checkpoint whose layers, but the head, have whole blocks of 128 x 128."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.LlamaConfig(**sizes, vocab_size=300, bos_token_id=1, eos_token_id=None, pad_token_id=257)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "fields", "scales"),
+    [
+        ("fp8_e4m3{128x128}(f32)", {"quant_method": "fp8"}, torch.float32),
+        ("fp8_e4m3{128x128}", {"quant_method": "fp8", "scale_fmt": "ue8m0"}, torch.float8_e8m0fnu),
+    ],
+)
+@torch.no_grad()
+def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path, form, fields, scales):
+    report = in_format(wide, tmp_path / "fp8", form, "fp8")
+    assert report.left["lm_head.weight"] == "its 300 rows are no whole blocks of 128"
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert fields.items() <= config.items() and config["weight_block_size"] == [128, 128]
+    written = tensors(tmp_path / "fp8")
+    assert written[f"{DOWN}_scale_inv"].shape == (1, 2) and written[f"{DOWN}_scale_inv"].dtype == scales
+    loaded = load_packed_model(tmp_path / "fp8")
+    assert torch.equal(logits(stock(tmp_path / "fp8")), logits(loaded))
+    assert torch.equal(logits(load_checkpoint(tmp_path / "fp8")), logits(loaded, mask=True))
+    if form.endswith("}"):
+        convert_checkpoint(tmp_path / "fp8", tmp_path / "compressed", layout="compressed-tensors")
+        assert torch.equal(logits(stock(tmp_path / "compressed")), logits(loaded))
+        save_checkpoint(load_checkpoint(tmp_path / "fp8"), stock(wide), tmp_path / "again", "fp8")
+        again = tensors(tmp_path / "again")
+        assert all(torch.equal(again[name].view(torch.uint8), written[name].view(torch.uint8)) for name in written)
+
+
+def _calibrated(folder, change=lambda tensors: None, method="modelopt", **fields):
+    """Add the tensor scales of inputs to a checkpoint of one file."""
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    held = load_file(path)
+    for name in [name for name in held if name.endswith("weight_scale_2")]:
+        held[name.replace("weight_scale_2", "input_scale")] = torch.tensor(0.01)
+    change(held)
+    save_file(held, path, {"format": "pt"})
+    config["quantization_config"].update(quant_algo="NVFP4", **fields)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inputs_of_modelopt(in_format, logits, tmp_path):
+    """Inputs are quantized with the tensor scale in the file, after `pre_quant_scale` multiplies them."""
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    pre = torch.rand(96).bfloat16() + 0.5
+    name = DOWN.removesuffix("weight") + "pre_quant_scale"
+    _calibrated(tmp_path / "nv", lambda held: held.update({name: pre[: held[DOWN].shape[1] * 2].clone()}))
+    model = load_packed_model(tmp_path / "nv")
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, layer.in_features).bfloat16()
+    scaled = x * pre[: layer.in_features]
+    expected = pt2mx.fake_quantize_mx(scaled, NVFP4, tensor_scale=torch.tensor(0.01)) @ layer.weight.T
+    assert torch.equal(layer(x), expected)
+    program = load_checkpoint(tmp_path / "nv")
+    assert torch.equal(logits(program), logits(model, mask=True))
+    with pytest.raises(MXError, match="multiplies inputs, which compressed-tensors has no place for"):
+        convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
+    with pytest.raises(MXError, match="input_pre_scale"):
+        save_checkpoint(program, stock(tmp_path / "float"), tmp_path / "again", "modelopt")
+
+
+def test_inputs_with_tensor_scales_go_from_file_to_file(in_format, tmp_path):
+    source = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    in_format(source, tmp_path / "nv", NVFP4, "modelopt")
+    _calibrated(tmp_path / "nv")
+    convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
+    written = tensors(tmp_path / "ct")
+    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(()))
+    group = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["dynamic"] == "local"
+    convert_checkpoint(tmp_path / "ct", tmp_path / "back", layout="modelopt")
+    back, first = tensors(tmp_path / "back"), tensors(tmp_path / "nv")
+    assert back.keys() == first.keys()
+
+
+@pytest.mark.slow
+def test_inputs_with_tensor_scales_through_a_program(in_format, tmp_path):
+    source = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    in_format(source, tmp_path / "nv", NVFP4, "modelopt")
+    _calibrated(tmp_path / "nv")
+    save_checkpoint(load_checkpoint(tmp_path / "nv"), stock(source), tmp_path / "again", "modelopt")
+    again, first = tensors(tmp_path / "again"), tensors(tmp_path / "nv")
+    assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "holds no .*down_proj.input_scale, the tensor scale of inputs"),
+        (torch.tensor(float("nan")), "down_proj.input_scale is nan"),
+        (torch.tensor(-1.0), "down_proj.input_scale is -1"),
+    ],
+)
+def test_impossible_scales_of_inputs(in_format, tmp_path, value, text):
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    name = DOWN.removesuffix("weight") + "input_scale"
+    _calibrated(tmp_path / "nv", lambda held: held.pop(name) if value is None else held.update({name: value}))
+    with pytest.raises(MXError, match=text):
+        load_checkpoint(tmp_path / "nv")
