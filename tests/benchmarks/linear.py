@@ -119,8 +119,7 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
                 return f(x, *packed[i % len(packed)])
 
             yield Candidate("Inductor on the plain expression", name, inductor, limit)
-    if weight.device.type == "cpu":
-        yield from nvfp4_candidates(weight, cache)
+    yield from nvfp4_candidates(weight, cache)
     yield from torchao_candidates(weight, cache)
 
 
@@ -134,8 +133,16 @@ def nvfp4_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
     def ours(x: Tensor, i: int) -> Tensor:
         return run_kernel("linear_mx", x, *packed[i % len(packed)], None, spec, 0, None, own)
 
-    yield Candidate("linear_mx", "nvfp4", ours, limit)
-    yield Candidate("linear_mx", "nvfp4", ours, limit, torch.float32)
+    if weight.device.type == "cpu":
+        yield Candidate("linear_mx", "nvfp4", ours, limit)
+        yield Candidate("linear_mx", "nvfp4", ours, limit, torch.float32)
+        return
+    stored = copies(to_mma_layout(*packed[0], spec.element, spec.block_size, spec.scale_format), cache)
+
+    def lowered(x: Tensor, i: int) -> Tensor:
+        return linear_mx_mma_layout(x, *stored[i % len(stored)], None, spec.element.name, len(weight), 0, own)
+
+    yield Candidate("linear_mx_mma_layout", "nvfp4", lowered, limit)
 
 
 def inductor_expression(name: str, k: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

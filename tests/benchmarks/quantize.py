@@ -169,27 +169,30 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
     images = x.view(16, size // 16, -1, 64).contiguous(memory_format=torch.channels_last)
     layouts = {"axis -1": (x, -1), "axis 0": (x, 0), "NHWC, C": (images, 1)}
     rows = []
-    for name in FORMATS:
+    specs = {name: pt2mx.MXSpec(name, _BLOCK) for name in FORMATS} | {"nvfp4": pt2mx.parse("nvfp4")}
+    for name, spec in specs.items():
+        scales = *spec.scale_args(), pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
         for layout, (values, axis) in layouts.items():
-            scale, data = ops.quantize_mx(values, name, _BLOCK, axis, "floor", "even")
+            args = spec.replace(axis=axis).quantize_args()
+            scale, data = ops.quantize_mx(values, *args, None, *scales)
             packed = scale.nbytes + data.nbytes
             calls = {
                 "fake_quantize": (
-                    lambda v=values, n=name, a=axis: ops.fake_quantize_mx(
-                        v, n, _BLOCK, a, "floor", "even", None, "identity"
-                    ),
+                    lambda v=values, a=args, s=scales: ops.fake_quantize_mx(v, *a, None, "identity", *s),
                     2 * x.nbytes,
                 ),
                 "quantize": (
-                    lambda v=values, n=name, a=axis: ops.quantize_mx(v, n, _BLOCK, a, "floor", "even"),
+                    lambda v=values, a=args, s=scales: ops.quantize_mx(v, *a, None, *s),
                     x.nbytes + packed,
                 ),
                 "dequantize": (
-                    lambda n=name, a=axis, d=data, s=scale: ops.dequantize_mx(d, s, n, _BLOCK, torch.bfloat16, a),
+                    lambda a=args, d=data, e=scale, s=scales: ops.dequantize_mx(
+                        d, e, *a[:2], torch.bfloat16, a[2], None, *s
+                    ),
                     packed + x.nbytes,
                 ),
             }
-            if layout == "axis -1":
+            if layout == "axis -1" and spec.has_plain_scale:
                 calls["rotated_fake_quantize"] = (
                     lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(x, _ROTATION, n, _BLOCK, "floor", "even"),
                     2 * x.nbytes,
