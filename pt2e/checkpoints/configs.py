@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints import compressed_tensors_config, quark_config
+from pt2mx.pt2e.checkpoints import compressed_tensors_config, quark_config, read_only_configs
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
-    Matches,
     Module,
     Rules,
     Scheme,
@@ -22,6 +20,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     always,
     by_wildcard,
     most_common,
+    not_converted,
     unquantized,
 )
 from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, NVFP4, spec_of
@@ -40,7 +39,7 @@ def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
 
 def read_mxfp4(config: Mapping[str, Any]) -> Rules:
     """Read the rules of gpt-oss, which quantizes only experts."""
-    return [(_not_converted(config), None), (lambda name, kind: kind == EXPERTS, Scheme("fp4_e2m1"))]
+    return [(not_converted(config), None), (lambda name, kind: kind == EXPERTS, Scheme("fp4_e2m1"))]
 
 
 def write_modelopt(modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def read_fp8(config: Mapping[str, Any]) -> Rules:
     """Read the rules: the weights of all linear layers that are not named.
 
     Inputs stay in high precision, as in transformers without its kernel."""
-    return [(_not_converted(config), None), (always, Scheme("fp8_e4m3"))]
+    return [(not_converted(config), None), (always, Scheme("fp8_e4m3"))]
 
 
 def model_fields(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -142,30 +141,28 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _not_converted(config: Mapping[str, Any]) -> Matches:
-    """Return the predicate of transformers: a pattern matches at the beginning of a name, or a name ends in it."""
-    names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    patterns = [(re.compile(one), one) for one in names]
-    return lambda name, kind: any(pattern.match(name) or name.endswith(end) for pattern, end in patterns)
-
-
 @dataclass(frozen=True)
 class Method:
-    """The functions that write and read a `quantization_config`."""
+    """A kind of `quantization_config`: the functions that write and read it, and the layout of its tensors."""
 
-    write: Callable[[Mapping[str, Module]], dict[str, Any]]
+    write: Callable[[Mapping[str, Module]], dict[str, Any]] | None
     read: Callable[[Mapping[str, Any]], Rules]
+    layout: Layout
 
 
-#: name of a layout, which is its `quant_method` -> its functions
+#: `quant_method`, which is the name of a layout that is written -> its functions
 _METHODS = {
-    "compressed-tensors": Method(compressed_tensors_config.write, compressed_tensors_config.read),
-    "mxfp4": Method(write_mxfp4, read_mxfp4),
-    "quark": Method(quark_config.write, quark_config.read),
-    "modelopt": Method(write_modelopt, read_modelopt),
-    "fp8": Method(write_fp8, read_fp8),
+    "compressed-tensors": Method(
+        compressed_tensors_config.write, compressed_tensors_config.read, LAYOUTS["compressed-tensors"]
+    ),
+    "mxfp4": Method(write_mxfp4, read_mxfp4, LAYOUTS["mxfp4"]),
+    "quark": Method(quark_config.write, quark_config.read, LAYOUTS["quark"]),
+    "modelopt": Method(write_modelopt, read_modelopt, LAYOUTS["modelopt"]),
+    "fp8": Method(write_fp8, read_fp8, LAYOUTS["fp8"]),
+    "auto-round": Method(None, read_only_configs.read_auto_round, LAYOUTS["compressed-tensors"]),
+    "fp-quant": Method(None, read_only_configs.read_fp_quant, read_only_configs.FP_QUANT),
 }
-_OTHER_NAMES = {"mxfp8": "fp8", "modelopt-mxfp8": "modelopt"}
+_OTHER_NAMES = {"mxfp8": "fp8", "modelopt-mxfp8": "modelopt", "modelopt-fp4": "modelopt"}
 
 
 def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -198,7 +195,9 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
             if module.kind == EMBEDDING:
                 layout.check_embedding(name, module.scheme.form)
             layout.check_inputs(name, module.scheme.form, module.scheme.inputs)
-    config = _METHODS[layout.name].write(modules)
+    write = _METHODS[layout.name].write
+    assert write is not None  # a layout of `LAYOUTS`
+    config = write(modules)
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)
@@ -227,7 +226,7 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
     if method not in _METHODS:
         raise MXError(f"quant_method {config.get('quant_method')!r} of the checkpoint is none of {', '.join(_METHODS)}")
     with user_errors(f"read the quantization_config of {method}"):
-        return Schemes(LAYOUTS[method], _METHODS[method].read(config), _block_of(config))
+        return Schemes(_METHODS[method].layout, _METHODS[method].read(config), _block_of(config))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

@@ -55,8 +55,9 @@ class Layout:
         only_experts: True where only the experts of a mixture are quantized.
         embeddings: the formats that libraries accept for the weight of an embedding.
         by_grid: True where the shapes of scales and the dtypes of both decide the format of a weight.
-        input_scale: the name of the tensor scale of a module's inputs.
-        pre_scale: the name of factors of a module's inputs, (K,).
+        input_scale, pre_scale, rotation: names of the tensor scale of a module's inputs, of their factors, (K,), and
+            of the orthogonal matrix that multiplies them in groups.
+        unused: the names of other tensors of a module.
     """
 
     name: str
@@ -69,6 +70,8 @@ class Layout:
     by_grid: bool = False
     input_scale: str = ""
     pre_scale: str = ""
+    rotation: str = ""
+    unused: tuple[str, ...] = ()
 
     def names(self, weight: str, form: str) -> tuple[str, ...]:
         """Return the names of the codes and scales of a weight in one of `stored`, and of its tensor scale if any."""
@@ -86,17 +89,11 @@ class Layout:
     def to_tensors(
         self, weight: str, form: str, data: Tensor, scale: Tensor, tensor_scale: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors in which the layout holds a weight.
+        """Return the tensors in which the layout holds a weight, by name; they are views of the arguments.
 
         Args:
-            weight: its name.
-            form: its format.
-            data: (..., N, bytes of K) uint8.
-            scale: (..., blocks of N, blocks of K).
-            tensor_scale: () float32, for a scale format with one.
-
-        Returns:
-            The tensors by name, views of the arguments.
+            weight, form: its name and its format.
+            data, scale, tensor_scale: as in `PackedTensors`.
 
         Raises:
             MXError: where the layout cannot hold them, or a scale is NaN.

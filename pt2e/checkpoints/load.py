@@ -246,7 +246,7 @@ def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Mapping[st
     """Return the tensors of the checkpoint that are codes or scales, of weights or of inputs."""
     parts = {part: weight.scheme for name, weight in packed.items() for part in weight.parts or (name,)}
     names = {name for part, scheme in parts.items() for name in layout.names_in(part, scheme.form, tensors)}
-    of_inputs = [name for name in (layout.input_scale, layout.pre_scale) if name]
+    of_inputs = [name for name in (layout.input_scale, layout.pre_scale, layout.rotation, *layout.unused) if name]
     return names | {f"{part.rpartition('.')[0]}.{name}" for part in parts for name in of_inputs}
 
 
@@ -271,14 +271,20 @@ def _inputs(name: str, weight: Packed, layout: Layout, tensors: CheckpointTensor
     if has_tensor_scale and len(modules) > 1 and _EXPERT.search(next(iter(modules))):
         return Inputs()
     read: list[Tensor | None] = []
-    for suffix, required in ((layout.input_scale, has_tensor_scale), (layout.pre_scale, False)):
+    for suffix, required in (
+        (layout.input_scale, has_tensor_scale),
+        (layout.pre_scale, False),
+        (layout.rotation, bool(layout.rotation)),
+    ):
         values = [tensors[f"{module}.{suffix}"] for module in modules if f"{module}.{suffix}" in tensors]
         if required and len(values) < len(modules):
-            raise MXError(f"the checkpoint holds no {min(modules)}.{suffix}, the tensor scale of inputs")
+            raise MXError(f"the checkpoint holds no {min(modules)}.{suffix}, which changes its inputs")
         if any(not tensor.equal(values[0]) for tensor in values[1:]):
             raise MXError(f"{suffix} of the parts of {name} differ, and the model multiplies the same inputs with them")
         read.append(values[0] if values else None)
-    tensor_scale, pre_scale = read
-    if tensor_scale is None or not has_tensor_scale:
-        return Inputs(spec, None, pre_scale)
-    return Inputs(spec, read_tensor_scale(f"{min(modules)}.{layout.input_scale}", tensor_scale), pre_scale)
+    tensor_scale, pre_scale, rotation = read
+    if rotation is not None and not rotation.equal(rotation.mT):
+        raise MXError(f"{min(modules)}.{layout.rotation} is no symmetric matrix, which is not read")
+    if tensor_scale is not None and has_tensor_scale:
+        tensor_scale = read_tensor_scale(f"{min(modules)}.{layout.input_scale}", tensor_scale)
+    return Inputs(spec, tensor_scale if has_tensor_scale else None, pre_scale, rotation)

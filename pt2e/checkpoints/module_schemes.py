@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -99,6 +99,13 @@ def by_wildcard(pattern: str) -> Matches:
     """Return the predicate of names that match a pattern with `*`, or a regular expression after "re:", as a whole."""
     compiled = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
     return lambda name, kind: compiled.fullmatch(name) is not None
+
+
+def not_converted(config: Mapping[str, Any]) -> Matches:
+    """Return the predicate of transformers: a pattern matches at the beginning of a name, or a name ends in it."""
+    names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    patterns = [(re.compile(one), one) for one in names]
+    return lambda name, kind: any(pattern.match(name) or name.endswith(end) for pattern, end in patterns)
 
 
 def always(name: str, kind: str) -> bool:

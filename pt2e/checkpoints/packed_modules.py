@@ -19,8 +19,8 @@ from pt2mx.spec import MXSpec
 _FORMATS = "_mx_formats"
 #: suffixes of a parameter's buffers
 DATA, SCALE, TENSOR_SCALE = "_data", "_scale", "_tensor_scale"
-#: buffers of a module: factors of its inputs, (K,), and the tensor scale of its inputs
-_PRE_SCALE, _INPUT_SCALE = "input_pre_scale", "input_tensor_scale"
+#: buffers of a module: factors of its inputs, (K,), their rotation, and the tensor scale of its inputs
+_PRE_SCALE, _ROTATION, _INPUT_SCALE = "input_pre_scale", "input_rotation", "input_tensor_scale"
 
 
 class Inputs(NamedTuple):
@@ -30,11 +30,13 @@ class Inputs(NamedTuple):
         spec: the format to which they are quantized; None: high precision.
         tensor_scale: () float32, for a scale format with one.
         pre_scale: (K,) float, by which they are multiplied first; None: nothing.
+        rotation: (group, group) float, which then multiplies each group of their values; None: nothing.
     """
 
     spec: MXSpec | None = None
     tensor_scale: Tensor | None = None
     pre_scale: Tensor | None = None
+    rotation: Tensor | None = None
 
 
 def replace_parameter(module: nn.Module, name: str, packed: PackedTensors, inputs: Inputs, transposed: bool) -> None:
@@ -62,11 +64,14 @@ def replace_parameter(module: nn.Module, name: str, packed: PackedTensors, input
         module.register_buffer(f"{name}{suffix}", tensor.movedim(-1, axis).contiguous())
     if packed.tensor_scale is not None:
         module.register_buffer(f"{name}{TENSOR_SCALE}", packed.tensor_scale.clone())
-    for buffer, value in ((_PRE_SCALE, inputs.pre_scale), (_INPUT_SCALE, inputs.tensor_scale)):
+    buffers = {_PRE_SCALE: inputs.pre_scale, _ROTATION: inputs.rotation, _INPUT_SCALE: inputs.tensor_scale}
+    for buffer, value in buffers.items():
         if value is not None:
             module.register_buffer(buffer, value)
     if inputs.pre_scale is not None:
         module.register_forward_pre_hook(_multiply_input)
+    if inputs.rotation is not None:
+        module.register_forward_pre_hook(_rotate_input)
     if inputs.spec is not None:
         module.register_forward_pre_hook(functools.partial(_quantize_input, inputs.spec))
 
@@ -87,6 +92,12 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
 def _multiply_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
     return x * getattr(module, _PRE_SCALE), *others
+
+
+def _rotate_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *others = args
+    rotation = getattr(module, _ROTATION).to(x.dtype)
+    return (x.unflatten(-1, (-1, rotation.shape[0])) @ rotation).flatten(-2), *others
 
 
 def _quantize_input(spec: MXSpec, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

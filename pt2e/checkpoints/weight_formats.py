@@ -242,7 +242,7 @@ def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Ten
     if shape[-1] % height:
         raise MXError(f"{name} has {shape[-1]} rows in a matrix, which are no whole blocks of {height} rows")
     if len({part.tensor_scale.item() for part, _ in scales if part.tensor_scale is not None}) > 1:
-        scales = [(_with_float_scales(part), rows) for part, rows in scales]
+        scales = [(_folded(part), rows) for part, rows in scales]
         first = scales[0][0]
     scale = torch.empty(shape.numel() // height, first.scale.shape[-1], dtype=first.scale.dtype)
     for part, rows in scales:
@@ -251,9 +251,13 @@ def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Ten
     return first._replace(data=data.view(*shape, -1), scale=scale)
 
 
-def _with_float_scales(packed: PackedTensors) -> PackedTensors:
-    """Return the same codes with float32 scales and without a tensor scale."""
+def _folded(packed: PackedTensors) -> PackedTensors:
+    """Return the same codes with the tensor scale in their scales."""
     assert packed.tensor_scale is not None
     scale = value_of(codes_of(packed.scale), packed.spec.scale_format)
-    scale = TENSOR_SCALES[packed.spec.scale_format.tensor].apply(scale, packed.tensor_scale)
+    return with_float_scales(packed, TENSOR_SCALES[packed.spec.scale_format.tensor].apply(scale, packed.tensor_scale))
+
+
+def with_float_scales(packed: PackedTensors, scale: Tensor) -> PackedTensors:
+    """Return the same codes with float32 scales."""
     return PackedTensors(packed.data, scale, packed.spec.replace(scale_format="f32"))

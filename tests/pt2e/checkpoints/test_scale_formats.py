@@ -208,7 +208,7 @@ def test_inputs_with_tensor_scales_through_a_program(in_format, tmp_path):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "holds no .*down_proj.input_scale, the tensor scale of inputs"),
+        (None, "holds no .*down_proj.input_scale, which changes its inputs"),
         (torch.tensor(float("nan")), "down_proj.input_scale is nan"),
         (torch.tensor(-1.0), "down_proj.input_scale is -1"),
     ],
