@@ -203,8 +203,10 @@ def _weights(graph: GraphModule) -> list[Node]:
 
 
 def _items(quantize: Node) -> list[Node]:
-    """Return the `getitem` nodes of codes and scales."""
-    return [user for user in quantize.users if user.target is operator.getitem]
+    """Return the `getitem` nodes of codes and scales, and the node that computes the tensor scale."""
+    t = Quantize.expect(quantize).tensor_scale
+    of_tensor = [t] if t is not None and t.op == "call_function" else []
+    return [*(user for user in quantize.users if user.target is operator.getitem), *of_tensor]
 
 
 def _is_as_outside(nodes: list[Node]) -> bool:

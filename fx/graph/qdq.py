@@ -12,10 +12,8 @@ from pt2mx.fx.graph.node import (
     Dequantize,
     Quantize,
     args_of,
-    make_positional,
     set_value,
     shape_of,
-    written_count,
 )
 from pt2mx.kernels.packing import is_packed
 from pt2mx.spec import MXSpec
@@ -45,30 +43,26 @@ def insert_quantize_dequantize(
             args = (x, spec.element.name, spec.scale_mode, spec.scale_format.name)
             tensor_scale = graph.call_function(ops.tensor_scale_mx, args)
         created.append(tensor_scale)
-    scales = () if spec.has_plain_scale else (*spec.scale_args(), tensor_scale)
+    scales = *spec.scale_args(), tensor_scale
     with graph.inserting_after(tensor_scale if created else x):
-        args = (x, *spec_args, None, *scales) if scales else (x, *spec_args)
-        quantize = graph.call_function(ops.quantize_mx, args)
+        quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args, None, *scales).args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
     with graph.inserting_after(scale):
         data = graph.call_function(operator.getitem, (quantize, 1))
     created += [quantize, scale, data]
-    packed: tuple[object, ...] = (None,) if scales else ()
+    length = None
     if is_packed(spec.element.bits):  # packed codes may be padded
         length = value.shape[axis]
         if not isinstance(length, int):
             with graph.inserting_after(data):
                 length = graph.call_function(torch.ops.aten.sym_size.int, (x, axis))
             created.append(length)
-        packed = (length,)
     with graph.inserting_after(created[-1]):
-        args = (data, scale, spec.element.name, spec.block_size, value.dtype, axis, *packed, *scales)
-        dequantize = graph.call_function(ops.dequantize_mx, args)
+        blocks = spec.element.name, spec.block_size, value.dtype, axis, length
+        dequantize = graph.call_function(ops.dequantize_mx, Dequantize(data, scale, *blocks, *scales).args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
-    for node in (quantize, dequantize):
-        make_positional(node, written_count(node))  # else each conversion would compile the graph once more
     for node in created:
         set_value(node)
     if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():

@@ -97,7 +97,9 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
 def is_quantized(x: Node) -> bool:
     """Return whether bfloat16 represents the values of a node."""
     quantization = _quantization(x)
-    return quantization is not None and not ELEMENTS[quantization.element].is_wide
+    if quantization is None or not quantization.has_plain_scale:
+        return False
+    return not ELEMENTS[quantization.element].is_wide
 
 
 def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | None:
@@ -130,7 +132,7 @@ def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
     if value is None or value.device.type != "cpu" or shape is None:
         return False
     *rows, k = shape
-    if not isinstance(k, int):
+    if not isinstance(k, int) or not call.has_plain_scale:
         return False
     quantization, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
     x = MXSpec(quantization.element, quantization.block_size) if quantization else None
@@ -189,6 +191,6 @@ def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
 
 def _runs_on_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
     value = value_of(node)
-    if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide:
+    if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide or not call.has_plain_scale:
         return False
     return force or (value.device.type == "cuda" and torch.cuda.get_device_capability(value.device) >= (8, 0))

@@ -154,7 +154,8 @@ def _replace(chain: _Chain) -> None:
         return node
 
     residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)
-    args = {**named_args(chain.convolution), "target_dtype": dtype_of(chain.convolution)}.values()
+    *args, _ = list(named_args(chain.convolution).values())[:10]  # up to the dtype; scales are E8M0
+    args.append(dtype_of(chain.convolution))
     keeps, fused_args = chain.has_other_users, chain.quantization.fused_args
     fused = insert_before(last, conv2d_fake_quantize_mx, *args, residual, chain.activation, keeps, *fused_args)
     if keeps:

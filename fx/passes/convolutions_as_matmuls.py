@@ -114,6 +114,8 @@ def _convolution(node: Node) -> Convolution | None:
     x, weight = FakeQuantize.of(args["input"]), Dequantize.of(args["weight"])
     if x is None or weight is None or value is None or value.device.type != "cpu":
         return None
+    if not (x.has_plain_scale and weight.has_plain_scale):
+        return None
     if value.dtype not in (torch.float32, torch.bfloat16) or args["groups"] != 1 or not _is_dense(value):
         return None
     rank, (_, channels, *kernel) = dimensions + 2, shape_of(args["weight"]) or ()

@@ -37,6 +37,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.kernels.cpu.linear import has_isa
+from pt2mx.kernels.select import given
 from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
@@ -47,9 +48,10 @@ aten = torch.ops.aten
 def fold_weights(model: GraphModule) -> GraphModule:
     """Compute every quantization of a constant tensor now, by `quantize_mx` or an operator of torchao.
 
-    The codes and scales become buffers next to the parameter they come from, named `<parameter>_data` and
-    `<parameter>_scale`; a tensor quantized twice in the same way (a tied weight) gets one pair. Unused parameters and
-    buffers are deleted. Changes `model` and returns it.
+    The codes and scales become buffers next to the parameter they come from, named `<parameter>_data`,
+    `<parameter>_scale` and, of formats with a scale a tensor, `<parameter>_tensor_scale`; a tensor quantized twice in
+    the same way (a tied weight) gets one pair. Unused parameters and buffers are deleted. Changes `model` and returns
+    it.
     """
     constants = constant_nodes(model.graph)
     compute_codes(model, constants)
@@ -157,7 +159,9 @@ def unpack_weights(model: GraphModule) -> None:
     buffers: dict[tuple[object, ...], Node] = {}
     for node, matmul in LinearMX.calls_in(model.graph):
         k = (shape_of(matmul.x) or (None,))[-1]
-        if not constants.issuperset((matmul.codes, matmul.scale)) or not isinstance(k, int):
+        if not constants.issuperset((matmul.codes, matmul.scale, *given(matmul.tensor_scale))) or not isinstance(
+            k, int
+        ):
             continue
         is_bfloat16 = matmul.target_dtype is not None and value_of(node).device.type == "cpu"
         if not is_bfloat16 or not has_isa(MXSpec(matmul.element, matmul.block_size), k):
@@ -177,9 +181,8 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     """Replace a `linear_mx`, whose x is (..., k), and return the node of its dequantized weight."""
     if _is_of_tensor_cores(packed, call):
         return _use_tensor_cores(model, packed, call, k)
-    args = (call.codes, call.scale, call.element, call.block_size, dtype_of(packed), -1, k)
     with model.graph.inserting_before(packed):
-        weight = model.graph.call_function(ops.dequantize_mx, args)
+        weight = model.graph.call_function(ops.dequantize_mx, _dequantize(call, dtype_of(packed), k).args)
         x = call.x
         if call.rotation:
             x = model.graph.call_function(hadamard, (x, call.rotation, -1))
@@ -193,6 +196,11 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     packed.replace_all_uses_with(plain)
     model.graph.erase_node(packed)
     return weight
+
+
+def _dequantize(call: LinearMX, dtype: torch.dtype | None, k: int) -> Dequantize:
+    """Return the call that dequantizes the weight of a `linear_mx`, whose x is (..., k)."""
+    return Dequantize(call.codes, call.scale, call.element, call.block_size, dtype, -1, k, *call.scales)
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
@@ -213,7 +221,7 @@ def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) 
         return node
 
     with model.graph.inserting_before(packed):
-        weight = insert(ops.dequantize_mx, call.codes, call.scale, call.element, call.block_size, torch.bfloat16, -1, k)
+        weight = insert(ops.dequantize_mx, *_dequantize(call, torch.bfloat16, k).args)
         rows = insert(aten.reshape.default, call.x, [-1, k])
         matmul = insert(matmul_bfloat16, rows, insert(aten.t.default, weight), torch.float32)
         plain = insert(aten.view.default, matmul, list(shape_of(packed) or ()))

@@ -82,6 +82,8 @@ def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, fo
         return False
     if call.rotation or not {quantization.element, call.element} <= ROOMS.keys():
         return False
+    if not (quantization.has_plain_scale and call.has_plain_scale):
+        return False
     if not quantization.block_size == call.block_size == BLOCK:
         return False
     if quantization.axis not in (-1, len(x) - 1) or ROUNDINGS[quantization.rounding].random:

@@ -153,7 +153,7 @@ def _fusible_quantization(node: Node) -> FakeQuantize | RotatedFakeQuantize | No
         stays = call.size > 1
     else:
         stays = call.axis not in (-1, len(shape) - 1) or call.ste != "identity" or ROUNDINGS[call.rounding].random
-    if stays or ELEMENTS[call.element].is_wide:
+    if stays or ELEMENTS[call.element].is_wide or not call.has_plain_scale:
         return None
     if order_in_memory(value) != contiguous_order(value):  # a quantization keeps this order, a fused call does not
         return None

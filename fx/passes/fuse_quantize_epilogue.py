@@ -84,7 +84,7 @@ class Quantization(NamedTuple):
         call = FakeQuantize.of(node)
         if call is None or call.axis not in (-1, len(shape_of(call.x) or ()) - 1):
             return None
-        if call.ste != "identity" or ROUNDINGS[call.rounding].random:
+        if call.ste != "identity" or ROUNDINGS[call.rounding].random or not call.has_plain_scale:
             return None
         return cls(node, call.x, "none", call.element, call.block_size, call.scale_mode, call.rounding, None)
 
@@ -116,7 +116,7 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     """Fuse a quantization into a bfloat16 linear layer of many rows, if this machine has matrix instructions for it."""
     quantized, matmul = quantization.node, quantization.source
     call = LinearMX.of(matmul)
-    if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized}:
+    if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized} or not call.has_plain_scale:
         return None
     value, k = value_of(matmul), (shape_of(call.x) or (None,))[-1]
     if value is None or value.device.type != "cpu" or call.rotation or dtype_of(call.x) != torch.bfloat16:

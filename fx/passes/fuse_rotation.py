@@ -17,13 +17,16 @@ def fuse_rotation(model: GraphModule) -> None:
     """Fuse a `hadamard` along the last dimension into its only user.
 
     `fake_quantize_mx(hadamard(x))` becomes `rotated_fake_quantize_mx`; `linear_mx(hadamard(x))` gets the argument
-    `rotation`. The pass skips clipped gradients, random roundings, and linear layers whose input the graph writes.
+    `rotation`. The pass skips clipped gradients, random roundings, scales other than E8M0, and linear layers whose
+    input the graph writes.
     """
     written = written_nodes(model.graph)
     for node, quantize in FakeQuantize.calls_in(model.graph):
         rotation = _rotation(quantize.x)
         along_last = rotation is not None and quantize.axis in (-1, len(shape_of(quantize.x) or ()) - 1)
         if rotation is None or not along_last or quantize.ste != "identity" or ROUNDINGS[quantize.rounding].random:
+            continue
+        if not quantize.has_plain_scale:
             continue
         args = (
             rotation.x,

@@ -44,6 +44,7 @@ def merge_linears(model: GraphModule) -> None:
                 call.block_size,
                 call.rotation,
                 call.target_dtype,
+                *_scales(model, call),
                 call.bias is None,
                 in_tiles,
             )
@@ -51,6 +52,15 @@ def merge_linears(model: GraphModule) -> None:
     for matmuls in groups.values():
         if len(matmuls) > 1:
             _merge(model, matmuls)
+
+
+def _scales(model: GraphModule, call: LinearMX) -> tuple[object, ...]:
+    """Return what the scales of merged weights have in common, the value of a tensor scale among it; no other call has
+    those of a weight whose blocks end past its last row."""
+    name, rows, t = call.scales
+    if (t is not None and t.op != "get_attr") or len(tensor_of(model, call.codes)) % (rows or 1):
+        return (call,)
+    return name, rows, None if t is None else float(tensor_of(model, t))
 
 
 def _merge(model: GraphModule, matmuls: list[Node]) -> None:

@@ -94,11 +94,16 @@ def use_packed_weights(model: GraphModule) -> None:
             continue
         x, third = args_of(node)[matmul.x], argument(node, matmul.third)
         with model.graph.inserting_before(node):
-            args = (x, call.codes, call.scale, third, call.element, call.block_size, *matmul.others)
+            args = (x, call.codes, call.scale, third, call.element, call.block_size, *matmul.others, *_scales(call))
             packed = model.graph.call_function(matmul.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
         erase_unused(node)
+
+
+def _scales(call: Dequantize) -> tuple[object, ...]:
+    """Return the arguments of a packed operator from its dtype on; none for scales that it has by default."""
+    return () if call.has_plain_scale else (None, *call.args[7:])
 
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
@@ -183,6 +188,8 @@ def use_packed_embeddings(model: GraphModule) -> None:
         axis = None if call is None else _gathered_axis(gather, dequantize, call)
         if call is None or axis is None or not written.isdisjoint((dequantize, call.codes, call.scale)):
             continue
+        if call.block_rows not in (None, 1):
+            continue  # rows that are gathered would share no scale
         index_args = gather.args[1:]
         with model.graph.inserting_before(gather):
             codes = model.graph.call_function(function_of(gather), (call.codes, *index_args))
@@ -226,8 +233,9 @@ def use_packed_attention(model: GraphModule) -> None:
         args, (key, value) = named_args(node), map(Dequantize.expect, pair)
         width = value_of(pair[1]).shape[3]
         packed = key.codes, key.scale, value.codes, value.scale, key.element, key.block_size, width
+        scales = () if key.has_plain_scale else (key.scale_format, key.tensor_scale, value.tensor_scale)
         with model.graph.inserting_before(node):
-            operands = (args["query"], *packed, args["attn_mask"], args["scale"])
+            operands = (args["query"], *packed, args["attn_mask"], args["scale"], *scales)
             attention = model.graph.call_function(attention_mx, operands)
         attention.meta.update(node.meta)
         node.replace_all_uses_with(attention)
@@ -248,6 +256,7 @@ def _pair(node: Node) -> tuple[Node, Node] | None:
     if {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))} != {4}:
         return None
     blocks = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
+    blocks = blocks and key.scales[:2] == value.scales[:2] == (key.scale_format, None)
     dtypes = {dtype_of(one) for one in pair} == {dtype_of(query)} and dtype_of(mask) in (None, torch.bool)
     return pair if blocks and value.axis % 4 == 3 and dtypes and _is_grouped(query, *pair) else None
 

@@ -92,6 +92,8 @@ def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
     shape = shape_of(call.x)
     if shape is None or not call.block_size == quantization.block_size == BLOCK:
         return None
+    if not (quantization.has_plain_scale and call.has_plain_scale):
+        return None
     if ROUNDINGS[quantization.rounding].random:
         return None  # stochastic rounding must not draw twice, for other users and here
     return FORMS.get((quantization.element, call.element)) if quantization.axis in (-1, len(shape) - 1) else None

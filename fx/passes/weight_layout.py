@@ -116,7 +116,8 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
 
 def _supports_mma_layout(call: LinearMX) -> bool:
     k = (shape_of(call.x) or (None,))[-1]
-    return dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None and isinstance(k, int) and k % 8 == 0
+    is_bfloat16 = dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None
+    return is_bfloat16 and isinstance(k, int) and k % 8 == 0 and call.has_plain_scale
 
 
 def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:

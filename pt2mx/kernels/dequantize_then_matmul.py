@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import given, run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["Packed", "attend", "conv2d", "grouped_linear", "linear", "linear_mma_layout"]
 
-#: (codes, scales) of keys or values: (B, heads, L, bytes) and (B, heads, L, blocks) uint8
+#: (codes, scales) of keys or values: (B, heads, L, bytes) uint8 and (B, heads, L, blocks)
 Packed = tuple[Tensor, Tensor]
 
 
@@ -29,21 +29,29 @@ def linear(
     spec: MXSpec,
     rotation: int = 0,
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks) uint8, bias: (N,) in `dtype` or None -> (..., N) in
-    `dtype`, by default x's; `rotation`: values of x that are rotated together first, 0 for none."""
+    """x: (..., K), data: (N, bytes) uint8, scale: (N, blocks), bias: (N,) in `dtype` or None, tensor_scale: () fp32 or
+    None -> (..., N) in `dtype`, by default x's; `rotation`: values of x that are rotated together first, 0 for
+    none."""
     x = run_kernel("hadamard", x, rotation) if rotation else x
     x = x.to(dtype or x.dtype)
-    return F.linear(x, dense_weight(x, data, scale, spec), bias)
+    return F.linear(x, dense_weight(x, data, scale, spec, tensor_scale), bias)
 
 
 def grouped_linear(
-    x: Tensor, data: Tensor, scale: Tensor, offs: Tensor, spec: MXSpec, dtype: torch.dtype | None = None
+    x: Tensor,
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor,
+    spec: MXSpec,
+    dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks) uint8, offs: (E,) int32 -> (T, N) in `dtype`, by
-    default x's."""
+    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks), offs: (E,) int32, tensor_scale: () fp32 or None ->
+    (T, N) in `dtype`, by default x's."""
     x = x.to(dtype or x.dtype)
-    weight = dense_weight(x, data, scale, spec)  # (E, N, K)
+    weight = dense_weight(x, data, scale, spec, tensor_scale)  # (E, N, K)
     return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
 
 
@@ -87,11 +95,12 @@ def conv2d(
     padding: Sequence[int],
     dilation: Sequence[int],
     dtype: torch.dtype | None = None,
+    tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks) uint8, bias: (N,) in `dtype` or
-    None -> (B, H', W', N) in `dtype`, by default x's."""
+    """x: (B, H, W, C), data: (N, *kernel, bytes) uint8, scale: (N, *kernel, blocks), bias: (N,) in `dtype` or None,
+    tensor_scale: () fp32 or None -> (B, H', W', N) in `dtype`, by default x's."""
     x = x.to(dtype or x.dtype)
-    weight = dense_weight(x, data, scale, spec).permute(0, 3, 1, 2)
+    weight = dense_weight(x, data, scale, spec, tensor_scale).permute(0, 3, 1, 2)
     y = F.conv2d(x.permute(0, 3, 1, 2), weight, bias, stride, padding, dilation)
     return y.permute(0, 2, 3, 1).contiguous()
 
@@ -104,18 +113,25 @@ def conv2d_shape(x: Tensor, data: Tensor, conv_args: Sequence[Sequence[int]]) ->
 
 
 def attend(
-    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    spec: MXSpec,
+    value_width: int,
+    mask: Tensor | None,
+    scale: float | None,
+    key_tensor_scale: Tensor | None = None,
+    value_tensor_scale: Tensor | None = None,
 ) -> Tensor:
     """query: (B, heads, S, D), heads a multiple of the heads of the keys, mask: (B or 1, heads or 1, S, L) booleans,
-    false where a key is hidden, or None -> (B, heads, S, value_width)."""
-    keys, values = (
-        run_kernel("dequantize_mx", *packed, spec.replace(axis=3), query.dtype, width)
-        for packed, width in ((key, query.shape[-1]), (value, value_width))
-    )
+    false where a key is hidden, or None, tensor scales: () fp32 or None -> (B, heads, S, value_width)."""
+    spec = spec.replace(axis=3)
+    keys = run_kernel("dequantize_mx", *key, spec, query.dtype, query.shape[-1], *given(key_tensor_scale))
+    values = run_kernel("dequantize_mx", *value, spec, query.dtype, value_width, *given(value_tensor_scale))
     grouped = query.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
 
 
-def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
+def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor:
     """Return the dequantized weight for x: (..., K), in x's dtype; data: (..., bytes of K)."""
-    return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1])
+    return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1], *given(tensor_scale))

@@ -17,7 +17,7 @@ from torch import Tensor
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
 
-__all__ = ["ANY_SCALES", "KERNELS", "run_kernel", "runs_triton"]
+__all__ = ["ANY_SCALES", "KERNELS", "given", "run_kernel", "runs_triton"]
 
 #: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
 #: definition here are defined in `pt2mx.ops`, by other operators
@@ -112,7 +112,7 @@ ANY_SCALES = {
     f"{device}.quantize:{name}"
     for device in ("cpu", "gpu")
     for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
-} | {"gpu.bf16_matmul:linear", "gpu.bf16_matmul:grouped_linear"}
+} | {f"{module}:{name}" for module in ("cpu.linear", "gpu.bf16_matmul") for name in ("linear", "grouped_linear")}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:
@@ -126,6 +126,11 @@ def run_kernel(operator: str, *args: Any) -> Any:
     if result is None and "any" in row:
         return _function(row["any"])(*args)
     return result
+
+
+def given(tensor_scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the last arguments of a kernel: none for a format without a tensor scale."""
+    return () if tensor_scale is None else (tensor_scale,)
 
 
 def _has_plain_scales(args: tuple[Any, ...]) -> bool:

@@ -51,11 +51,14 @@ Pair = Annotated[Sequence[int], As(type="int[2]"), "of height and width, at leas
 TENSOR_SCALED = choices(name for name, scale in SCALE_FORMATS.items() if scale.tensor)
 
 
+ScaleFormatName = Annotated[str | None, f"the format of scales: {choices(SCALE_FORMATS)}; None: `e8m0`"]
+
+
 class ScaleArguments(TrailingArguments[T]):
     """The scales of blocks, and their shape."""
 
     __slots__ = ()
-    scale_format: Annotated[str | None, f"the format of scales: {choices(SCALE_FORMATS)}; None: `e8m0`"]
+    scale_format: ScaleFormatName
     block_rows: Annotated[
         int | None,
         "rows that share a scale, counted along the other of the last two dimensions, or "
@@ -70,10 +73,10 @@ class ScaleArguments(TrailingArguments[T]):
 
     @property
     def has_plain_scale(self) -> bool:
-        """True for E8M0 scales of one row, as `MXSpec.has_plain_scale`."""
+        """True for E8M0 scales of one row, as `MXSpec.has_plain_scale`; the passes that fuse skip others."""
         return self.scale_format in (None, "e8m0") and self.block_rows in (None, 1)
 
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"
-WEIGHT_SCALE = "(N, ceil(K / block_size)) uint8, E8M0"
+WEIGHT_SCALE = "(N, ceil(K / block_size)), as `quantize_mx` gives it"

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
+from pt2mx.kernels.select import given, run_kernel
+from pt2mx.ops.arguments import (
+    TENSOR_SCALED,
+    BlockSize,
+    Element,
+    PlainRounding,
+    ScaleFormatName,
+    ScaleMode,
+    TargetDtype,
+)
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_packed, check_quantization
 from pt2mx.ops.operator import As, Autocast, Operator, T, gradients_by_recomputing, operator
 from pt2mx.ops.quantization import dequantize_mx, fake_quantize_mx
@@ -25,7 +33,7 @@ from pt2mx.spec import MXSpec
 NOT_QUANTIZED = (None, 32, "floor", "even")
 
 
-@operator("attention_mx", 1, "(B, heads, S, `value_width`) in the query's dtype")
+@operator("attention_mx", 2, "(B, heads, S, `value_width`) in the query's dtype")
 class AttentionMX(Operator[T]):
     """`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the
     last dimension, in the query's dtype. Each key has the queries of as many heads as there are more of them. Sums are
@@ -40,9 +48,9 @@ class AttentionMX(Operator[T]):
 
     query: Annotated[T, "(B, heads, S, D) float32, float16 or bfloat16"]
     key_data: Annotated[T, "(B, heads of the keys, L, bytes of D) uint8, packed along D, which is the axis"]
-    key_scale: Annotated[T, "(B, heads of the keys, L, ceil(D / block_size)) uint8, E8M0"]
+    key_scale: Annotated[T, "(B, heads of the keys, L, ceil(D / block_size)), as `quantize_mx` gives it"]
     value_data: Annotated[T, "(B, heads of the keys, L, bytes of `value_width`) uint8"]
-    value_scale: Annotated[T, "(B, heads of the keys, L, ceil(`value_width` / block_size)) uint8, E8M0"]
+    value_scale: Annotated[T, "(B, heads of the keys, L, ceil(`value_width` / block_size)), as of the keys"]
     element: Element
     block_size: BlockSize
     value_width: Annotated[int, "values of a head"]
@@ -50,6 +58,9 @@ class AttentionMX(Operator[T]):
         T | None, "(B or 1, heads or 1, S, L) booleans, false where a key is hidden from a query; or None"
     ] = None
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"] = None
+    scale_format: ScaleFormatName = None
+    key_tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of all keys, of {TENSOR_SCALED}"] = None
+    value_tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of all values, of {TENSOR_SCALED}"] = None
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
@@ -76,13 +87,15 @@ class AttentionMX(Operator[T]):
                 f"broadcast to {tuple(scores)}"
             )
         packing = self.element, self.block_size, query.dtype, -1
-        check_packed(values, self.value_scale, *packing, self.value_width)
-        return check_packed(keys, self.key_scale, *packing, query.shape[-1])[0]
+        scales = self.scale_format, None
+        check_packed(values, self.value_scale, *packing, self.value_width, *scales, self.value_tensor_scale)
+        return check_packed(keys, self.key_scale, *packing, query.shape[-1], *scales, self.key_tensor_scale)[0]
 
     def kernel(self) -> Tensor:
         packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
+        of_tensors = *given(self.key_tensor_scale), *given(self.value_tensor_scale)  # of a format with them, both
         return run_kernel(
-            "attention_mx", self.query, *packed, self.check(), self.value_width, self.mask, self.scale
+            "attention_mx", self.query, *packed, self.check(), self.value_width, self.mask, self.scale, *of_tensors
         ).contiguous()
 
     @property
@@ -91,8 +104,11 @@ class AttentionMX(Operator[T]):
 
     def decompose(self) -> Tensor:
         query, packing = self.query, (self.element, self.block_size, self.query.dtype, -1)
-        keys = dequantize_mx(self.key_data, self.key_scale, *packing, query.shape[-1])
-        values = dequantize_mx(self.value_data, self.value_scale, *packing, self.value_width)
+        scales = self.scale_format, None
+        keys = dequantize_mx(self.key_data, self.key_scale, *packing, query.shape[-1], *scales, self.key_tensor_scale)
+        values = dequantize_mx(
+            self.value_data, self.value_scale, *packing, self.value_width, *scales, self.value_tensor_scale
+        )
         return functional.scaled_dot_product_attention(
             query, keys, values, self.mask, scale=self.scale, enable_gqa=query.shape[1] != keys.shape[1]
         ).contiguous()

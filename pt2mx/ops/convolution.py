@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import given, run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype
 from pt2mx.ops.linear import PackedMatmul
@@ -26,16 +26,18 @@ from pt2mx.spec import MXSpec
 ConvCodes = Annotated[
     T, As("weight_data"), "(N, height and width of the kernel, bytes of C) uint8, packed along C, which is the axis"
 ]
-ConvScale = Annotated[T, As("weight_scale"), "(N, height and width of the kernel, ceil(C / block_size)) uint8, E8M0"]
+ConvScale = Annotated[
+    T, As("weight_scale"), "(N, height and width of the kernel, ceil(C / block_size)), as `quantize_mx` gives it"
+]
 Padding = Annotated[Pair, "of height and width, zeros on both sides"]
 
 
 @operator(
     "conv2d_mx",
-    2,
+    3,
     "(B, H', W', N) in `target_dtype`, contiguous",
     autocast=Autocast(("x", "bias", "target_dtype")),
-    saved=("codes", "scale"),
+    saved=("codes", "scale", "tensor_scale"),
 )
 class Conv2dMX(PackedMatmul[T]):
     """`conv2d(x, w, bias)` with channels last, where w is `dequantize_mx` of the weight along C in the dtype of the
@@ -89,7 +91,8 @@ class Conv2dMX(PackedMatmul[T]):
                 f"{tuple(codes.shape[1:3])} with dilation={list(dilation)}: pad it"
             )
         try:
-            spec, _ = check_packed(codes, self.scale, self.element, self.block_size, x.dtype, -1, x.shape[-1])
+            blocks = self.element, self.block_size, x.dtype, -1, x.shape[-1]
+            spec, _ = check_packed(codes, self.scale, *blocks, *self.scales)
         except MXError as error:
             raise MXError(
                 f"x of shape {tuple(x.shape)} under a weight of {tuple(codes.shape)} bytes: {error}"
@@ -102,7 +105,8 @@ class Conv2dMX(PackedMatmul[T]):
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
-        return run_kernel("conv2d_mx", self.x, self.codes, self.scale, self.bias, spec, *self.conv_args, dtype)
+        tensors = self.x, self.codes, self.scale, self.bias
+        return run_kernel("conv2d_mx", *tensors, spec, *self.conv_args, dtype, *given(self.tensor_scale))
 
     def decompose(self) -> Tensor:
         x = self.x.to(self.result_dtype)

@@ -18,13 +18,14 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import given, run_kernel
 from pt2mx.ops.arguments import (
     WEIGHT_CODES,
     WEIGHT_SCALE,
     BlockSize,
     Element,
     Rotation,
+    ScaleArguments,
     TargetDtype,
     choices,
 )
@@ -34,7 +35,17 @@ from pt2mx.ops.quantization import dequantize_mx
 from pt2mx.spec import MXSpec
 
 
-def check_weight(x: Tensor, codes: Tensor, scale: Tensor, element: str, block_size: int, dimensions: int) -> MXSpec:
+def check_weight(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    element: str,
+    block_size: int,
+    dimensions: int,
+    scale_format: str | None = None,
+    block_rows: int | None = None,
+    tensor_scale: Tensor | None = None,
+) -> MXSpec:
     """Return the spec of a weight that is multiplied with x: (..., K); MXError for what does not fit."""
     if not x.dim() or codes.dim() != dimensions:
         raise MXError(
@@ -43,12 +54,13 @@ def check_weight(x: Tensor, codes: Tensor, scale: Tensor, element: str, block_si
     if x.device != codes.device:
         raise MXError(f"x is on {x.device} and the weight on {codes.device}: move one to the device of the other")
     try:
-        return check_packed(codes, scale, element, block_size, x.dtype, -1, x.shape[-1])[0]
+        scales = scale_format, block_rows, tensor_scale
+        return check_packed(codes, scale, element, block_size, x.dtype, -1, x.shape[-1], *scales)[0]
     except MXError as error:
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(codes.shape)} bytes: {error}") from None
 
 
-class PackedMatmul(Operator[T]):
+class PackedMatmul(ScaleArguments[T]):
     """A matmul of x with a weight that is packed along the dimension that the matmul reduces."""
 
     __slots__ = ()
@@ -59,15 +71,15 @@ class PackedMatmul(Operator[T]):
 
     def weight(self, dtype: torch.dtype, length: int) -> Tensor:
         """Return the dequantized weight, with `length` values along its last dimension."""
-        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length)
+        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length, *self.scales)
 
 
 @operator(
     "linear_mx",
-    4,
+    5,
     "(..., N) in `target_dtype`",
     autocast=Autocast(("x", "bias", "target_dtype")),
-    saved=("codes", "scale"),
+    saved=("codes", "scale", "tensor_scale"),
 )
 class LinearMX(PackedMatmul[T]):
     """`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are in
@@ -93,7 +105,7 @@ class LinearMX(PackedMatmul[T]):
     ] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        spec = check_weight(self.x, self.codes, self.scale, self.element, self.block_size, 2)
+        spec = check_weight(self.x, self.codes, self.scale, self.element, self.block_size, 2, *self.scales)
         if self.rotation:
             check_rotation(self.x, self.rotation)
         dtype = check_target_dtype(self.target_dtype, self.x)
@@ -103,7 +115,8 @@ class LinearMX(PackedMatmul[T]):
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
-        return run_kernel("linear_mx", self.x, self.codes, self.scale, self.bias, spec, self.rotation, dtype)
+        tensors = self.x, self.codes, self.scale, self.bias
+        return run_kernel("linear_mx", *tensors, spec, self.rotation, dtype, *given(self.tensor_scale))
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -120,7 +133,7 @@ class LinearMX(PackedMatmul[T]):
         return {"x": x.to(ctx.dtype), "bias": grad.flatten(0, -2).sum(0) if "bias" in ctx.needs else None}
 
 
-@operator("grouped_linear_mx", 2, "(T, N) in `target_dtype`", saved=("codes", "scale", "offs"))
+@operator("grouped_linear_mx", 3, "(T, N) in `target_dtype`", saved=("codes", "scale", "offs", "tensor_scale"))
 class GroupedLinearMX(PackedMatmul[T]):
     """`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`; rows
     past the last offset are undefined. x has a gradient.
@@ -135,7 +148,7 @@ class GroupedLinearMX(PackedMatmul[T]):
 
     x: Annotated[T, "(T, K) float32, float16 or bfloat16"]
     codes: Annotated[T, As("weight_data"), "(E, N, bytes of K) uint8, packed along K, which is the axis"]
-    scale: Annotated[T, As("weight_scale"), "(E, N, ceil(K / block_size)) uint8, E8M0"]
+    scale: Annotated[T, As("weight_scale"), "(E, N, ceil(K / block_size)), as `quantize_mx` gives it"]
     offs: Annotated[T, "(E,) int32: for each expert the row after its last"]
     element: Element
     block_size: BlockSize
@@ -143,7 +156,7 @@ class GroupedLinearMX(PackedMatmul[T]):
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
         x, offs = self.x, self.offs
-        spec = check_weight(x, self.codes, self.scale, self.element, self.block_size, 3)
+        spec = check_weight(x, self.codes, self.scale, self.element, self.block_size, 3, *self.scales)
         if x.dim() != 2 or offs.shape != self.codes.shape[:1] or offs.dtype != torch.int32 or offs.device != x.device:
             raise MXError(
                 f"x must be (T, K) and offs ({self.codes.shape[0]},) int32 on {x.device}, an end for each expert; got "
@@ -153,7 +166,8 @@ class GroupedLinearMX(PackedMatmul[T]):
 
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
-        return run_kernel("grouped_linear_mx", self.x, self.codes, self.scale, self.offs, spec, dtype)
+        tensors = self.x, self.codes, self.scale, self.offs
+        return run_kernel("grouped_linear_mx", *tensors, spec, dtype, *given(self.tensor_scale))
 
     @property
     def result_shape(self) -> tuple[int, ...]:

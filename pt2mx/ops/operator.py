@@ -118,6 +118,11 @@ class Operator(Generic[T]):
         """Return a copy with other values of some fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every subclass is a dataclass
 
+    @property
+    def has_plain_scale(self) -> bool:
+        """True for E8M0 scales of one row, the only ones of an operator without a scale format."""
+        return True
+
     def check(self) -> Any:
         """Return what `kernel` needs besides the arguments: the spec, and the dtype of the result where it is an
         argument. Raise MXError for arguments that the operator does not take."""

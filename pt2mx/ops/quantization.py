@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import given, run_kernel
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.ops.arguments import (
     TENSOR_SCALED,
@@ -69,11 +69,6 @@ def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
 def _row(x: Tensor) -> Tensor:
     """Return x with a dimension at least: `torch.atleast_1d` without its three Python calls."""
     return x if x.dim() else x.unsqueeze(0)
-
-
-def _given(tensor_scale: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the last arguments of a kernel: none for a format without a tensor scale."""
-    return () if tensor_scale is None else (tensor_scale,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +139,7 @@ class Quantize(Quantization[T]):
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
         seed = seed_of(x, spec, self.seed)
-        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, *_given(self.tensor_scale))
+        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, *given(self.tensor_scale))
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
@@ -195,7 +190,7 @@ class Dequantize(ScaleArguments[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
-        packed, extra = (self.codes, self.scale), (self.dtype, length, *_given(self.tensor_scale))
+        packed, extra = (self.codes, self.scale), (self.dtype, length, *given(self.tensor_scale))
         return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
 
     def fake(self) -> Tensor:
@@ -255,7 +250,7 @@ class FakeQuantize(Quantization[T]):
     def kernel(self) -> Tensor:
         spec, x = self.check(), _row(self.x)
         seed, t = seed_of(x, spec, self.seed), scale_of_tensor(self, spec)
-        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, *_given(t))
+        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, *given(t))
         return y if self.x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -309,7 +304,7 @@ class ClipGradient(ScaleArguments[T]):
                 f"{tuple(x.shape)} on {x.device}"
             )
         tensors, t = (_row(grad), _row(x)), scale_of_tensor(self, spec)
-        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, *_given(t))
+        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, *given(t))
         return y if x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:

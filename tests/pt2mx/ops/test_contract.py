@@ -63,16 +63,22 @@ RECORDED = {
         "ScalarType? target_dtype=None) -> Tensor",
         4: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation, "
         "ScalarType? target_dtype=None) -> Tensor",
+        5: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int rotation, "
+        f"ScalarType? target_dtype=None, {_SCALES}) -> Tensor",
     },
     "grouped_linear_mx": {
         1: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size) -> Tensor",
         2: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size, ScalarType? target_dtype=None) -> Tensor",
+        3: f"({_WEIGHT}, Tensor offs, str elem_dtype_name, int block_size, ScalarType? target_dtype=None, {_SCALES}) "
+        "-> Tensor",
     },
     "conv2d_mx": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride=1, int[2] padding=0, "
         "int[2] dilation=1, ScalarType? target_dtype=None) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
         "int[2] dilation, ScalarType? target_dtype=None) -> Tensor",
+        3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int block_size, int[2] stride, int[2] padding, "
+        f"int[2] dilation, ScalarType? target_dtype=None, {_SCALES}) -> Tensor",
     },
     "linear_mx_mma_layout": {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
@@ -81,7 +87,10 @@ RECORDED = {
     },
     "attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
-        "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor"
+        "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor",
+        2: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
+        "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None, "
+        "str? scale_format=None, Tensor? key_tensor_scale=None, Tensor? value_tensor_scale=None) -> Tensor",
     },
     "hadamard": {
         1: "(Tensor x, int size, int axis=-1) -> Tensor",
