@@ -84,6 +84,7 @@ RECORDED = {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n) -> Tensor",
         2: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation=0) -> Tensor",
         3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation) -> Tensor",
+        4: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation, Tensor? tensor_scale=None) -> Tensor",
     },
     "attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
