@@ -19,7 +19,7 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, read_jso
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme, are_experts, weights_of
+from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, are_experts, weights_of
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
@@ -177,7 +177,9 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                 module = Module(kinds[parameter], scheme)
                 if modules.setdefault(path, module) != module:
                     raise MXError(f"{plan.layout.name} has one format for each module, and {path} has several weights")
-                modules[name.rpartition(".")[0]] = module
+                # in a checkpoint of DeepSeek-V4, other tensors of a module belong to the layer around it
+                if module.kind in (LINEAR, EMBEDDING, EXPERTS) or name.endswith(".weight"):
+                    modules[name.rpartition(".")[0]] = module
     if not plan.chosen:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(plan.left.items())[:3])
         raise MXError(f"no tensor of the checkpoint would be quantized ({reasons}): give another recipe or layout")

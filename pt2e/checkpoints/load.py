@@ -234,6 +234,11 @@ def packed_weights(
         scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
         if scheme is None:
             continue
+        if parts is not None:  # the files of a base model lack the prefix, as those of DeepSeek-V4 do
+            short = {part.removeprefix(f"{skeleton.base_model_prefix}."): rows for part, rows in parts.items()}
+            has_short = any(schemes.layout.names_in(part, scheme.form, tensors)[0] in tensors for part in short)
+            parts = short if has_short else parts
+            names = list(parts)
         codes, scales, *_ = schemes.layout.names_in(names[0], scheme.form, tensors)
         if scales in tensors:
             packed[name] = Packed(scheme, parts)
