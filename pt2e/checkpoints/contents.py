@@ -64,6 +64,20 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
     Raises:
         MXError: where the layout, or a library that loads it, cannot represent what the graph computes.
     """
+    tensors, modules, unties = build_tensors(graph, model, layout, unpack)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(_dtype(graph)).removeprefix("torch.")
+    config.quantization_config = write_config(layout, _named_both_ways(model, modules))
+    if unties:
+        config.tie_word_embeddings = False
+    return Contents(tensors, config)
+
+
+def build_tensors(
+    graph: GraphModule, model: PreTrainedModel, layout: Layout, unpack: Sequence[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Module], bool]:
+    """Return the tensors of `build_contents`, the modules with weights, and True where a tied weight is there twice."""
     users = weight_users(graph)
     prefix = _prefix(graph, users, model)
     packed = _packed(users, model, prefix)
@@ -76,14 +90,11 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
     tensors = {**_float_values(graph, model, prefix, {*packed, *unpacked}), **unpacked}
     modules = _modules(model, kinds, packed)
     check_compatibility(layout, modules, model)
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = str(_dtype(graph)).removeprefix("torch.")
-    config.quantization_config = write_config(layout, _named_both_ways(model, modules))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    if any(set(names) & set(packed) for names in tied_names(model).values()):
-        config.tie_word_embeddings, tied = False, {}  # transformers ties no codes, and then no bias either
-    return Contents({**_checkpoint_tensors(model, tensors, tied), **_packed_tensors(model, packed, layout)}, config)
+    # transformers ties no codes, and then no bias either
+    unties = any(set(names) & set(packed) for names in tied_names(model).values())
+    floats = _checkpoint_tensors(model, tensors, {} if unties else tied)
+    return {**floats, **_packed_tensors(model, packed, layout)}, modules, unties
 
 
 def _prefix(graph: GraphModule, users: list[WeightUser], model: PreTrainedModel) -> str:

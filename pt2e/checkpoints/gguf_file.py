@@ -69,7 +69,8 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         for _ in range(values):
             key = cursor.string()
-            self.metadata[key] = cursor.value(*cursor.scalars("I"), key)
+            (kind,) = cursor.scalars("I")
+            self.metadata[key] = cursor.value(kind, key)
         self.entries = self._entries([cursor.tensor() for _ in range(tensors)], cursor.position)
         if self.metadata.get("split.count", 1) > 1:
             raise MXError(
@@ -153,7 +154,7 @@ class _Cursor:
     """Reads the values of the header one after the other."""
 
     def __init__(self, path: Path, stored: Tensor) -> None:
-        self._path, self._view, self.position = path, memoryview(stored.numpy()), 0
+        self._path, self._view, self.position = path, memoryview(stored.numpy().data), 0
 
     def header(self) -> tuple[int, int]:
         """Return the number of tensors and the number of metadata values."""

@@ -43,13 +43,18 @@ class Source:
         part = tensor if self.expert is None else tensor[self.expert]
         return part if self.rows is None else part[self.rows]
 
+    def order(self, part: Tensor) -> Tensor:
+        """Return rows of the model in the file's order, the inverse of `read` for one expert."""
+        return part if self.rows is None else torch.empty_like(part).index_copy_(0, self.rows, part)
 
-def sources_of(model: PreTrainedModel, architecture: str) -> dict[str, Source]:
-    """Return tensor of a checkpoint of transformers -> where a GGUF file holds it. Tied weights are there once.
+
+def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) -> dict[str, Source]:
+    """Return tensor of a checkpoint of transformers -> where a GGUF file holds it.
 
     Args:
         model: the model, on any device, also meta.
         architecture: a key of `ARCHITECTURES`.
+        untied: True for each name of tied weights; False: they are there once.
 
     Raises:
         MXError: for a tensor that no table of `gguf` names.
@@ -58,7 +63,8 @@ def sources_of(model: PreTrainedModel, architecture: str) -> dict[str, Source]:
     number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     row, tied = ARCHITECTURES[architecture], model.all_tied_weights_keys or {}
-    names = [name for name, _ in model.named_parameters() if name not in tied]
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [name for name, _ in parameters if untied or name not in tied]
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sources = {}
     for name, parts in parts_of(model, names).items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
 from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
+from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURE, ROPE_TENSORS, architecture_of, config_of
 from pt2mx.pt2e.checkpoints.gguf_names import sources_of
 from pt2mx.pt2e.checkpoints.layouts import Layout, Stored
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: types whose codes go into a program unchanged
-_KEPT = ("MXFP4",)
-_GGUF = Layout("gguf", {BLOCK_TYPES[name].element: Stored("_packed", "_scale") for name in _KEPT})
+KEPT = ("MXFP4",)
+#: the layout of a GGUF file, whose tensors have names of transformers
+GGUF = Layout(
+    "gguf", {BLOCK_TYPES[name].element: Stored("_packed", "_scale") for name in KEPT}, dtypes=tuple(DTYPES.values())
+)
 
 
 class GGUFTensors(Mapping[str, Tensor]):
@@ -54,7 +57,7 @@ class GGUFTensors(Mapping[str, Tensor]):
                 f"{str(file.path)!r} holds {unknown[0]}, which {type(model).__name__} has not: give the checkpoint of "
                 "Hugging Face"
             )
-        kept = _KEPT if keep_codes else ()
+        kept = KEPT if keep_codes else ()
         #: tensor of the checkpoint -> the type of its codes
         self.packed = {
             part: BLOCK_TYPES[file.entries[source.name].type]
@@ -64,7 +67,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         self._names = {
             name: part
             for part in self._sources
-            for name in (_GGUF.names(part, self.packed[part].element) if part in self.packed else (part,))
+            for name in (GGUF.names(part, self.packed[part].element) if part in self.packed else (part,))
         }
         #: the dtypes of codes and scales by name
         self.dtypes = {name: torch.uint8 for name, part in self._names.items() if part in self.packed}
@@ -78,7 +81,7 @@ class GGUFTensors(Mapping[str, Tensor]):
         # of many experts only one is read
         blocks = source.read(self._file.blocks(source.name))
         pair = self.packed[part].to_codes(source.name, blocks)
-        return pair[_GGUF.names(part, self.packed[part].element).index(name)]
+        return pair[GGUF.names(part, self.packed[part].element).index(name)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -89,7 +92,7 @@ class GGUFTensors(Mapping[str, Tensor]):
 
 def has_codes(path: Path) -> bool:
     """Return True for a file with weights whose codes are kept."""
-    return any(entry.type in _KEPT for entry in GGUFFile(path).entries.values())
+    return any(entry.type in KEPT for entry in GGUFFile(path).entries.values())
 
 
 def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict[str, int]]:
@@ -100,7 +103,7 @@ def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict
     rules: Rules = [(partial(_is_of, part), Scheme(row.element)) for part, row in tensors.packed.items()]
     tied = skeleton.all_tied_weights_keys or {}
     sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters() if name not in tied}
-    return skeleton, Schemes(_GGUF, rules), tensors, sizes
+    return skeleton, Schemes(GGUF, rules), tensors, sizes
 
 
 def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:

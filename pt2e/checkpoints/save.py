@@ -20,6 +20,8 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
+from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
+from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.recode import alike_form
@@ -51,12 +53,13 @@ def save_checkpoint(
         converted: the result of `convert_pt2e`, the program exported from it, or a `LanguageModel`.
         model: the float model of transformers before conversion, for its configuration and its names. It may be on the
             meta device if the converted model holds all weights.
-        folder: the folder to write, new or empty.
+        folder: the folder to write, new or empty; the file to write for "gguf".
         layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
-            these that has the formats of the weights.
+            these that has the formats of the weights. "gguf" is a file of llama.cpp with weights in MXFP4.
         unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
             values in the model's dtype, because the layout cannot hold their codes.
-        tokenizer: the tokenizer to write; None: the tokenizer of a `LanguageModel`, if it has one.
+        tokenizer: the tokenizer to write, for "gguf" also a `GGUFFile` to copy it from; None: the tokenizer of a
+            `LanguageModel`, if it has one.
         max_shard_size: the size of a file of tensors.
 
     Raises:
@@ -79,6 +82,10 @@ def save_checkpoint(
     if not isinstance(model, transformers.PreTrainedModel):
         raise MXError(f"expected the float model of transformers that was converted, not {type(model).__name__}")
     graph = _graph_of(converted)
+    tokenizer = tokenizer or getattr(converted, "tokenizer", None)
+    if layout == GGUF.name:
+        save_gguf(graph, model, folder, unpack, tokenizer)
+        return
     chosen = _default_layout(graph, model) if layout is None else layout_named(layout)
     contents = build_contents(graph, model, chosen, unpack)
     with whole_folder(folder) as target:
@@ -87,7 +94,6 @@ def save_checkpoint(
             (one.generation_config for one in (converted, model) if hasattr(one, "generation_config")), None
         )
         _write_configs(contents, generation, target)
-        tokenizer = tokenizer or getattr(converted, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 

@@ -246,9 +246,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "save-checkpoint": (
         argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote"),
         argument("--float", required=True, metavar="CHECKPOINT", help="the float checkpoint that was quantized"),
-        argument("--output", required=True, help="the folder to write, new or empty"),
+        argument("--output", required=True, help="the folder to write, new or empty; a file for --layout gguf"),
         argument(
-            "--layout", choices=LAYOUTS, help="the layout of the checkpoint (default: the first that has the formats)"
+            "--layout",
+            choices=(*LAYOUTS, "gguf"),
+            help="the layout of the checkpoint (default: the first that has the formats); gguf writes a file",
         ),
         argument(
             "--unpack",

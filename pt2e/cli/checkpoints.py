@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
+from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
+from pt2mx.pt2e.checkpoints.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
@@ -40,6 +42,7 @@ def run_save(options: argparse.Namespace) -> Result:
                 options.output,
                 options.layout,
                 unpack=options.unpack,
+                tokenizer=_tokenizer(options),
                 max_shard_size=options.max_shard_size,
             )
     size = size_of(options.output)
@@ -47,12 +50,22 @@ def run_save(options: argparse.Namespace) -> Result:
     return Result(text, {"output": options.output, "bytes": size, "seconds": progress.times()})
 
 
+def _tokenizer(options: argparse.Namespace) -> GGUFFile | None:
+    """Return the GGUF file to copy the tokenizer from: transformers does not keep all that it says."""
+    file = gguf_in(options.float)
+    return None if file is None or options.layout != "gguf" else GGUFFile(file)
+
+
 def _without_weights(name: str) -> PreTrainedModel:
     """Return the float model on the meta device: the quantized model holds the weights."""
     transformers = import_extra("transformers", "hf")
-    with user_errors(f"read the configuration of {name!r}"), torch.device("meta"):
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
+    with user_errors(f"read the configuration of {name!r}"):
+        if (file := gguf_in(name)) is not None:
+            config = config_of(GGUFFile(file))
+        else:
+            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def run_convert(options: argparse.Namespace) -> Result:

