@@ -260,18 +260,18 @@ def _codes(
 ) -> PackedTensors:
     """Return the codes and scales of a parameter, (..., N, K)."""
     layout, form = schemes.layout, weight.scheme.form
-    parts = weight.parts or {name: None}
+    parts = weight.parts or {name: torch.empty(0)}
     read = ((layout.from_tensors(part, form, tensors, schemes.block), rows) for part, rows in parts.items())
     return next(read)[0] if len(parts) == 1 else merge(name, skeleton.get_parameter(name).shape[:-1], read)
 
 
-def _inputs(name: str, weight: Packed, layout: Layout, tensors: CheckpointTensors) -> Inputs:
+def _inputs(name: str, weight: Packed, layout: Layout, tensors: Mapping[str, Tensor]) -> Inputs:
     """Return what happens to the inputs of a module. Those of experts with a tensor scale each stay in high precision.
 
     Raises:
         MXError: where the tensor scale is missing, or parts of a weight have different factors or scales.
     """
-    spec, modules = weight.scheme.inputs, {part.rpartition(".")[0] for part in weight.parts or {name: None}}
+    spec, modules = weight.scheme.inputs, {part.rpartition(".")[0] for part in weight.parts or (name,)}
     has_tensor_scale = spec is not None and bool(spec.scale_format.tensor)
     if has_tensor_scale and len(modules) > 1 and _EXPERT.search(next(iter(modules))):
         return Inputs()

@@ -67,6 +67,7 @@ def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> P
             return _reciprocal(packed, new, dtype)
         if form == NVFP4:
             return packed
+        assert packed.tensor_scale is not None
         scale = nv_to_mx_scales(packed.data, packed.scale, packed.tensor_scale, packed.spec)
         return PackedTensors(packed.data, scale, new)
     except MXError as error:

@@ -108,9 +108,10 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> Re
         weight, scheme = packed.get(parameter), None
         if weight is not None and layout.only_experts and kind != EXPERTS:
             raise MXError(f"{layout.name} holds experts alone, and the checkpoint codes of {parameter}")
-        for part in () if weight is None else weight.parts or (parameter,):
-            scheme = _add(plan, part, parameter, weight.scheme, shapes)
-            modules[part.rpartition(".")[0]] = Module(kind, scheme)
+        if weight is not None:
+            for part in weight.parts or (parameter,):
+                scheme = _add(plan, part, parameter, weight.scheme, shapes)
+                modules[part.rpartition(".")[0]] = Module(kind, scheme)
         if modules.setdefault(parameter.rpartition(".")[0], Module(kind, scheme)).scheme != scheme:
             raise MXError(f"{layout.name} has one format for each module, and {parameter} has another")
     if not plan.chosen:

@@ -1,3 +1,6 @@
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -12,6 +15,7 @@ from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, format_of, rows_of_scales, spec_of
 
+NVFP4_RECORDED = np.load(Path(__file__).parents[2] / "pt2mx" / "nvfp4.npz")
 COMPRESSED, E4M3 = LAYOUTS["compressed-tensors"], torch.float8_e4m3fn
 
 
@@ -172,3 +176,21 @@ def test_rows_of_blocks():
     assert rows_of_scales("w", spec, torch.arange(128, 300)).tolist() == [1, 2]
     with pytest.raises(MXError, match="the rows of w are no whole blocks of 128 rows"):
         rows_of_scales("w", spec, torch.arange(64, 256))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in NVFP4_RECORDED.files}))
+def test_nvfp4_tensors_equal_those_that_modelopt_recorded(name, dtype):
+    x = torch.from_numpy(NVFP4_RECORDED[f"{name}/{dtype}/x"]).to(getattr(torch, dtype))
+    codes, scale, factor = (
+        torch.from_numpy(NVFP4_RECORDED[f"{name}/{dtype}/modelopt/{what}"]) for what in ("codes", "scale", "scale_2")
+    )
+    tensor_scale = pt2mx.tensor_scale_mx(x, NVFP4)
+    scales, data = pt2mx.quantize_mx(x, NVFP4, tensor_scale=tensor_scale)
+    tensors = LAYOUTS["modelopt"].to_tensors("fc.weight", NVFP4, data, scales, tensor_scale)
+    assert torch.equal(tensors["fc.weight"], codes)
+    assert torch.equal(tensors["fc.weight_scale"].view(torch.uint8), scale) and tensors["fc.weight_scale"].dtype == E4M3
+    assert torch.equal(tensors["fc.weight_scale_2"], factor)
+    back = LAYOUTS["modelopt"].from_tensors("fc.weight", NVFP4, tensors)
+    values = torch.from_numpy(NVFP4_RECORDED[f"{name}/{dtype}/modelopt/dequantized"])
+    assert torch.equal(pt2mx.dequantize_mx(*back[:3], tensor_scale=back.tensor_scale), values)

@@ -11,6 +11,7 @@ from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.recode import alike_form, recode
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, spec_of
+from pt2mx.pt2e.cli.command import main
 from tests.float_checkpoints import of_weights, tensors
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -147,3 +148,19 @@ def test_layouts_without_such_a_format(llama, tmp_path):
     with pytest.raises(MXError, match=r"modelopt cannot hold .* in fp6_e3m2"):
         convert_checkpoint(tmp_path / "six", tmp_path / "out", layout="modelopt")
     assert not (tmp_path / "out").exists() and LAYOUTS["modelopt"].stored.keys() == {"fp8_e4m3", NVFP4}
+
+
+def test_the_command(llama, tmp_path, capsys):
+    """It keeps the codes of a quantized checkpoint; bad input is one line, exit status 2, and no configuration."""
+    mx, out = str(tmp_path / "mx"), str(tmp_path / "out")
+    assert main(["convert-checkpoint", str(llama), mx]) == 0
+    assert main(["convert-checkpoint", mx, out, "--recipe", "mxfp4_weight_only"]) == 2
+    assert main(["convert-checkpoint", mx, out, "--layout", "modelopt"]) == 0
+    assert "nvfp4_e2m1{16}: 15 tensors" in capsys.readouterr().out
+    path = next(path for path in (tmp_path / "out").glob("*.safetensors") if f"{Q}_scale_2" in load_file(path))
+    save_file(load_file(path) | {f"{Q}_scale_2": torch.tensor(float("nan"))}, path, {"format": "pt"})
+    assert main(["convert-checkpoint", out, str(tmp_path / "again"), "--layout", "quark"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pt2mx: error: ")]
+    assert errors[-1:] == [f"pt2mx: error: {Q}_scale_2 is nan: a tensor scale is a positive number"]
+    assert main(["quantize", "--model", f"hf:{out}", "--output", str(tmp_path / "program")]) == 2
+    assert not (tmp_path / "again" / "config.json").exists() and not (tmp_path / "program").exists()
