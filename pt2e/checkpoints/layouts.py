@@ -78,7 +78,7 @@ class Layout:
         stored = self.stored[form]
         return tuple(weight + suffix for suffix in (stored.data, stored.scale, *filter(None, [stored.tensor_scale])))
 
-    def names_in(self, weight: str, form: str, tensors: Container[str]) -> tuple[str, ...]:
+    def stored_names(self, weight: str, form: str, tensors: Container[str]) -> tuple[str, ...]:
         """Return `names` as the tensors of a checkpoint: DeepSeek-V4 calls the scales of `x.weight` `x.scale`."""
         data, scale, *others = self.names(weight, form)
         short = weight.removesuffix("weight") + "scale"
@@ -129,7 +129,7 @@ class Layout:
         Raises:
             MXError: where a tensor is missing, has another dtype or shape, or holds impossible scales.
         """
-        stored, names = self.check(weight, form), self.names_in(weight, form, tensors)
+        stored, names = self.check(weight, form), self.stored_names(weight, form, tensors)
         if missing := [name for name in names if name not in tensors]:
             raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
         data, scale, *others = (tensors[name] for name in names)
@@ -154,7 +154,7 @@ class Layout:
         """Return the format of a weight: `form`, or what the codes and scales say, which may be on the meta device."""
         if not self.by_grid:
             return spec_of(form)
-        data, scale = (tensors[name] for name in self.names_in(weight, form, tensors)[:2])
+        data, scale = (tensors[name] for name in self.stored_names(weight, form, tensors)[:2])
         return spec_by_grid(weight, data, scale, block)
 
     def check(self, weight: str, form: str) -> Stored:

@@ -236,10 +236,10 @@ def packed_weights(
             continue
         if parts is not None:  # the files of a base model lack the prefix, as those of DeepSeek-V4 do
             short = {part.removeprefix(f"{skeleton.base_model_prefix}."): rows for part, rows in parts.items()}
-            has_short = any(schemes.layout.names_in(part, scheme.form, tensors)[0] in tensors for part in short)
+            has_short = any(schemes.layout.stored_names(part, scheme.form, tensors)[0] in tensors for part in short)
             parts = short if has_short else parts
             names = list(parts)
-        codes, scales, *_ = schemes.layout.names_in(names[0], scheme.form, tensors)
+        codes, scales, *_ = schemes.layout.stored_names(names[0], scheme.form, tensors)
         if scales in tensors:
             packed[name] = Packed(scheme, parts)
         elif tensors.dtypes.get(codes, torch.float32).itemsize == 1:
@@ -250,7 +250,7 @@ def packed_weights(
 def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the tensors of the checkpoint that are codes or scales, of weights or of inputs."""
     parts = {part: weight.scheme for name, weight in packed.items() for part in weight.parts or (name,)}
-    names = {name for part, scheme in parts.items() for name in layout.names_in(part, scheme.form, tensors)}
+    names = {name for part, scheme in parts.items() for name in layout.stored_names(part, scheme.form, tensors)}
     of_inputs = [name for name in (layout.input_scale, layout.pre_scale, layout.rotation, *layout.unused) if name]
     return names | {f"{part.rpartition('.')[0]}.{name}" for part in parts for name in of_inputs}
 

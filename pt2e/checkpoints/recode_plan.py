@@ -136,13 +136,13 @@ def _add(plan: RecodingPlan, part: str, parameter: str, scheme: Scheme, shapes: 
     assert plan.source is not None
     old, new = plan.source.layout, plan.layout
     headers = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="meta")
-               for name in old.names_in(part, scheme.form, shapes) if name in shapes}  # fmt: skip
+               for name in old.stored_names(part, scheme.form, shapes) if name in shapes}  # fmt: skip
     spec = old.spec_in(part, scheme.form, headers, plan.source.block)
     form = alike_form(format_of(spec), new.stored)
     if form is None:
         new.check(part, format_of(spec))
     assert form is not None
-    codes, *scales = old.names_in(part, scheme.form, shapes)
+    codes, *scales = old.stored_names(part, scheme.form, shapes)
     plan.weights[codes] = part, scheme.form, form
     plan.scales |= set(scales)
     plan.chosen[codes], plan.parameters[codes] = spec_of(form), parameter
