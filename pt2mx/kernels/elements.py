@@ -30,6 +30,11 @@ def realize(shared: Tensor) -> Tensor:
     return shared
 
 
+def divide(x: Tensor, y: Tensor) -> Tensor:
+    """Return x / y in fp32, rounded to nearest as IEEE 754 has it."""
+    return x / y
+
+
 def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
     """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> blocks times their scales."""
     return times_pow2(blocks, scale - BIAS, scale != NAN_SCALE, realize)
@@ -126,6 +131,9 @@ class Prims(Protocol):
 
     def from_blocks(self, blocks: Tensor, axis: int, length: int) -> Tensor:
         """(..., blocks, block, ...) -> (..., length, ...), the filling of the last blocks cut off."""
+
+    def divide(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x / y in fp32, rounded to nearest as IEEE 754 has it."""
 
     def times_scales(self, blocks: Tensor, scale: Tensor) -> Tensor:
         """blocks: fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> the values that the codes represent."""

@@ -1,9 +1,9 @@
 """Scales with a significand: E4M3 and others, with a float32 scale a tensor or without. Part of the definition
 (`pt2mx.kernels.reference`).
 
-Every step is one float32 operation of IEEE 754, so that all devices give the same bits: divisions are true divisions,
-and no product is added to anything. Constants are divided as tensors, because PyTorch multiplies by the reciprocal of a
-number on a GPU.
+Every step is one float32 operation of IEEE 754, so that all devices give the same bits: divisions are true divisions
+(`Prims.divide`), and no product is added to anything. Constants are divided as tensors, because PyTorch multiplies by
+the reciprocal of a number on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.elements import Prims, decode, encode, round_to_element
+from pt2mx.kernels import elements
+from pt2mx.kernels.elements import Prims, decode, divide, encode, round_to_element
 from pt2mx.kernels.scale_search import least_squares
 from pt2mx.modes import FLOAT_SCALE_MODES, FloatScaleMode
 from pt2mx.scale_formats import ScaleFormat
@@ -28,7 +29,8 @@ _PATTERNS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, -1)}
 
 @dataclass(frozen=True)
 class TensorScale:
-    """The steps in which the scale of a tensor, t, takes part; each operation is one of float32.
+    """The steps in which the scale of a tensor, t, takes part; each operation is one of float32. The last argument of
+    each is the function that divides, by default that of `pt2mx.kernels.elements`.
 
     Args:
         of_amax: (amax of the tensor, the value of the element's largest number at the largest scale) -> t.
@@ -38,35 +40,36 @@ class TensorScale:
         reciprocal: (scale of a block, t) -> what multiplies values.
     """
 
-    of_amax: Callable[[Tensor, Tensor], Tensor]
-    quotient: Callable[[Tensor, Tensor, Tensor], Tensor]
-    stepwise_quotient: Callable[[Tensor, Tensor, Tensor], Tensor]
-    apply: Callable[[Tensor, Tensor], Tensor]
-    reciprocal: Callable[[Tensor, Tensor], Tensor]
+    of_amax: Callable[..., Tensor]
+    quotient: Callable[..., Tensor]
+    stepwise_quotient: Callable[..., Tensor]
+    apply: Callable[..., Tensor]
+    reciprocal: Callable[..., Tensor]
 
 
 #: by the field `tensor` of a scale format
 TENSOR_SCALES = {
     "": TensorScale(
-        of_amax=lambda amax, largest: torch.ones_like(amax),
-        quotient=lambda amax, most, t: amax / most,
-        stepwise_quotient=lambda amax, most, t: amax / most,
-        apply=lambda scale, t: scale,
-        reciprocal=lambda scale, t: torch.reciprocal(scale),
+        of_amax=lambda amax, largest, divide=divide: torch.ones_like(amax),
+        quotient=lambda amax, most, t, divide=divide: divide(amax, most),
+        stepwise_quotient=lambda amax, most, t, divide=divide: divide(amax, most),
+        apply=lambda scale, t, divide=divide: scale,
+        reciprocal=lambda scale, t, divide=divide: divide(_one(scale), scale),
     ),
     "factor": TensorScale(
-        of_amax=lambda amax, largest: amax / largest,
-        quotient=lambda amax, most, t: amax / (most * t),
-        stepwise_quotient=lambda amax, most, t: (amax / most) / t,
-        apply=lambda scale, t: scale * t,
-        reciprocal=lambda scale, t: torch.reciprocal(t) / scale,
+        of_amax=lambda amax, largest, divide=divide: divide(amax, largest),
+        quotient=lambda amax, most, t, divide=divide: divide(amax, most * t),
+        stepwise_quotient=lambda amax, most, t, divide=divide: divide(divide(amax, most), t),
+        apply=lambda scale, t, divide=divide: scale * t,
+        reciprocal=lambda scale, t, divide=divide: divide(divide(_one(t), t), scale),
     ),
     "divisor": TensorScale(
-        of_amax=lambda amax, largest: torch.reciprocal(amax) * largest,  # two steps, as PyTorch divides a number
-        quotient=lambda amax, most, t: (amax / most) * t,
-        stepwise_quotient=lambda amax, most, t: (amax / most) * t,
-        apply=lambda scale, t: scale / t,
-        reciprocal=lambda scale, t: t / scale,
+        # two steps, as PyTorch divides a number
+        of_amax=lambda amax, largest, divide=divide: divide(_one(amax), amax) * largest,
+        quotient=lambda amax, most, t, divide=divide: divide(amax, most) * t,
+        stepwise_quotient=lambda amax, most, t, divide=divide: divide(amax, most) * t,
+        apply=lambda scale, t, divide=divide: divide(scale, t),
+        reciprocal=lambda scale, t, divide=divide: divide(t, scale),
     ),
 }
 
@@ -82,11 +85,11 @@ class FloatScale:
     prims: Prims
 
     def divide(self, values: Tensor) -> Tensor:
-        scale, steps = self._value(), TENSOR_SCALES[self.spec.scale_format.tensor]
+        scale, steps, divide = self._value(), TENSOR_SCALES[self.spec.scale_format.tensor], self.prims.divide
         if FLOAT_SCALE_MODES[self.spec.scale_mode].reciprocal:
-            v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale))
+            v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale, divide))
         else:
-            v = values / self.prims.realize(steps.apply(scale, self.tensor_scale))
+            v = divide(values, self.prims.realize(steps.apply(scale, self.tensor_scale, divide)))
         unit = self.spec.element.unit
         return v if unit == 1 else v * unit
 
@@ -113,7 +116,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     finite = (amax < torch.inf) & (t > 0) & (t < torch.inf)
     most = _constant(spec.element.max_normal / spec.element.unit, amax)
     steps = TENSOR_SCALES[scale.tensor]
-    quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t)
+    quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t, prims.divide)
     codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
     smallest, largest = (code_of(_constant(v, amax), scale) for v in (scale.min_value, scale.max_value))
     codes = [
@@ -126,7 +129,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
             blocks,
             codes,
             lambda candidate: FloatScale(candidate, finite, t, spec, prims),
-            lambda candidate: value_of(candidate, scale) / first,
+            lambda candidate: prims.divide(value_of(candidate, scale), first),
             spec,
             prims,
         )
@@ -139,14 +142,14 @@ def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tens
     return _times(blocks, value_of(codes, spec.scale_format), t, spec, prims)
 
 
-def tensor_scale(x: Tensor, spec: MXSpec) -> Tensor:
+def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
     magnitude = x.to(torch.float32).abs()
     magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
     amax = magnitude.amax() if x.numel() else magnitude.sum()  # of no values
     room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
     largest = _constant(spec.element.max_normal / spec.element.unit * room, amax)
-    t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest)
+    t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest, prims.divide)
     return torch.where(amax == 0, 1.0, t.clamp(_LEAST_TENSOR_SCALE, 1 / _LEAST_TENSOR_SCALE))
 
 
@@ -188,8 +191,12 @@ def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor
 
 def _times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:
     steps, unit = TENSOR_SCALES[spec.scale_format.tensor], spec.element.unit
-    factor = prims.realize(steps.apply(scale, t))
+    factor = prims.realize(steps.apply(scale, t, prims.divide))
     return (values if unit == 1 else values * (1 / unit)) * factor
+
+
+def _one(like: Tensor) -> Tensor:
+    return _constant(1.0, like)
 
 
 def _constant(value: float, like: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def decompositions(
         Dequantize.overload: Dequantize.function(by.dequantize),
         FakeQuantize.overload: FakeQuantize.function(by.fake_quantize),
         ClipGradient.overload: ClipGradient.function(by.clip_gradient),
-        TensorScale.overload: TensorScale.function(lambda call: float_scales.tensor_scale(call.x, call.check())),
+        TensorScale.overload: TensorScale.function(by.tensor_scale),
     }
 
 
@@ -97,6 +97,9 @@ class _Decompositions:
         operands, t = (torch.atleast_1d(call.x), torch.atleast_1d(call.grad)), scale_of_tensor(call, spec)
         (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims, t),), spec, *operands)
         return y if call.x.dim() else y.reshape(())
+
+    def tensor_scale(self, call: TensorScale[Tensor]) -> Tensor:
+        return float_scales.tensor_scale(call.x, call.check(), self.prims_for(call.x))
 
     def _random(self, x: Tensor, spec: MXSpec, seed: int | None) -> tuple[Tensor, ...]:
         """Return the random numbers that rounding x takes: one tensor, or none."""

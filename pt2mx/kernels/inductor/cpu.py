@@ -19,7 +19,7 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.packing import has_length
 from pt2mx.modes import ROUNDINGS
 
-scale_bytes = elements.scale_bytes
+divide, scale_bytes = elements.divide, elements.scale_bytes
 
 #: operators that compute nothing: they are hints to Inductor's lowering
 for _name in ("realize", "realize_if_costly"):

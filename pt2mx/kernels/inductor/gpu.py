@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch._inductor import lowering
 from torch._inductor.ir import TensorBox
-from torch._inductor.virtualized import V
+from torch._inductor.ops_handler import OpsHandler
+from torch._inductor.virtualized import V, ops
 
 from pt2mx.kernels.elements import BIAS, NAN_SCALE, decode, realize, realize_if_costly, round_to_element
 from pt2mx.kernels.packing import has_length, trim_axis
 
 __all__ = [
     "decode",
+    "divide",
     "from_blocks",
     "realize",
     "realize_if_costly",
@@ -50,6 +52,28 @@ def _lower_join_blocks(blocks: TensorBox, axis: int) -> TensorBox:
     sizes, at = list(values.get_size()), order.index(axis)
     values = lowering.view(values, [*sizes[:at], sizes[at] * sizes[at + 1], *sizes[at + 2 :]])
     return lowering.permute(values, [order.index(d) for d in range(len(order))])
+
+
+#: x / y, which `/` in Triton only approximates
+torch.library.define("pt2mx::divide", "(Tensor x, Tensor y) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("pt2mx::divide", "CompositeExplicitAutograd")
+@torch.library.register_fake("pt2mx::divide")
+def divide_rounding_to_nearest(x: Tensor, y: Tensor) -> Tensor:
+    return x / y
+
+
+@lowering.register_lowering(torch.ops.pt2mx.divide, broadcast=True, type_promotion_kind=None)
+def _lower_divide(x: TensorBox, y: TensorBox) -> TensorBox:
+    if hasattr(OpsHandler, "div_rn"):  # from torch 2.13 on
+        return lowering.make_pointwise(ops.div_rn)(x, y)
+    ptx = {"asm": "div.rn.f32 $0, $1, $2;", "constraints": "=f,f,f", "dtype": torch.float32}
+    return lowering.make_pointwise(lambda a, b: ops.inline_asm_elementwise(a, b, **ptx))(x, y)
+
+
+def divide(x: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.pt2mx.divide(x, y)
 
 
 def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:

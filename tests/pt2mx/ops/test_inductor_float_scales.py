@@ -1,0 +1,81 @@
+"""Compiled and portable programs with scales other than E8M0 give the bits of eager, without calls of pt2mx."""
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+import pt2mx
+from pt2mx.modes import FLOAT_SCALE_MODES
+from tests.compare import same
+from tests.float_scale_operators import NAMES, FloatScaleOperators, through_float_scale_operators, values
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+def check_compiled(x, *args, **options):
+    compiled = torch.compile(through_float_scale_operators, fullgraph=True, **options)
+    got, (code, *_) = run_and_get_code(compiled, x, *args)
+    assert "torch.ops.pt2mx" not in code
+    for a, b in zip(got, through_float_scale_operators(x, *args), strict=True):
+        assert same(a, b), args
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in NAMES[::4])) for name in NAMES]
+)
+def test_compiled(name):
+    check_compiled(values(), name)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in FLOAT_SCALE_MODES])
+def test_modes(mode):
+    check_compiled(values(), "nvfp4", mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    check_compiled(values().to(dtype), "nvfp4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
+def test_dynamic_sizes(name):
+    compiled = torch.compile(through_float_scale_operators, fullgraph=True, dynamic=True)
+    for shape in ((40, 70), (33, 20), (5, 64)):
+        x = values(*shape) if shape[0] > 8 and shape[1] > 50 else torch.randn(shape)
+        for a, b in zip(compiled(x, name), through_float_scale_operators(x, name), strict=True):
+            assert same(a, b), shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
+def test_packages(name, tmp_path):
+    x, sizes = values(), ({0: torch.export.Dim("rows", min=2, max=99)},)
+    program = torch.export.export(FloatScaleOperators(name), (x,), dynamic_shapes=sizes)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "p.pt2"))
+    package = torch._inductor.aoti_load_package(str(tmp_path / "p.pt2"))
+    for rows in (2, 16, 40):
+        for a, b in zip(package(x[:rows]), through_float_scale_operators(x[:rows], name), strict=True):
+            assert same(a, b), rows
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_portable(name):
+    x = values()
+    program = torch.export.export(FloatScaleOperators(name), (x,))
+    assert any("pt2mx" in str(node.target) for node in program.graph.nodes)
+    portable = pt2mx.make_portable(program)
+    assert not any("pt2mx" in str(node.target) for node in portable.graph.nodes)
+    for a, b in zip(portable.module()(x), through_float_scale_operators(x, name), strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mode", FLOAT_SCALE_MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_on_a_gpu(name, mode):
+    spec = pt2mx.parse(name)
+    if spec.scale_format.is_power_of_two and mode != "nearest":
+        return
+    check_compiled(values().cuda(), name, None if spec.scale_format.is_power_of_two else mode)

@@ -1,0 +1,172 @@
+"""The trailing arguments of scales: scale_format, block_rows, tensor_scale; and tensor_scale_mx."""
+
+import io
+
+import pytest
+import torch
+from torch.export import export
+
+import pt2mx
+from pt2mx import MXError, parse
+from tests.compare import same
+from tests.float_scale_operators import NAMES, values
+
+ops = torch.ops.pt2mx
+
+
+def arguments(name, x):
+    """The spec, and the arguments of quantize_mx behind the values."""
+    spec = parse(name)
+    t = ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", spec.scale_format.name) if spec.scale_format.tensor else None
+    return spec, (*spec.quantize_args(), None, *spec.scale_args(), t)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    x = torch.randn(5, 6, 70)
+    spec, args = arguments(name, x)
+    scale, data = ops.quantize_mx(x, *args)
+    blocks = spec.element.name, spec.block_size, torch.float32, -1, 70
+    torch.library.opcheck(ops.quantize_mx.default, (x, *args))
+    torch.library.opcheck(ops.dequantize_mx.default, (data, scale, *blocks, *args[6:]))
+    for ste in ("identity", "clipped"):
+        leaf = x.clone().requires_grad_()
+        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:]))
+        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:8]))
+    torch.library.opcheck(ops.clip_gradient_mx.default, (x, x, *args[:5], *args[6:]))
+
+
+def test_opcheck_of_the_tensor_scale():
+    for x in (torch.randn(3, 4), torch.randn(()), torch.zeros(2), torch.empty(0, 3), torch.randn(3).bfloat16()):
+        torch.library.opcheck(ops.tensor_scale_mx.default, (x, "fp4_e2m1", "nearest", "e4m3_f32"))
+    x = torch.randn(3, requires_grad=True)
+    assert not ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3_f32").requires_grad
+
+
+def test_values_of_the_tensor_scale():
+    x = torch.tensor([1.0, -2688.0 * 4, torch.nan, torch.inf])
+    assert ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3_f32") == 4.0
+    assert ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3_f32_divisor") == 0.25
+    assert ops.tensor_scale_mx(x, "fp4_e2m1", "four_six", "e4m3_f32") == 7.0  # 10752 / (6 * 256)
+    assert ops.tensor_scale_mx(torch.zeros(4), "fp4_e2m1", "nearest", "e4m3_f32") == 1.0
+
+
+def test_a_nan_of_the_tensor_scale_gives_nan():
+    x, nan = torch.ones(2, 32), torch.tensor(torch.nan)
+    assert (
+        ops.fake_quantize_mx(x, *parse("nvfp4").quantize_args(), None, "identity", "e4m3_f32", None, nan).isnan().all()
+    )
+    scale, data = pt2mx.quantize_mx(x, "nvfp4", tensor_scale=nan)
+    assert (scale == 0x7F).all() and not data.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_results_keep_the_order_in_memory(name, order):
+    """Values do not depend on the order: rows are counted along a dimension of the shape."""
+    x = torch.randn(3, 70, 4, 5)
+    laid_out = x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
+    spec = parse(name, axis=1)
+    t = pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+    got, want = (pt2mx.quantize_mx(each, spec, tensor_scale=t) for each in (laid_out, x))
+    assert all(same(a, b) for a, b in zip(got, want, strict=True))
+    assert got[1].permute(order).is_contiguous()
+    fake = pt2mx.fake_quantize_mx(laid_out, spec, tensor_scale=t)
+    assert fake.stride() == laid_out.stride() and same(fake, pt2mx.fake_quantize_mx(x, spec, tensor_scale=t))
+
+
+def test_gradients():
+    x = torch.tensor([[1.0, 2.0, 3.0, 6.0] * 4, [0.1] * 15 + [100.0]])
+    leaf = x.clone().requires_grad_()
+    pt2mx.fake_quantize_mx(leaf, "nvfp4").mul(torch.arange(16.0)).sum().backward()
+    assert torch.equal(leaf.grad, torch.arange(16.0).expand(2, 16))
+    leaf, t = x.clone().requires_grad_(), torch.tensor(1 / 64, requires_grad=True)  # the largest scale is 7: to 42
+    pt2mx.fake_quantize_mx(leaf, "nvfp4", ste="clipped", tensor_scale=t).sum().backward()
+    assert torch.equal(leaf.grad, (x < 43).float()) and t.grad is None
+    leaf = x.clone().requires_grad_()
+    t = pt2mx.tensor_scale_mx(leaf, "nvfp4")
+    spec = parse("nvfp4")
+    scale, data = ops.quantize_mx(leaf, *spec.quantize_args(), None, *spec.scale_args(), t)
+    ops.dequantize_mx(data, scale, "fp4_e2m1", 16, torch.float32, -1, 16, *spec.scale_args(), t).sum().backward()
+    assert torch.equal(leaf.grad, torch.ones(2, 16))
+
+
+def test_what_does_not_fit_is_an_error():
+    x, one = torch.randn(4, 32), torch.ones(())
+    nv, rows = parse("nvfp4"), parse("fp8_e4m3{2x32}(f32)")
+    args = *nv.quantize_args(), None, *nv.scale_args()
+    with pytest.raises(MXError, match=r"has a tensor scale: pass tensor_scale, for example tensor_scale_mx"):
+        ops.quantize_mx(x, *args)
+    for wrong, message in (
+        (torch.ones(2), r"must be one float32 number, not of shape \(2,\)"),
+        (torch.ones((), dtype=torch.float64), "must be one float32 number, not of shape \\(\\) and torch.float64"),
+        (torch.ones((), device="meta"), "tensor_scale is on meta, and what it scales on cpu"),
+    ):
+        with pytest.raises(MXError, match=message):
+            ops.quantize_mx(x, *args, wrong)
+    scale, data = ops.quantize_mx(x, *args, one)
+    with pytest.raises(MXError, match="has no tensor scale, but tensor_scale was passed"):
+        ops.dequantize_mx(data, scale, "fp4_e2m1", 16, torch.float32, -1, 32, "e4m3", None, one)
+    with pytest.raises(
+        MXError, match=r"codes are uint8 and f32 scales torch\.float32, not torch\.uint8 and torch\.uint8"
+    ):
+        ops.dequantize_mx(data, scale, "fp4_e2m1", 16, torch.float32, -1, 32, "f32")
+    scale, data = ops.quantize_mx(x, *rows.quantize_args(), None, *rows.scale_args())
+    assert scale.shape == (2, 1) and scale.dtype == torch.float32
+    with pytest.raises(MXError, match=r"scale of shape \(2, 1\) does not fit .* in blocks of 4x32 along dimension 1"):
+        ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1, None, "f32", 4)
+    with pytest.raises(MXError, match="unknown scale format 'e4m2'"):
+        ops.quantize_mx(x, *nv.quantize_args(), None, "e4m2")
+    with pytest.raises(MXError, match="unknown scale_mode 'floor' of e4m3 scales"):
+        ops.quantize_mx(x, "fp4_e2m1", 16, -1, "floor", "even", None, "e4m3")
+    with pytest.raises(MXError, match="a tensor of 1 dimensions has no rows"):
+        ops.quantize_mx(x[0], *rows.quantize_args(), None, *rows.scale_args())
+    with pytest.raises(MXError, match="e4m3 has no tensor scale: allowed are"):
+        ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3")
+
+
+def test_calls_without_them_are_as_before():
+    """Older calls and files name no scale format: they mean E8M0, in one row, and so does the name `e8m0`."""
+    x = values()
+    old = ops.quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even")
+    for scales in ((), ("e8m0", 1), (None, None, None)):
+        assert all(map(torch.equal, ops.quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even", None, *scales), old))
+    program = export(torch.nn.ReLU(), (x,))  # a program of an older version holds the arguments of its schema
+    graph = program.graph_module.graph
+    (relu,) = (node for node in graph.nodes if node.op == "call_function")
+    with graph.inserting_before(relu):
+        args = relu.args[0], "fp4_e2m1", 32, -1, "floor", "even", None, "identity"
+        fake = graph.call_function(ops.fake_quantize_mx.default, args)
+        fake.meta["val"] = relu.args[0].meta["val"]
+    relu.args = (fake,)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer)
+    assert same(loaded.module()(x), pt2mx.fake_quantize_mx(x, "mxfp4").relu())
+    (call,) = (node for node in loaded.graph.nodes if node.target == ops.fake_quantize_mx.default)
+    assert len(call.args) == 8 and not call.kwargs
+
+
+def test_linear_layers():
+    """linear_mx and grouped_linear_mx of weights with scales of each kind are those of the dequantized weight."""
+    x, bias = torch.randn(6, 64), torch.randn(32)
+    offs = torch.tensor([2, 6], dtype=torch.int32)
+    for name in NAMES:
+        weight = torch.randn(2, 32, 64)
+        _, args = arguments(name, weight)
+        scale, data = ops.quantize_mx(weight, *args)
+        dense = ops.dequantize_mx(data, scale, *args[:2], torch.float32, -1, 64, *args[6:])
+        got = ops.grouped_linear_mx(x, data, scale, offs, *args[:2], None, *args[6:])
+        want = torch.cat([x[:2] @ dense[0].T, x[2:] @ dense[1].T])
+        torch.testing.assert_close(got, want, msg=name)
+        leaf = x.clone().requires_grad_()
+        operands = leaf, data[0], scale[0], bias, *args[:2], 0, None, *args[6:]
+        torch.testing.assert_close(ops.linear_mx(*operands), x @ dense[0].T + bias)
+        ops.linear_mx(*operands).sum().backward()
+        torch.testing.assert_close(leaf.grad, dense[0].sum(0).expand(6, 64))
+        torch.library.opcheck(ops.linear_mx.default, operands)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = ops.linear_mx(*operands)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), x @ dense[0].T + bias, rtol=0.05, atol=0.3)
