@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch._inductor import lowering
 from torch._inductor.ir import TensorBox
-from torch._inductor.ops_handler import OpsHandler
-from torch._inductor.virtualized import V, ops
+from torch._inductor.virtualized import OpsValue, V, ops
 
 from pt2mx.kernels.elements import BIAS, NAN_SCALE, decode, realize, realize_if_costly, round_to_element
 from pt2mx.kernels.packing import has_length, trim_axis
@@ -66,10 +65,14 @@ def divide_rounding_to_nearest(x: Tensor, y: Tensor) -> Tensor:
 
 @lowering.register_lowering(torch.ops.pt2mx.divide, broadcast=True, type_promotion_kind=None)
 def _lower_divide(x: TensorBox, y: TensorBox) -> TensorBox:
-    if hasattr(OpsHandler, "div_rn"):  # from torch 2.13 on
-        return lowering.make_pointwise(ops.div_rn)(x, y)
-    ptx = {"asm": "div.rn.f32 $0, $1, $2;", "constraints": "=f,f,f", "dtype": torch.float32}
-    return lowering.make_pointwise(lambda a, b: ops.inline_asm_elementwise(a, b, **ptx))(x, y)
+    """Divide in float64: its 53 bits are more than twice 24 and two, so that rounding twice is rounding once. (PTX's own
+    division, as inline assembly, crashes Triton 3.6 in some kernels.)"""
+    return lowering.make_pointwise(_quotient)(x, y)
+
+
+def _quotient(x: OpsValue, y: OpsValue) -> OpsValue:
+    wide = ops.truediv(ops.to_dtype(x, torch.float64), ops.to_dtype(y, torch.float64))
+    return ops.to_dtype(wide, torch.float32)
 
 
 def divide(x: Tensor, y: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 def check_compiled(x, *args, **options):
     compiled = torch.compile(through_float_scale_operators, fullgraph=True, **options)
     got, (code, *_) = run_and_get_code(compiled, x, *args)
-    assert "torch.ops.pt2mx" not in code
+    assert not [line for line in code.splitlines() if "torch.ops.pt2mx" in line and line.lstrip()[0] != "#"]
     for a, b in zip(got, through_float_scale_operators(x, *args), strict=True):
         assert same(a, b), args
 
