@@ -65,8 +65,7 @@ def divide_rounding_to_nearest(x: Tensor, y: Tensor) -> Tensor:
 
 @lowering.register_lowering(torch.ops.pt2mx.divide, broadcast=True, type_promotion_kind=None)
 def _lower_divide(x: TensorBox, y: TensorBox) -> TensorBox:
-    """Divide in float64: its 53 bits are more than twice 24 and two, so that rounding twice is rounding once. (PTX's own
-    division, as inline assembly, crashes Triton 3.6 in some kernels.)"""
+    """Divide in float64: its 53 bits are more than twice 24 and two, so that rounding twice is rounding once."""
     return lowering.make_pointwise(_quotient)(x, y)
 
 
