@@ -23,7 +23,7 @@ def values(rows: int = 40, columns: int = 70) -> Tensor:
 
 def through_float_scale_operators(x: Tensor, name: str, scale_mode: str | None = None) -> tuple[Tensor, ...]:
     """(scale, data, dequantize, fake_quantize, fake_quantize by a tensor scale) of x, after other, exact operators."""
-    spec, x = parse(name, **({} if scale_mode is None else {"scale_mode": scale_mode})), torch.relu(x) - torch.relu(-x)
+    spec, x = parse(name, **({} if scale_mode is None else {"scale_mode": scale_mode})), torch.where(x == 7, -x, x)
     t = tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
     scale, data = quantize_mx(x, spec, tensor_scale=t)
     values = dequantize_mx(data, scale, spec, tensor_scale=t, length=x.shape[-1])
