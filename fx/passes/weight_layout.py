@@ -17,8 +17,9 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.kernels.select import runs_triton
+from pt2mx.kernels.select import given, runs_triton
 from pt2mx.ops import linear
+from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
 
 
 @graph_pass(Dequantize)
@@ -107,7 +108,7 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
         codes = tensor_of(model, call.codes)
         if not everywhere and not (codes.device.type == "cuda" and runs_triton(codes.device)):
             continue
-        key = call.codes.target, call.scale.target, call.element, call.block_size
+        key = call.codes.target, call.scale.target, call.element, call.block_size, call.scale_format
         if key not in buffers:
             buffers[key] = _register_mma_layout(model, call)
         if buffers[key]:
@@ -117,7 +118,12 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
 def _supports_mma_layout(call: LinearMX) -> bool:
     k = (shape_of(call.x) or (None,))[-1]
     is_bfloat16 = dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None
-    return is_bfloat16 and isinstance(k, int) and k % 8 == 0 and call.has_plain_scale
+    is_multiplied = _scale_format(call).tensor in ("", "factor") and call.block_rows in (None, 1)
+    return is_bfloat16 and isinstance(k, int) and k % 8 == 0 and is_multiplied
+
+
+def _scale_format(call: LinearMX) -> ScaleFormat:
+    return SCALE_FORMATS[call.scale_format or "e8m0"]
 
 
 def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
@@ -125,7 +131,7 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
     the weight."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
-    repacked = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size)
+    repacked = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size, _scale_format(call))
     if repacked is None:
         return []
     return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, repacked, strict=True)]
@@ -135,7 +141,7 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
-        args = (call.x, *read, call.bias, call.element, rows, call.rotation)
+        args = (call.x, *read, call.bias, call.element, rows, call.rotation, *given(call.tensor_scale))
         new = model.graph.call_function(linear.linear_mx_mma_layout, args)
     for buffer, old in zip(read, (call.codes, call.scale), strict=True):
         buffer.meta.update(old.meta)

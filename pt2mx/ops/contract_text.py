@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pt2mx.formats import FORMATS, ElementFormat
 from pt2mx.kernels.packing import group_of
 from pt2mx.ops.contract import OPERATORS, schema_of
+from pt2mx.scale_formats import SCALE_FORMATS
 
 _BEGINNING = """\
 # The operators, for authors of compilers
@@ -33,21 +34,39 @@ Other elements of 4 and 6 bits are packed like these; a code of another width is
 or of two. A code of b bits is sign, exponent and mantissa from its highest bit on, or an integer in two's complement,
 whose value is that integer times `2**(2 - b)`: [the formats](../README.md#formats).
 
-A scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block with an
-Inf or a NaN, and all of whose values are NaN. How it follows from a block, and how values are rounded:
+By default a scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block
+with an Inf or a NaN, and all of whose values are NaN. How it follows from a block, and how values are rounded:
 [scale modes and roundings](../README.md#scale-modes-and-roundings).
+
+## Scale formats
+
+The argument `scale_format` names another format. A scale is positive; a scale of a byte has the bits of an
+unsigned float of that exponent and mantissa, others are tensors of their dtype.
+"""
+
+_BEHIND_SCALES = """\
+Some formats have a scale of the whole tensor too, t: `tensor_scale`, one float32 number, which `tensor_scale_mx`
+computes of values. In float32, each operation rounded, a code of value v in a block of scale s stands for `(s * t) * v`
+with a factor, `(s / t) * v` with a divisor, and `s * v` without. A NaN, and a t that is not positive and finite, give
+NaN.
+
+A block has `block_rows` rows of `block_size` values, which share a scale: a scale tensor then has
+`ceil(rows / block_rows)` numbers along the rows. The rows are counted along the other of the last two dimensions, where
+the axis is one of these, and else along the dimension before the axis.
 
 Results of quantizing and dequantizing are dense and keep the input's dimension order in memory; matmul results are
 contiguous. All but matmuls have the same bits on every device, eager or compiled.
 """
 
+_SCALE_HEADER = ("scale format", "dtype", "exponent", "mantissa", "bias", "largest", "NaN", "tensor scale")
 _STORAGE_HEADER = ("element", "bits", "exponent", "mantissa", "bias", "special", "codes of a group", "bytes of a group")
 
 
 def document() -> str:
     """Return the document."""
     storage = _table(_STORAGE_HEADER, _storage_rows())
-    parts = [_BEGINNING, storage, _BEHIND_STORAGE, "## Operators\n", *map(_section, OPERATORS)]
+    scales = _table(_SCALE_HEADER, _scale_rows())
+    parts = [_BEGINNING, storage, _BEHIND_STORAGE, scales, _BEHIND_SCALES, "## Operators\n", *map(_section, OPERATORS)]
     return "\n".join(parts)
 
 
@@ -57,6 +76,16 @@ def _storage_rows() -> list[tuple[object, ...]]:
     for name, e in FORMATS.items():
         exponent = ("-", "-", "-") if e.is_int else (e.exponent_bits, e.mantissa_bits, e.bias)
         rows.append((f"`{name}`", e.bits, *exponent, _special(e), *group_of(e.bits)))
+    return rows
+
+
+def _scale_rows() -> list[tuple[object, ...]]:
+    """Return a row for each scale format: how a scale is read."""
+    rows: list[tuple[object, ...]] = []
+    for name, scale in SCALE_FORMATS.items():
+        dtype, bias = str(scale.dtype).removeprefix("torch."), 127 if scale.is_power_of_two else scale.grid.bias
+        numbers = scale.grid.exponent_bits, scale.grid.mantissa_bits, bias, f"{scale.max_value:.6g}", hex(scale.nan)
+        rows.append((f"`{name}`", dtype, *numbers, scale.tensor or "-"))
     return rows
 
 

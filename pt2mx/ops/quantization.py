@@ -166,7 +166,7 @@ class Quantize(Quantization[T]):
 
 @operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
 class Dequantize(ScaleArguments[T]):
-    """The values of codes: exact in float32, then cast with ties to even.
+    """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even.
 
     Example:
         >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)

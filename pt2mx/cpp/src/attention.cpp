@@ -19,7 +19,10 @@ int64_t expanded(const Tensor& mask, int64_t d) { return mask.size(d) == 1 ? 0 :
 
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
                  const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
-                 const std::optional<Tensor>& mask, const std::optional<double>& scale) {
+                 const std::optional<Tensor>& mask, const std::optional<double>& scale,
+                 const std::optional<std::string>& scale_format, const std::optional<Tensor>&,
+                 const std::optional<Tensor>&) {
+  check_scales(scale_format);
   const PackedWeight keys{key, key_scale, element_of(element), block_size};
   const PackedWeight values{value, value_scale, keys.element, block_size};
   STD_TORCH_CHECK(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && (!mask || mask->dim() == 4),

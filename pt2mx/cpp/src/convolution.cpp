@@ -109,7 +109,10 @@ class Convolution {
 
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
-              const Shape& dilation, const std::optional<ScalarType>& target_dtype) {
+              const Shape& dilation, const std::optional<ScalarType>& target_dtype,
+              const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows,
+              const std::optional<Tensor>&) {
+  check_scales(scale_format, block_rows);
   const PackedWeight weight{data, scale, element_of(element), block_size};
   return Convolution(x, weight, bias, stride, padding, dilation, target_dtype).result();
 }

@@ -20,7 +20,9 @@ bool are_bf16(const Tensor& x) {
 
 Tensor linear(const Tensor& original, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, int64_t rotation,
-              const std::optional<ScalarType>& target_dtype) {
+              const std::optional<ScalarType>& target_dtype, const std::optional<std::string>& scale_format,
+              std::optional<int64_t> block_rows, const std::optional<Tensor>&) {
+  check_scales(scale_format, block_rows);
   const PackedWeight weight{data, scale, element_of(element), block_size};
   STD_TORCH_CHECK(original.dim() > 0 && data.dim() == 2, "linear_mx takes (..., K) and a weight of two dimensions");
   Shape shape = shape_of(original);
@@ -47,7 +49,10 @@ Tensor linear(const Tensor& original, const Tensor& data, const Tensor& scale, c
 }
 
 Tensor grouped_linear(const Tensor& original, const Tensor& data, const Tensor& scale, const Tensor& offs,
-                      const std::string& element, int64_t block_size, const std::optional<ScalarType>& target_dtype) {
+                      const std::string& element, int64_t block_size, const std::optional<ScalarType>& target_dtype,
+                      const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows,
+                      const std::optional<Tensor>&) {
+  check_scales(scale_format, block_rows);
   STD_TORCH_CHECK(original.dim() == 2 && data.dim() == 3 && scale.dim() == 3,
                   "grouped_linear_mx takes (T, K) and (E, N, K)");
   STD_TORCH_CHECK(offs.scalar_type() == ScalarType::Int && shape_of(offs) == Shape{data.size(0)},

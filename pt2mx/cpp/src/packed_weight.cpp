@@ -31,6 +31,12 @@ void set_task(LinearCall& call, int64_t k) {
 
 }  // namespace
 
+void check_scales(const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows) {
+  STD_TORCH_CHECK(scale_format.value_or("e8m0") == "e8m0" && block_rows.value_or(1) == 1,
+                  "this library takes E8M0 scales of one row, not ", scale_format.value_or("e8m0"), " of ",
+                  block_rows.value_or(1), " rows: run the package in Python with pt2mx");
+}
+
 void check_packed(const PackedWeight& weight, int64_t n) {
   const auto& [data, scale, element, block_size] = weight;
   Shape shape = shape_of(data);

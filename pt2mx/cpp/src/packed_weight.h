@@ -16,6 +16,9 @@ struct PackedWeight {
   Blocks blocks(int64_t k) const { return blocks_of(element, block_size, k); }
 };
 
+// Refuses scales other than E8M0, and blocks of several rows.
+void check_scales(const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows = {});
+
 // Refuses codes and scales that are not those of `n` values along the last dimension.
 void check_packed(const PackedWeight& weight, int64_t n);
 

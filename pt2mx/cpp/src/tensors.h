@@ -85,17 +85,22 @@ std::tuple<Tensor, Tensor> layer_norm_fake_quantize(const Tensor& x, const std::
 Tensor random_bits(const Tensor& seed, const Shape& size);
 Tensor linear(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, int64_t rotation,
-              const std::optional<ScalarType>& target_dtype);
+              const std::optional<ScalarType>& target_dtype, const std::optional<std::string>& scale_format = {},
+              std::optional<int64_t> block_rows = {}, const std::optional<Tensor>& tensor_scale = {});
 Tensor linear_fake_quantize(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
                             const std::string& element, int64_t block_size,
                             const std::optional<ScalarType>& product_dtype, const std::string& activation,
                             const std::string& out_element, int64_t out_block_size, const std::string& scale_mode,
                             const std::string& rounding, const std::optional<ScalarType>& target_dtype);
 Tensor grouped_linear(const Tensor& x, const Tensor& data, const Tensor& scale, const Tensor& offs,
-                      const std::string& element, int64_t block_size, const std::optional<ScalarType>& target_dtype);
+                      const std::string& element, int64_t block_size, const std::optional<ScalarType>& target_dtype,
+                      const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows,
+                      const std::optional<Tensor>& tensor_scale);
 Tensor conv2d(const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
               const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding,
-              const Shape& dilation, const std::optional<ScalarType>& target_dtype);
+              const Shape& dilation, const std::optional<ScalarType>& target_dtype,
+              const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows,
+              const std::optional<Tensor>& tensor_scale);
 std::tuple<Tensor, Tensor> conv2d_fake_quantize(
     const Tensor& x, const Tensor& data, const Tensor& scale, const std::optional<Tensor>& bias,
     const std::string& element, int64_t block_size, const Shape& stride, const Shape& padding, const Shape& dilation,
@@ -104,7 +109,9 @@ std::tuple<Tensor, Tensor> conv2d_fake_quantize(
     const std::string& scale_mode, const std::string& rounding, const std::optional<ScalarType>& target_dtype);
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale, const Tensor& value,
                  const Tensor& value_scale, const std::string& element, int64_t block_size, int64_t value_width,
-                 const std::optional<Tensor>& mask, const std::optional<double>& scale);
+                 const std::optional<Tensor>& mask, const std::optional<double>& scale,
+                 const std::optional<std::string>& scale_format, const std::optional<Tensor>& key_tensor_scale,
+                 const std::optional<Tensor>& value_tensor_scale);
 Tensor matmul_bfloat16(const Tensor& x, const Tensor& y, const std::optional<ScalarType>& target_dtype);
 Tensor attention_bfloat16(const Tensor& query, const Tensor& key, const Tensor& value,
                           const std::optional<Tensor>& mask, bool is_causal, const std::optional<double>& scale,

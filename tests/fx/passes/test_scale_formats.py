@@ -7,6 +7,7 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize, quantize_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.weight_layout import use_mma_layout
 from tests.flow import exported
 from tests.graph import calls
 
@@ -72,6 +73,24 @@ def test_buffers_of_a_folded_weight():
     matmul = calls(pt2mx.lower_to_inductor(folded), ops.linear_mx.default)[0]
     assert matmul.args[4:10] == ("fp4_e2m1", 16, 0, None, "e4m3_f32", None)
     assert matmul.args[10].target == "a.weight_tensor_scale"
+
+
+def test_weights_in_the_mma_layout():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(64, 48).bfloat16().eval()
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    for name, fits in (("nvfp4", True), ("fp4_e2m1{16}(e4m3_f32_divisor)", False), ("mxfp4", True)):
+        spec, model = pt2mx.parse(name), exported(net, x)
+        (node,) = calls(model, torch.ops.aten.linear.default)
+        node.update_arg(1, insert_quantize_dequantize(node.args[1], spec, node))
+        model.recompile()
+        with torch.no_grad():
+            want = model(x)
+            lowered = pt2mx.lower_to_inductor(fold_all_weights(model))
+            use_mma_layout(lowered, everywhere=True)
+            lowered.recompile()
+            torch.testing.assert_close(lowered(x), want, rtol=0.02, atol=0.02)
+        assert len(calls(lowered, ops.linear_mx_mma_layout.default)) == fits, name
 
 
 def test_a_static_tensor_scale():

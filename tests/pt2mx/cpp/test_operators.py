@@ -247,11 +247,13 @@ assert (torch.ops.pt2mx.linear_mx(torch.ones(2, 64), data, scale, None, "fp4_e2m
         ({3: torch.ones(7)}, "bias does not fit"),
         ({4: "fp16_e5m10"}, "unknown element of pt2mx's C\\+\\+ operators: fp16_e5m10"),
         ({6: 48}, "blocks of 48 do not rotate 64"),
+        ({8: "e4m3"}, "takes E8M0 scales of one row, not e4m3 of 1 rows"),
+        ({9: 2}, "takes E8M0 scales of one row, not e8m0 of 2 rows"),
     ],
 )
 def test_bad_arguments_are_errors(change, message, tmp_path):
     scale, data = packed((8, 64), "fp4_e2m1", 32)
-    args = [torch.ones(5, 64), data, scale, None, "fp4_e2m1", 32, 0]
+    args = [torch.ones(5, 64), data, scale, None, "fp4_e2m1", 32, 0, None, None, None, None]
     for position, value in change.items():
         args[position] = value
     result = run_calls([("linear_mx", args)], tmp_path)
