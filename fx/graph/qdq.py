@@ -45,7 +45,7 @@ def insert_quantize_dequantize(
         created.append(tensor_scale)
     scales = *spec.scale_args(), tensor_scale
     with graph.inserting_after(tensor_scale if created else x):
-        quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args, None, *scales).args)
+        quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args).with_scales(*scales).args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
     with graph.inserting_after(scale):
@@ -60,7 +60,7 @@ def insert_quantize_dequantize(
             created.append(length)
     with graph.inserting_after(created[-1]):
         blocks = spec.element.name, spec.block_size, value.dtype, axis, length
-        dequantize = graph.call_function(ops.dequantize_mx, Dequantize(data, scale, *blocks, *scales).args)
+        dequantize = graph.call_function(ops.dequantize_mx, Dequantize(data, scale, *blocks).with_scales(*scales).args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
     for node in created:

@@ -182,7 +182,7 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     if _is_of_tensor_cores(packed, call):
         return _use_tensor_cores(model, packed, call, k)
     with model.graph.inserting_before(packed):
-        weight = model.graph.call_function(ops.dequantize_mx, _dequantize(call, dtype_of(packed), k).args)
+        weight = model.graph.call_function(ops.dequantize_mx, _dequantize(call, value_of(packed).dtype, k).args)
         x = call.x
         if call.rotation:
             x = model.graph.call_function(hadamard, (x, call.rotation, -1))
@@ -198,9 +198,10 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     return weight
 
 
-def _dequantize(call: LinearMX, dtype: torch.dtype | None, k: int) -> Dequantize:
+def _dequantize(call: LinearMX, dtype: torch.dtype, k: int) -> Dequantize:
     """Return the call that dequantizes the weight of a `linear_mx`, whose x is (..., k)."""
-    return Dequantize(call.codes, call.scale, call.element, call.block_size, dtype, -1, k, *call.scales)
+    plain = Dequantize(call.codes, call.scale, call.element, call.block_size, dtype, -1, k)
+    return plain.with_scales(*call.scales)
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:

@@ -62,7 +62,7 @@ def fuse_qdq(model: GraphModule) -> None:
 
 def _fake_quantize(call: Quantize) -> FakeQuantize:
     """Return the call of `fake_quantize_mx` that gives the values of codes."""
-    return FakeQuantize(*call.leading, call.seed, "identity", *call.scales)
+    return FakeQuantize(*call.leading, call.seed, "identity").with_scales(*call.scales)
 
 
 def _is_read_once(quantize: Node, dequantize: Node, pair: Dequantize) -> bool:

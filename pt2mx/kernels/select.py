@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
 
 __all__ = ["ANY_SCALES", "KERNELS", "given", "run_kernel", "runs_triton"]
+
+_T = TypeVar("_T")
 
 #: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
 #: definition here are defined in `pt2mx.ops`, by other operators
@@ -128,7 +130,7 @@ def run_kernel(operator: str, *args: Any) -> Any:
     return result
 
 
-def given(tensor_scale: Tensor | None) -> tuple[Tensor, ...]:
+def given(tensor_scale: _T | None) -> tuple[_T, ...]:
     """Return the last arguments of a kernel: none for a format without a tensor scale."""
     return () if tensor_scale is None else (tensor_scale,)
 

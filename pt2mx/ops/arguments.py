@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
+from typing_extensions import Self
 
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
@@ -70,6 +71,10 @@ class ScaleArguments(TrailingArguments[T]):
     def scales(self) -> tuple[str | None, int | None, T | None]:
         """These arguments."""
         return self.scale_format, self.block_rows, self.tensor_scale
+
+    def with_scales(self, scale_format: str | None, block_rows: int | None, tensor_scale: T | None) -> Self:
+        """Return the call with other scales."""
+        return self.replace(scale_format=scale_format, block_rows=block_rows, tensor_scale=tensor_scale)
 
     @property
     def has_plain_scale(self) -> bool:

@@ -93,7 +93,7 @@ class AttentionMX(Operator[T]):
 
     def kernel(self) -> Tensor:
         packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
-        of_tensors = *given(self.key_tensor_scale), *given(self.value_tensor_scale)  # of a format with them, both
+        of_tensors: list[Tensor] = [*given(self.key_tensor_scale), *given(self.value_tensor_scale)]  # both, or none
         return run_kernel(
             "attention_mx", self.query, *packed, self.check(), self.value_width, self.mask, self.scale, *of_tensors
         ).contiguous()

@@ -28,7 +28,7 @@ def _spec_of(
     axis: int,
     scale_mode: str | None,
     rounding: str,
-    scale_format: str | None,
+    scale_format: object,
     block_rows: int | None,
     rank: int,
 ) -> MXSpec | None:
@@ -65,7 +65,7 @@ def check_input(
     axis: int = -1,
     scale_mode: str | None = None,
     rounding: str = "even",
-    scale_format: str | None = None,
+    scale_format: object = None,
     block_rows: int | None = None,
 ) -> MXSpec:
     """Return the spec of these arguments, its axis counted from the front; raise `MXError` for others than are allowed,

@@ -83,14 +83,14 @@ class Quantization(ScaleArguments[T]):
     rounding: Rounding
 
     @property
-    def leading(self) -> tuple[Any, ...]:
+    def leading(self) -> tuple[T, str, int, int, str, str]:
         """x, and the arguments of `MXSpec.quantize_args`."""
         return self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding
 
     @property
     def spec(self) -> MXSpec:
         """The spec by which x is quantized; its axis is as it was written, also from the end."""
-        return MXSpec(*self.leading[1:], scale_format=self.scale_format or "e8m0", block_rows=self.block_rows or 1)
+        return MXSpec(*self.leading[1:], 8, 0, self.scale_format or "e8m0", self.block_rows or 1)
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
