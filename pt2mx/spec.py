@@ -198,8 +198,8 @@ class MXSpec:
             >>> pt2mx.parse("nvfp4").scale_args(), pt2mx.parse("mxfp4").scale_args()
             (('e4m3_f32', None), (None, None))
         """
-        name = None if self._is_e8m0 else self.scale_format.name
-        return name, None if self.block_rows == 1 else self.block_rows
+        name = self.scale_format.name
+        return None if name == "e8m0" else name, None if self.block_rows == 1 else self.block_rows
 
     @property
     def _is_e8m0(self) -> bool:
@@ -218,7 +218,7 @@ class MXSpec:
     @property
     def has_operators(self) -> bool:
         """True if operators support this spec, those with a scale format at least."""
-        return self.has_e8m0_scale or not self._is_e8m0
+        return self.scale_format.name != "e8m0" or (self.scale_exp_bits, self.scale_sig_bits) == (8, 0)
 
     @property
     def scale_bits(self) -> int:

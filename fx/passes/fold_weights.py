@@ -37,7 +37,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.kernels.cpu.linear import has_isa
-from pt2mx.kernels.select import given
 from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.spec import MXSpec
@@ -159,9 +158,8 @@ def unpack_weights(model: GraphModule) -> None:
     buffers: dict[tuple[object, ...], Node] = {}
     for node, matmul in LinearMX.calls_in(model.graph):
         k = (shape_of(matmul.x) or (None,))[-1]
-        if not constants.issuperset((matmul.codes, matmul.scale, *given(matmul.tensor_scale))) or not isinstance(
-            k, int
-        ):
+        read = [n for n in (matmul.codes, matmul.scale, matmul.tensor_scale) if n is not None]
+        if not constants.issuperset(read) or not isinstance(k, int):
             continue
         is_bfloat16 = matmul.target_dtype is not None and value_of(node).device.type == "cpu"
         if not is_bfloat16 or not has_isa(MXSpec(matmul.element, matmul.block_size), k):

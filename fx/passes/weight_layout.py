@@ -17,7 +17,7 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.kernels.select import given, runs_triton
+from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
 
@@ -141,7 +141,8 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
-        args = (call.x, *read, call.bias, call.element, rows, call.rotation, *given(call.tensor_scale))
+        of_tensor = () if call.tensor_scale is None else (call.tensor_scale,)
+        args = (call.x, *read, call.bias, call.element, rows, call.rotation, *of_tensor)
         new = model.graph.call_function(linear.linear_mx_mma_layout, args)
     for buffer, old in zip(read, (call.codes, call.scale), strict=True):
         buffer.meta.update(old.meta)

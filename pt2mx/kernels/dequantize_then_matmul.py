@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
-from pt2mx.kernels.select import given, run_kernel
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 __all__ = ["Packed", "attend", "conv2d", "grouped_linear", "linear", "linear_mma_layout"]
@@ -126,12 +126,12 @@ def attend(
     """query: (B, heads, S, D), heads a multiple of the heads of the keys, mask: (B or 1, heads or 1, S, L) booleans,
     false where a key is hidden, or None, tensor scales: () fp32 or None -> (B, heads, S, value_width)."""
     spec = spec.replace(axis=3)
-    keys = run_kernel("dequantize_mx", *key, spec, query.dtype, query.shape[-1], *given(key_tensor_scale))
-    values = run_kernel("dequantize_mx", *value, spec, query.dtype, value_width, *given(value_tensor_scale))
+    keys = run_kernel("dequantize_mx", *key, spec, query.dtype, query.shape[-1], key_tensor_scale)
+    values = run_kernel("dequantize_mx", *value, spec, query.dtype, value_width, value_tensor_scale)
     grouped = query.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
 
 
 def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor:
     """Return the dequantized weight for x: (..., K), in x's dtype; data: (..., bytes of K)."""
-    return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1], *given(tensor_scale))
+    return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1], tensor_scale)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch import Tensor
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
 
-__all__ = ["ANY_SCALES", "KERNELS", "given", "run_kernel", "runs_triton"]
-
-_T = TypeVar("_T")
+__all__ = ["ANY_SCALES", "KERNELS", "run_kernel", "runs_triton"]
 
 #: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
 #: definition here are defined in `pt2mx.ops`, by other operators
@@ -128,11 +126,6 @@ def run_kernel(operator: str, *args: Any) -> Any:
     if result is None and "any" in row:
         return _function(row["any"])(*args)
     return result
-
-
-def given(tensor_scale: _T | None) -> tuple[_T, ...]:
-    """Return the last arguments of a kernel: none for a format without a tensor scale."""
-    return () if tensor_scale is None else (tensor_scale,)
 
 
 def _has_plain_scales(args: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import given, run_kernel
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     TENSOR_SCALED,
     BlockSize,
@@ -93,7 +93,7 @@ class AttentionMX(Operator[T]):
 
     def kernel(self) -> Tensor:
         packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
-        of_tensors: list[Tensor] = [*given(self.key_tensor_scale), *given(self.value_tensor_scale)]  # both, or none
+        of_tensors = self.key_tensor_scale, self.value_tensor_scale
         return run_kernel(
             "attention_mx", self.query, *packed, self.check(), self.value_width, self.mask, self.scale, *of_tensors
         ).contiguous()

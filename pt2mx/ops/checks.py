@@ -149,7 +149,8 @@ def check_packed(
                 f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
             )
         raise MXError(f"codes are uint8 and {spec.scale_format} scales {stored}, not {data.dtype} and {scale.dtype}")
-    check_tensor_scale(spec, tensor_scale, data)
+    if tensor_scale is not None or spec.scale_format.tensor:
+        check_tensor_scale(spec, tensor_scale, data)
     if dtype not in HIGH_PRECISION:
         raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
     check_length(length)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
-from pt2mx.kernels.select import given, run_kernel
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype
 from pt2mx.ops.linear import PackedMatmul
@@ -106,7 +106,7 @@ class Conv2dMX(PackedMatmul[T]):
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
         tensors = self.x, self.codes, self.scale, self.bias
-        return run_kernel("conv2d_mx", *tensors, spec, *self.conv_args, dtype, *given(self.tensor_scale))
+        return run_kernel("conv2d_mx", *tensors, spec, *self.conv_args, dtype, self.tensor_scale)
 
     def decompose(self) -> Tensor:
         x = self.x.to(self.result_dtype)

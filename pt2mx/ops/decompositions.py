@@ -84,7 +84,7 @@ class _Decompositions:
 
     def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
-        t = scale_of_tensor(call, spec)
+        t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
 
         def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
             return (reference.fake_quantize(x, spec, random, prims, t),)
@@ -94,7 +94,10 @@ class _Decompositions:
 
     def clip_gradient(self, call: ClipGradient[Tensor]) -> Tensor:
         spec, prims = call.check(), self.prims_for(call.x)
-        operands, t = (torch.atleast_1d(call.x), torch.atleast_1d(call.grad)), scale_of_tensor(call, spec)
+        operands, t = (
+            (torch.atleast_1d(call.x), torch.atleast_1d(call.grad)),
+            scale_of_tensor(call, spec) if spec.scale_format.tensor else None,
+        )
         (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims, t),), spec, *operands)
         return y if call.x.dim() else y.reshape(())
 

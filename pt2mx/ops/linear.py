@@ -18,7 +18,7 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import given, run_kernel
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     WEIGHT_CODES,
     WEIGHT_SCALE,
@@ -116,7 +116,7 @@ class LinearMX(PackedMatmul[T]):
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
         tensors = self.x, self.codes, self.scale, self.bias
-        return run_kernel("linear_mx", *tensors, spec, self.rotation, dtype, *given(self.tensor_scale))
+        return run_kernel("linear_mx", *tensors, spec, self.rotation, dtype, self.tensor_scale)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class GroupedLinearMX(PackedMatmul[T]):
     def kernel(self) -> Tensor:
         spec, dtype = self.check()
         tensors = self.x, self.codes, self.scale, self.offs
-        return run_kernel("grouped_linear_mx", *tensors, spec, dtype, *given(self.tensor_scale))
+        return run_kernel("grouped_linear_mx", *tensors, spec, dtype, self.tensor_scale)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

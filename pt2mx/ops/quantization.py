@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
-from pt2mx.kernels.select import given, run_kernel
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.ops.arguments import (
     TENSOR_SCALED,
@@ -75,6 +75,8 @@ def _row(x: Tensor) -> Tensor:
 class Quantization(ScaleArguments[T]):
     """The arguments of operators that quantize x along an axis."""
 
+    #: True where the tensor scale of x, computed here, would be lost
+    returns_scales: ClassVar[bool] = False
     x: Annotated[T, VALUES]
     element: Element
     block_size: BlockSize
@@ -94,17 +96,18 @@ class Quantization(ScaleArguments[T]):
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
-        spec = check_input(*self.leading, self.scale_format, self.block_rows)
-        if self.tensor_scale is not None:
+        blocks = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
+        spec = check_input(self.x, *blocks, self.scale_format, self.block_rows)
+        if self.tensor_scale is not None or (self.returns_scales and spec.scale_format.tensor):
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
 
 
-def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor | None:
-    """Return the tensor scale of a call that quantizes x, by default that of x; None for a format without one."""
-    if call.tensor_scale is None and spec.scale_format.tensor:
-        return tensor_scale_mx(call.x, spec.element.name, spec.scale_mode, spec.scale_format.name)
-    return call.tensor_scale
+def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor:
+    """Return the tensor scale of a call that quantizes x, by a format that has one; by default that of x."""
+    if call.tensor_scale is not None:
+        return call.tensor_scale
+    return tensor_scale_mx(call.x, spec.element.name, spec.scale_mode, spec.scale_format.name)
 
 
 @operator(
@@ -127,19 +130,14 @@ class Quantize(Quantization[T]):
         (tensor([127], dtype=torch.uint8), tensor([ 66, 117], dtype=torch.uint8))
     """
 
+    returns_scales = True
     x: Annotated[T, As("data_hp"), VALUES]
     seed: Seed = None
-
-    def check(self) -> MXSpec:
-        spec = Quantization.check(self)
-        if self.tensor_scale is None and spec.scale_format.tensor:
-            check_tensor_scale(spec, None, self.x)  # raises: the result would lack it
-        return spec
 
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
         seed = seed_of(x, spec, self.seed)
-        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, *given(self.tensor_scale))
+        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, self.tensor_scale)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
@@ -190,7 +188,7 @@ class Dequantize(ScaleArguments[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
-        packed, extra = (self.codes, self.scale), (self.dtype, length, *given(self.tensor_scale))
+        packed, extra = (self.codes, self.scale), (self.dtype, length, self.tensor_scale)
         return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
 
     def fake(self) -> Tensor:
@@ -249,8 +247,8 @@ class FakeQuantize(Quantization[T]):
 
     def kernel(self) -> Tensor:
         spec, x = self.check(), _row(self.x)
-        seed, t = seed_of(x, spec, self.seed), scale_of_tensor(self, spec)
-        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, *given(t))
+        seed, t = seed_of(x, spec, self.seed), scale_of_tensor(self, spec) if spec.scale_format.tensor else None
+        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, t)
         return y if self.x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:
@@ -303,8 +301,8 @@ class ClipGradient(ScaleArguments[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        tensors, t = (_row(grad), _row(x)), scale_of_tensor(self, spec)
-        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, *given(t))
+        tensors, t = (_row(grad), _row(x)), scale_of_tensor(self, spec) if spec.scale_format.tensor else None
+        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, t)
         return y if x.dim() else y.as_strided_((), ())
 
     def fake(self) -> Tensor:

@@ -29,7 +29,15 @@ _PROGRAMS = 2
 
 
 def attend(
-    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Packed,
+    value: Packed,
+    spec: MXSpec,
+    value_width: int,
+    mask: Tensor | None,
+    scale: float | None,
+    key_tensor_scale: None = None,
+    value_tensor_scale: None = None,
 ) -> Tensor | None:
     """Return None for many queries, for widths that are not powers of two, and in float32."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
