@@ -72,7 +72,8 @@ def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:
         fields.update(_modes([word for word in (match["modes"] or "").split(",") if word], prefix))
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
-    return match["element"], fields
+    # `parse_element` takes `mx` too, and its errors then name what was written
+    return ("mx" if prefix == "mx" else "") + match["element"], fields
 
 
 def _as_integer(spelling: str) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ _PRE_SCALE, _ROTATION, _INPUT_SCALE = "input_pre_scale", "input_rotation", "inpu
 
 
 class Inputs(NamedTuple):
-    """What happens to the inputs of a module before each call.
+    """The steps that a module takes with its inputs before each call.
 
     Args:
         spec: the format to which they are quantized; None: high precision.

@@ -1,4 +1,4 @@
-"""What a report says of the constants that a model quantizes: their sources, the noise of their formats, NaN and Inf.
+"""Describe the constants that a model quantizes: their sources, the noise of their formats, NaN and Inf.
 
 Conversion packs them, so it notes both for the report beforehand.
 """
