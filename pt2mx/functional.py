@@ -17,7 +17,7 @@ from pt2mx.formats import parse_element
 from pt2mx.kernels import reference_chunked
 from pt2mx.ops.checks import check_length, check_seed, check_spec, check_ste, check_tensor_scale, check_tensors
 from pt2mx.ops.memory_format import with_memory_format_of
-from pt2mx.ops.quantization import seed_of
+from pt2mx.ops.stochastic import seed_of
 from pt2mx.scale_formats import parse_scale_format
 from pt2mx.spec import MXSpec, parse
 

@@ -5,9 +5,9 @@ from pt2mx.ops.quantization import (
     dequantize_mx,
     fake_quantize_mx,
     quantize_mx,
-    random_bits,
-    tensor_scale_mx,
 )
+from pt2mx.ops.stochastic import random_bits
+from pt2mx.ops.tensor_scale import tensor_scale_mx
 
 __all__ = [
     "clip_gradient_mx",

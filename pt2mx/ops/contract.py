@@ -17,9 +17,11 @@ from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import Hadamard, RotatedFakeQuantize
 from pt2mx.ops.linear import GroupedLinearMX, LinearMX, LinearMXMMALayout
 from pt2mx.ops.operator import Operator
-from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, RandomBits, TensorScale
+from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
 from pt2mx.ops.scaled_mm import ScaledMM, SwizzleScale
+from pt2mx.ops.stochastic import RandomBits
+from pt2mx.ops.tensor_scale import TensorScale
 
 _CLASSES: tuple[type[Operator], ...] = (
     *(Quantize, Dequantize, FakeQuantize, ClipGradient, TensorScale, RandomBits),

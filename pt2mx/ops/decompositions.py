@@ -23,15 +23,9 @@ from pt2mx.ops.memory_format import (
     order_in_memory,
     strides_in_order,
 )
-from pt2mx.ops.quantization import (
-    ClipGradient,
-    Dequantize,
-    FakeQuantize,
-    Quantize,
-    TensorScale,
-    scale_of_tensor,
-    seed_of,
-)
+from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, scale_of_tensor
+from pt2mx.ops.stochastic import seed_of
+from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
 
 

@@ -24,8 +24,8 @@ from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import LinearMX
-from pt2mx.ops.quantization import random_bits
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
+from pt2mx.ops.stochastic import random_bits
 from pt2mx.spec import MXSpec
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor

@@ -1,4 +1,4 @@
-"""`quantize_mx`, `dequantize_mx`, `fake_quantize_mx`, and the operators of their gradients and random numbers.
+"""`quantize_mx`, `dequantize_mx`, `fake_quantize_mx`, and the operator of their gradients.
 
 The schemas carry plain types, so that exported programs can hold them; `pt2mx.functional` takes formats in any
 spelling. Results are dense and keep the input's dimension order (`pt2mx.ops.memory_format`). Codes and scales have the
@@ -9,7 +9,6 @@ same tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -19,9 +18,7 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
-from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.ops.arguments import (
-    TENSOR_SCALED,
     VALUES,
     AnyScaleMode,
     Axis,
@@ -32,38 +29,19 @@ from pt2mx.ops.arguments import (
     Seed,
     choices,
 )
-from pt2mx.ops.checks import (
-    STRAIGHT_THROUGH,
-    check_input,
-    check_packed,
-    check_seed,
-    check_ste,
-    check_tensor_scale,
-)
+from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_ste, check_tensor_scale
 from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
-from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
+from pt2mx.ops.operator import COMPLIANT, As, T, operator
+from pt2mx.ops.stochastic import seed_of
+from pt2mx.ops.tensor_scale import tensor_scale_mx
 from pt2mx.spec import MXSpec
 
 _KERNELS = {
     name: functools.partial(run_kernel, name)
-    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx", "tensor_scale_mx")
+    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx")
 }
 #: attribute of codes: the tensor that was quantized, where it requires a gradient
 _SOURCE = "_mx_source"
-
-
-def seed_of(x: Tensor, spec: MXSpec, seed: int | None) -> Tensor | None:
-    """Return the seed with which x is rounded, () int64 on its device; None for a rounding that draws no numbers.
-
-    Without a seed it is the next number of torch's default generator. It is made on the device: nothing is copied or
-    waited for, and a CUDA graph draws anew at each replay.
-    """
-    if not ROUNDINGS[spec.rounding].random:
-        return None
-    if seed is None:
-        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=x.device)
-    check_seed(seed)
-    return torch.full((), seed, dtype=torch.int64, device=x.device)
 
 
 def _row(x: Tensor) -> Tensor:
@@ -314,70 +292,7 @@ class ClipGradient(ScaleArguments[T]):
         return {"grad": clip_gradient_mx(grad, *self.args[1:])}
 
 
-@operator("tensor_scale_mx", 1, f"() float32: `tensor_scale` of {TENSOR_SCALED}", COMPLIANT)
-class TensorScale(Operator[T]):
-    """The scale of a whole tensor: with it the largest block of finite values has the largest scale. Inf and NaN do not
-    count; it is 1 for a tensor of zeros, and has no gradient.
-
-    Example:
-        >>> x = torch.tensor([0.5, 2688.0, -1.0])  # 6 * 448
-        >>> torch.ops.pt2mx.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3_f32")
-        tensor(1.)
-    """
-
-    x: Annotated[T, "float32, float16 or bfloat16, of any shape"]
-    element: Element
-    scale_mode: Annotated[str, f"{choices(FLOAT_SCALE_MODES)}"]
-    scale_format: Annotated[str, TENSOR_SCALED]
-
-    def check(self) -> MXSpec:
-        spec = check_input(self.x, self.element, 1, -1, self.scale_mode, "even", self.scale_format)
-        if not spec.scale_format.tensor:
-            raise MXError(f"{spec.scale_format} has no tensor scale: allowed are {TENSOR_SCALED}")
-        return spec
-
-    def kernel(self) -> Tensor:
-        spec = self.check()
-        return _KERNELS["tensor_scale_mx"](self.x, spec)
-
-    def fake(self) -> Tensor:
-        self.check()
-        return self.x.new_empty((), dtype=torch.float32)
-
-    def remember(self, ctx: Any, outputs: Tensor) -> None:
-        ctx.mark_non_differentiable(outputs)
-
-    def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
-        return {}
-
-
-@operator("random_bits", 1, "`size` int32, in [0, 2**31)", COMPLIANT)
-class RandomBits(Operator[T]):
-    """The numbers of stochastic rounding, by Philox-4x32-10: the i-th in row-major order is the upper 31 bits of word
-    i % 4 of the block whose counter is i // 4 and whose key is the seed.
-
-    Example:
-        >>> torch.ops.pt2mx.random_bits(torch.tensor(0), [2])
-        tensor([ 856945770, 1890902726], dtype=torch.int32)
-    """
-
-    seed: Annotated[T, "() int64"]
-    size: Annotated[Sequence[int], As(type="SymInt[]"), "the shape of what is rounded"]
-
-    def kernel(self) -> Tensor:
-        if self.seed.dtype != torch.int64 or self.seed.dim():
-            raise MXError(
-                f"the seed tensor must be of shape () and int64, not {tuple(self.seed.shape)} and {self.seed.dtype}"
-            )
-        return run_kernel("random_bits", self.seed, torch.Size(self.size))
-
-    def fake(self) -> Tensor:
-        return self.seed.new_empty(self.size, dtype=torch.int32)
-
-
 quantize_mx = Quantize.overload
 dequantize_mx = Dequantize.overload
 fake_quantize_mx = FakeQuantize.overload
 clip_gradient_mx = ClipGradient.overload
-tensor_scale_mx = TensorScale.overload
-random_bits = RandomBits.overload

@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional as F
 
 import pt2mx
+from pt2mx.fx.graph.constants import mark_constants
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize, quantize_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.weight_layout import use_mma_layout
@@ -154,3 +156,33 @@ def test_attention_over_a_cache_of_codes():
 def _attention_args(key_scale, key, key_tensor, value_scale, value, value_tensor):
     blocks = "fp4_e2m1", 16, 32, None, None
     return key, key_scale, value, value_scale, *blocks, "e4m3_f32", key_tensor, value_tensor
+
+
+def test_weights_of_subgraphs():
+    """Codes, scales and the tensor scale of a weight become operands of the call."""
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), self.b, (x,))
+
+    x = torch.randn(4, 64)
+    model = exported(Branches().eval(), x)
+    mark_constants(model)
+    for graph in graph_modules(model):
+        for node in calls(graph, torch.ops.aten.linear.default):
+            for index in (0, 1):
+                node.update_arg(index, insert_quantize_dequantize(node.args[index], pt2mx.parse("nvfp4"), node))
+        graph.recompile()
+    with torch.no_grad():
+        want = model(x), model(-x)
+        folded = fold_all_weights(model)
+        assert all(map(torch.equal, (folded(x), folded(-x)), want))
+        assert {f"{layer}.weight_{part}" for layer in "ab" for part in ("data", "scale", "tensor_scale")} < {
+            *folded.state_dict()
+        }
+        lowered = pt2mx.lower_to_inductor(folded)
+        torch.testing.assert_close((lowered(x), lowered(-x)), want, rtol=1e-5, atol=1e-5)
