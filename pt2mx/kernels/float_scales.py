@@ -23,6 +23,8 @@ from pt2mx.spec import MXSpec
 
 #: the range of a tensor scale, within which its reciprocal is a normal number
 _LEAST_TENSOR_SCALE = 2.0**-126
+#: a magnitude beyond every element, whose quantum is a normal number
+_LARGEST_UNITS = 2.0**126
 #: bytes of a float -> integers of that size, and the bits that they use
 _PATTERNS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, -1)}
 
@@ -91,7 +93,8 @@ class FloatScale:
         else:
             v = divide(values, self.prims.realize(steps.apply(scale, self.tensor_scale, divide)))
         unit = self.spec.element.unit
-        return v if unit == 1 else v * unit
+        # a value far beyond a static tensor scale overflows, and would have no binade to be rounded in
+        return (v if unit == 1 else v * unit).clamp(-_LARGEST_UNITS, _LARGEST_UNITS)
 
     def multiply(self, values: Tensor) -> Tensor:
         return _times(values, self._value(), self.tensor_scale, self.spec, self.prims)

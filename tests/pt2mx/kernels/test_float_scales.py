@@ -171,3 +171,12 @@ def test_compiled_code_gives_the_same_bits(text, compiler):
 
     for got, want in zip(torch.compile(run, fullgraph=True)(x), run(x), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest_reciprocal"])
+def test_values_far_beyond_a_static_tensor_scale_saturate(mode):
+    spec, t = parse("nvfp4", axis=0, scale_mode=mode), torch.tensor(1e-37)
+    x = torch.tensor([3e38, -3e38, 1e30, 0.0] * 4)  # over the scale of its block Inf, in float32
+    largest = 6 * (448 * t)
+    for y in (reference.fake_quantize(x, spec, tensor_scale=t), fake_quantize_mx(x, spec, tensor_scale=t)):
+        assert torch.equal(y, torch.stack([largest, -largest, largest, 0 * largest] * 4))
