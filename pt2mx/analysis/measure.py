@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MXStorage:
-    """The size of a tensor in an MX format, in bits of codes and scales (packing may round lines up).
+    """The size of a tensor in an MX format, in bits of codes and scales (packing may round lines up); the scale of a
+    whole tensor counts too.
 
     The fields have the names of pychop's `MXTensor.statistics()`: `exp_bits` is 0 for an integer element, and
     `sig_bits` counts the other bits except the sign. A last block may be shorter; pychop pads it.
@@ -50,17 +51,25 @@ class MXStorage:
             fields: the fields that a subclass adds.
         """
         element, shape = spec.element, tuple(shape)
-        elements, length = math.prod(shape), shape[spec.axis] if shape else 1
-        blocks = elements // length * -(-length // spec.block_size) if elements else 0
-        scale_bits = blocks * (spec.scale_exp_bits + spec.scale_sig_bits)
+        elements, counts = math.prod(shape), list(shape) or [1]
+        counts[spec.axis] = -(-counts[spec.axis] // spec.block_size)
+        if spec.block_rows > 1:
+            rows = spec.row_axis(len(counts))
+            counts[rows] = -(-counts[rows] // spec.block_rows)
+        blocks = math.prod(counts)
+        scale_bits = blocks * spec.scale_bits + 32 * bool(spec.scale_format.tensor)
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
+        scales = spec.scale_format.grid
+        exponent, significand = scales.exponent_bits, scales.mantissa_bits
+        if spec.scale_format.is_power_of_two:
+            exponent, significand = spec.scale_exp_bits, spec.scale_sig_bits
         return cls(
             format=str(spec),
             exp_bits=0 if element.is_int else element.exponent_bits,
             sig_bits=element.bits - 1 if element.is_int else element.mantissa_bits,
             block_size=spec.block_size,
-            scale_exp_bits=spec.scale_exp_bits,
-            scale_sig_bits=spec.scale_sig_bits,
+            scale_exp_bits=exponent,
+            scale_sig_bits=significand,
             original_shape=shape,
             num_blocks=blocks,
             total_elements=elements,
@@ -83,8 +92,9 @@ class MXStatistics(MXStorage):
     scale) and `flushed` (not zero, but zero in the format) are shares of the values.
 
     `compression_ratio` compares with `dtype`, the dtype of the data. `scale_exponents` counts the blocks by their
-    shared exponent; `scale_exponent_min` and `scale_exponent_max` are None if no block is finite. `nan_blocks` counts
-    the blocks with an Inf or a NaN. They become NaN, and so do SQNR and errors.
+    shared exponent; a scale with a significand, times the tensor scale, counts as the power of two below it.
+    `scale_exponent_min` and `scale_exponent_max` are None if no block is finite. `nan_blocks` counts the blocks with an
+    Inf or a NaN. They become NaN, and so do SQNR and errors.
     """
 
     dtype: str

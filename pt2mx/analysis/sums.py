@@ -11,25 +11,28 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.functional import fake_quantize_mx
+from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.kernels.reference import scales
 from pt2mx.kernels.reference_chunked import split
 from pt2mx.spec import MXSpec
 
 
-def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
+def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> dict[str, Tensor]:
     """Return the sums over one tensor. Add them up for several tensors.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16.
         spec: the format of x.
+        tensor_scale: () float32, of formats with a scale a tensor; by default `tensor_scale_mx(x)`.
 
     Returns:
         0-d tensors: `tensors` (1), `empty` (1 if x has no value), `values` (count), `nonfinite` (count of Inf and NaN);
         and over the blocks without Inf and NaN: `signal` (sum of x**2), `noise` (sum of (x - quantized x)**2),
         `saturated` (count of |x| above the largest value of its block), `flushed` (count of x != 0 that became 0).
-        `exponents`: (256,), the count of blocks for each scale byte. Counts are int64, powers float64.
+        `exponents`: (256,), the count of blocks for each E8M0 byte; a scale with a significand, times the tensor scale,
+        counts as the power of two below it. Counts are int64, powers float64.
 
     Raises:
         MXError: for a scale of more than 8 exponent bits.
@@ -38,25 +41,21 @@ def quantization_sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
         raise MXError(f"{spec}: statistics count scales by their E8M0 byte; scale_exp_bits must be at most 8")
     x = torch.atleast_1d(x)
     spec = spec.replace(axis=spec.axis % x.dim())
-    _, slices = split(spec.axis, x)
-    parts = [_sums(part, spec) for (part,) in slices]
+    if tensor_scale is None:
+        tensor_scale = _tensor_scale(x, spec)
+    parts = [_sums(part, spec, tensor_scale) for part in _slices(x, spec)]
     values = torch.tensor(x.numel(), device=x.device)
     counts = {"tensors": torch.ones_like(values), "empty": (values == 0).to(torch.int64), "values": values}
     return counts | {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
 
 
-def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
-    scale = scales(x, spec).to(torch.int64)
-    # in float64, where 2**-127 is normal and max * 2**127 is finite. A block with an Inf or a NaN gets NaN, and
-    # comparisons with NaN are false
-    powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
-    power = torch.tensor(powers, dtype=torch.float64).to(x.device)[scale]
-    power = power.repeat_interleave(min(spec.block_size, x.shape[spec.axis]), spec.axis)
-    power = power.narrow(spec.axis, 0, x.shape[spec.axis])
-    finite = power > 0
+def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Tensor]:
+    exponent, scale = _block_scales(x, spec, tensor_scale)
+    finite = scale > 0
     wide = torch.where(finite, x.double(), 0.0)
-    y = torch.where(finite, fake_quantize_mx(x, spec).double(), 0.0)
-    saturated = (wide > spec.element.max_normal * power) | (wide < spec.element.lowest * power)
+    y = torch.where(finite, fake_quantize_mx(x, spec, tensor_scale=tensor_scale).double(), 0.0)
+    # a block with an Inf or a NaN gets the scale NaN, and comparisons with NaN are false
+    saturated = (wide > spec.element.max_normal * scale) | (wide < spec.element.lowest * scale)
     exponents = torch.zeros(256, dtype=torch.int64, device=x.device)
     return {
         "nonfinite": (~x.isfinite()).sum(),
@@ -64,8 +63,41 @@ def _sums(x: Tensor, spec: MXSpec) -> dict[str, Tensor]:
         "noise": (wide - y).square().sum(),
         "saturated": saturated.sum(),
         "flushed": ((wide != 0) & (y == 0)).sum(),
-        "exponents": exponents.index_add(0, scale.flatten(), torch.ones_like(scale).flatten()),
+        "exponents": exponents.index_add(0, exponent.flatten(), torch.ones_like(exponent).flatten()),
     }
+
+
+def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the E8M0 byte of the power of two at or below the scale of each block, (..., blocks, ...) int64, and the
+    scale of each value, (..., n, ...), NaN for blocks with an Inf or a NaN."""
+    stored = scales(x, spec, tensor_scale)
+    if spec.scale_format.is_power_of_two:
+        byte = stored.to(torch.int64)
+        # in float64, where 2**-127 is normal, and an element's largest value times 2**127 is finite
+        powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
+        scale = torch.tensor(powers, dtype=torch.float64).to(x.device)[byte]
+    else:
+        scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as those of codes do
+        power = torch.frexp(scale).exponent.to(torch.int64) - 1
+        byte = torch.where(scale.isnan(), NAN_SCALE, (power + 127).clamp(0, NAN_SCALE - 1))
+    for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):
+        if axis is not None:
+            scale = scale.repeat_interleave(min(block, x.shape[axis]), axis).narrow(axis, 0, x.shape[axis])
+    return byte, scale
+
+
+def _row_axis(x: Tensor, spec: MXSpec) -> int | None:
+    return spec.row_axis(x.dim()) if spec.block_rows > 1 else None
+
+
+def _slices(x: Tensor, spec: MXSpec) -> list[Tensor]:
+    """Return x in slices of whole blocks."""
+    return [part for (part,) in split(spec.axis, x, rows=spec.block_rows, row_axis=_row_axis(x, spec))[1]]
+
+
+def _tensor_scale(x: Tensor, spec: MXSpec) -> Tensor | None:
+    """Return the tensor scale of x, whose slices would each have another; None for formats without one."""
+    return tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
 
 
 def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationStatistics:
@@ -100,7 +132,10 @@ def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationS
 
 def _noise(x: Tensor, spec: MXSpec) -> float:
     """Return the norm of the noise of a tensor."""
-    return math.hypot(*(_norm(fake_quantize_mx(part, spec).float().sub_(part)) for (part,) in split(spec.axis, x)[1]))
+    t = _tensor_scale(x, spec)
+    return math.hypot(
+        *(_norm(fake_quantize_mx(part, spec, tensor_scale=t).float().sub_(part)) for part in _slices(x, spec))
+    )
 
 
 def _norm(x: Tensor) -> float:

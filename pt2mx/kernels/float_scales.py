@@ -145,6 +145,13 @@ def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tens
     return _times(blocks, value_of(codes, spec.scale_format), t, spec, prims)
 
 
+def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims = elements) -> Tensor:
+    """stored: scales -> what multiplies the values of the element, fp32; NaN for the scale NaN."""
+    scale, t = value_of(codes_of(stored), spec.scale_format), tensor_scale_of(tensor_scale, spec, stored)
+    factor, unit = TENSOR_SCALES[spec.scale_format.tensor].apply(scale, t, prims.divide), spec.element.unit
+    return factor if unit == 1 else factor / unit
+
+
 def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
     magnitude = x.to(torch.float32).abs()

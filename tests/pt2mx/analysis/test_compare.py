@@ -119,6 +119,9 @@ def test_storage_needs_no_values():
     assert empty.num_blocks == 0 and empty.bits_per_element == 4.25
     narrow = MXStorage.of((64,), MXSpec("fp4_e2m1", 16, scale_exp_bits=5, scale_sig_bits=1))
     assert narrow.bits_per_element == 4 + 6 / 16
+    nv, rows = (MXStorage.of((20, 64), parse(name)) for name in ("nvfp4", "fp8_e4m3{8x32}(f32)"))
+    assert nv.bits_per_element == 4 + 8 / 16 + 32 / 1280 and (nv.scale_exp_bits, nv.scale_sig_bits) == (4, 3)
+    assert rows.num_blocks == 3 * 2 and rows.bits_per_element == 8 + 6 * 32 / 1280
 
 
 @pytest.mark.parametrize(

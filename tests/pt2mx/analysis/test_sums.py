@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
-from pt2mx import MXError, MXSpec, fake_quantize_mx
+from pt2mx import MXError, MXSpec, fake_quantize_mx, parse, tensor_scale_mx
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_noise, quantization_sums, sqnr_db
+from tests.float_scale_operators import NAMES
 
 FP4 = MXSpec("fp4_e2m1")
 
@@ -48,6 +49,30 @@ def test_values_that_are_not_finite_are_counted_and_their_blocks_left_out():
     assert (got.nonfinite, got.nan_blocks, got.values) == (4, 3, 192)
     assert got.sqnr == pytest.approx(want.sqnr, rel=1e-12) and got.exponents == want.exponents
     assert got.saturated * 192 == want.saturated * 96 and got.flushed * 192 == want.flushed * 96
+
+
+def test_sums_with_scales_of_a_significand():
+    x = torch.tensor([[7.0, 1.0, 0.1, -0.0], [6.0, 0.0, 0.0, 0.0]])
+    sums = quantization_sums(x, parse("nvfp4{4}"), torch.tensor(1.0))  # 7 / 6 is between the scales 1.125 and 1.25
+    assert sums["saturated"] == 1 and sums["flushed"] == 1
+    assert sums["noise"].item() == pytest.approx((7 - 6 * 1.125) ** 2 + 0.125**2 + 0.1**2)
+    assert sums["exponents"].nonzero().flatten().tolist() == [127]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sqnr_of_scales_of_a_significand_by_hand(name):
+    spec, x = parse(name), torch.randn(700, 600)  # of several slices
+    t = tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+    y = fake_quantize_mx(x, spec, tensor_scale=t)
+    statistics = QuantizationStatistics.of(quantization_sums(x, spec))
+    assert statistics.sqnr == pytest.approx(
+        sqnr_db(float(x.double().square().sum()), float((y.double() - x).square().sum()))
+    )
+    assert quantization_noise([x], spec).sqnr == pytest.approx(statistics.sqnr, rel=1e-5)
+    assert sum(statistics.exponents.values()) == -(-700 // spec.block_rows) * -(-600 // spec.block_size)
+    if name != "fp8_e4m3{16}(e4m3)":  # whose scales here are subnormal: values do not quantize to themselves
+        exact = QuantizationStatistics.of(quantization_sums(y, spec, t))
+        assert exact.sqnr == math.inf and exact.saturated == 0
 
 
 def test_summary():
