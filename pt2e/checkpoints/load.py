@@ -122,10 +122,10 @@ def load_checkpoint(
         >>> loaded.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
         torch.Size([1, 8])
     """
-    from pt2mx.pt2e.language.cache import layers_of
     from pt2mx.pt2e.language.decoder import PREFIX, export, export_decoder, inputs
     from pt2mx.pt2e.language.folder import load_tokenizer
     from pt2mx.pt2e.language.language_model import LanguageModel
+    from pt2mx.pt2e.language.layers import layers_of
 
     transformers = import_extra("transformers", "hf")
     if not isinstance(folder, str | os.PathLike):

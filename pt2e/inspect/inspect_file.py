@@ -36,7 +36,7 @@ from pt2mx.pt2e.inspect.schema import (
     format_of,
     shape_of_ranges,
 )
-from pt2mx.pt2e.language.ranks import programs_in
+from pt2mx.pt2e.language.ranks import ENCODER, programs_in
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
@@ -65,7 +65,8 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
     """
     if not Path(path).is_dir():
         return [_file_info(path)]
-    names = [*programs_in(path), *sorted(file.name for file in Path(path).glob("*.aoti.pt2"))]
+    encoder = [ENCODER] if (Path(path) / ENCODER).is_file() else []
+    names = [*programs_in(path), *encoder, *sorted(file.name for file in Path(path).glob("*.aoti.pt2"))]
     if not names:
         raise MXError(f"{str(path)!r} holds no program.pt2: give a file, or the folder of a quantized language model")
     return [_file_info(Path(path) / name) for name in names]

@@ -6,28 +6,19 @@ The same program reads prompts of any length and single tokens, so that both sha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.attention import ATTENTION, register_attention
-from pt2mx.pt2e.language.cache import (
-    KINDS,
-    Layers,
-    cache_within,
-    empty_cache,
-    equal_dims,
-    layers_of,
-)
+from pt2mx.pt2e.language.cache import KINDS, Layers, cache_within, empty_cache, equal_dims
+from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.recurrence import with_recurrences
+from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -53,8 +44,6 @@ _OF_LENGTH: dict[str, dict[int, Any]] = {
     "logits_to_keep": {},
 }
 
-#: types of RoPE whose frequencies depend on the length of the text
-_LENGTH_DEPENDENT = {"longrope", "dynamic"}
 #: the prefix of the names of a decoder's tensors in its program
 PREFIX = "model."
 
@@ -127,7 +116,7 @@ def export_decoder(model: PreTrainedModel, length: int | None = None) -> Exporte
     length = longest_text(model, length)
     layers, original = layers_of(model), model.config._attn_implementation
     example = inputs(layers, model.device)
-    with _with_frequencies_for(model, length):
+    with with_frequencies_for(model, length):
         if original == "sdpa":
             register_attention()
             model.set_attn_implementation(ATTENTION)
@@ -141,53 +130,6 @@ def export_decoder(model: PreTrainedModel, length: int | None = None) -> Exporte
             model.set_attn_implementation(original)
         _check(model, program, layers)
     return program
-
-
-def longest_text(model: PreTrainedModel, length: int | None = None) -> int | None:
-    """Return the tokens of the longest text that a program of this model reads; None: any number.
-
-    Some types of RoPE have frequencies that depend on the length of the text. A program has those for texts of up to
-    `length` tokens; None: the number of tokens up to which the frequencies stay the same.
-
-    Raises:
-        MXError: for a model whose frequencies cannot be fixed, and a length below 1.
-    """
-    if length is not None and length < 1:
-        raise MXError(f"a text length of {length} must be at least 1")
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = {one.get("rope_type") for one in (parameters, *parameters.values()) if isinstance(one, dict)}
-    if not (kinds := kinds & _LENGTH_DEPENDENT):
-        return None
-    if parameters.get("rope_type") not in kinds or not _length_dependent(model):
-        raise MXError(
-            f"{type(model).__name__} has RoPE of the type {kinds.pop()!r} in some of its layers: its frequencies "
-            f"depend on the length of the text, and a program reads texts of any length; {WITHOUT_EXPORT}"
-        )
-    return length or parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-
-
-def _length_dependent(model: PreTrainedModel) -> list[Any]:
-    """Return the modules that compute RoPE of one type, whose frequencies depend on the length of the text."""
-    modules = [module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str)]
-    return [module for module in modules if module.rope_type in _LENGTH_DEPENDENT]
-
-
-@contextmanager
-def _with_frequencies_for(model: PreTrainedModel, length: int | None) -> Iterator[None]:
-    """Fix the frequencies of RoPE to those for texts of this length."""
-    functions = import_extra("transformers.modeling_rope_utils", "hf").ROPE_INIT_FUNCTIONS
-    modules = [] if length is None else _length_dependent(model)
-    original = [(module, module.rope_type, module.inv_freq, module.attention_scaling) for module in modules]
-    for module in modules:
-        compute = functions[module.rope_type]
-        module.inv_freq, module.attention_scaling = compute(module.config, model.device, seq_len=length)
-        module.rope_type = "default"
-    try:
-        yield
-    finally:
-        for module, *values in original:
-            module.rope_type, module.inv_freq, module.attention_scaling = values
 
 
 @torch.no_grad()
@@ -253,27 +195,3 @@ def inputs(
         "logits_to_keep": torch.arange(length - kept, length, device=device),
         **cache.inputs(),
     }
-
-
-def inputs_of(model: GraphModule) -> dict[str, Any]:
-    """Return the inputs of a decoder's graph: name -> placeholder, or nested lists of placeholders."""
-    info = model.graph._codegen.pytree_info  # type: ignore[attr-defined]
-    _, named = pytree.tree_unflatten(model.graph.find_nodes(op="placeholder"), info.in_spec)
-    return named
-
-
-def free_inputs(model: GraphModule) -> dict[str, Any]:
-    """Remove the checks of a graph's inputs, so that they can change, and return the inputs as `inputs_of` does."""
-    for node in model.graph.find_nodes(op="call_module", target="_guards_fn"):
-        model.graph.erase_node(node)
-    return inputs_of(model)
-
-
-def set_inputs(model: GraphModule, named: dict[str, Any]) -> None:
-    """Set the signature of a graph: its placeholders by name, in this order."""
-    codegen = model.graph._codegen
-    _, in_spec = pytree.tree_flatten(((), named))
-    codegen.pytree_info = codegen.pytree_info._replace(  # type: ignore[attr-defined]
-        orig_args=list(named), in_spec=in_spec
-    )
-    model.recompile()

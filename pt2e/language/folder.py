@@ -34,6 +34,8 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+#: files that the folder of a model may lack
+_OPTIONAL = (REPORT, ranks.ENCODER, _GENERATION, *_TOKENIZER)
 
 Folder = str | os.PathLike[str]
 
@@ -51,16 +53,23 @@ def check_holds_program(folder: Folder, program: ExportedProgram) -> None:
         raise MXError("a model that is divided among ranks has no packages: call compile() on each rank")
 
 
-def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | str | None, *parts: Any) -> None:
-    """Write a program, and the configurations and the tokenizer that transformers saves.
+def save_folder(
+    folder: Folder,
+    program: ExportedProgram,
+    recipe: MXQuantizer | str | None,
+    *parts: Any,
+    encoder: ExportedProgram | None = None,
+) -> None:
+    """Write the programs of a model, and the configurations and the tokenizer that transformers saves.
 
     Of a sharded model each rank writes its program, and the first one also the other files.
 
     Args:
         folder: the folder, which is made where it is missing.
-        program: the program.
-        recipe: the quantizer, or its YAML, to put into the program.
+        program: the program of the decoder.
+        recipe: the quantizer, or its YAML, to put into the programs.
         parts: objects with `save_pretrained`, or None.
+        encoder: the program of the encoder.
 
     Raises:
         MXError: where no file can be written there.
@@ -74,11 +83,19 @@ def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | 
             for part in parts:
                 if part is not None and writes_parts:
                     part.save_pretrained(temporary)
+            if encoder is not None and writes_parts:
+                save_program(encoder, Path(temporary) / ranks.ENCODER, recipe)
             overwrites = writes_parts and is_quantized(folder)
             save_program(program, Path(folder) / ranks.program_file(sharded), recipe)
             if overwrites:
                 # a tokenizer of the old model would be loaded with the new one
-                for name in (REPORT, _GENERATION, *_TOKENIZER, *ranks.programs_of_others(folder, sharded)):
+                for name in (
+                    REPORT,
+                    ranks.ENCODER,
+                    _GENERATION,
+                    *_TOKENIZER,
+                    *ranks.programs_of_others(folder, sharded),
+                ):
                     (Path(folder) / name).unlink(missing_ok=True)
                 for package in Path(folder).glob("*.aoti.pt2"):
                     package.unlink()
@@ -92,23 +109,28 @@ def save_folder(folder: Folder, program: ExportedProgram, recipe: MXQuantizer | 
         raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
 
 
-def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any]:
-    """Return the program, the configuration, the generation configuration or None, and the tokenizer or None.
+def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, ExportedProgram | None]:
+    """Return what `LanguageModel` is made of: each may be None but the decoder's program and the configuration.
 
     Raises:
         MXError: where the folder holds no program, or programs for another number of ranks.
     """
     name = ranks.own_program_in(folder)
     transformers = import_extra("transformers", "hf")
-    with user_errors(f"read {name!r} in {str(folder)!r}"):
-        program = load_program(Path(folder) / name)
+    encoder = _read_program(folder, ranks.ENCODER) if (Path(folder) / ranks.ENCODER).is_file() else None
+    program = _read_program(folder, name)
     with user_errors(f"read 'config.json' in {str(folder)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder)
     generation = None
     if (Path(folder) / _GENERATION).is_file():
         with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
             generation = transformers.GenerationConfig.from_pretrained(folder)
-    return program, config, generation, load_tokenizer(folder)
+    return program, config, generation, load_tokenizer(folder), encoder
+
+
+def _read_program(folder: Folder, name: str) -> ExportedProgram:
+    with user_errors(f"read {name!r} in {str(folder)!r}"):
+        return load_program(Path(folder) / name)
 
 
 def load_tokenizer(folder: Folder) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,22 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours
-from pt2mx.fx.graph.tensors import device_named, move_to_device
-from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_length, check_prompts, check_sampling, check_step
-from pt2mx.pt2e.language.cache import KINDS, DecoderCache, cache_of, empty_cache, grow, room_for
+from pt2mx.pt2e.language.cache import KINDS
+from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
-from pt2mx.pt2e.language.runtime import Runner, load_packages, write_packages
+from pt2mx.pt2e.language.generation import Generates
+from pt2mx.pt2e.language.layers import cache_of
+from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
-_generation = import_extra("transformers.generation.utils", "hf")
 _outputs = import_extra("transformers.modeling_outputs", "hf")
 
 
-class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[name-defined]
+class LanguageModel(nn.Module, Generates):
     """A quantized decoder with its cache, its configuration and its tokenizer.
 
     `generate` is the method of transformers, with its arguments and results: greedy search, sampling, beams, streamers,
@@ -42,6 +40,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         config: transformers' configuration of the model.
         generation_config: its settings for `generate`; None: transformers' defaults.
         tokenizer: the tokenizer for `text=`, or None.
+        encoder: the program whose outputs the decoder reads, such as a vision tower, or None.
 
     Raises:
         MXError: for a program that is no decoder with a cache.
@@ -62,25 +61,27 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         True
     """
 
-    main_input_name, base_model_prefix, _is_stateful = "input_ids", "", False
-
     def __init__(
-        self, program: ExportedProgram, config: Any, generation_config: Any = None, tokenizer: Any = None
+        self,
+        program: ExportedProgram,
+        config: Any,
+        generation_config: Any = None,
+        tokenizer: Any = None,
+        encoder: ExportedProgram | None = None,
     ) -> None:
         super().__init__()
         self.program, self.config, self.tokenizer = program, config, tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
         self._is_stateful = not all(KINDS[name] for layer in self.layers for name in layer)
+        self.encoder = None if encoder is None else Encoder(encoder, self.device)
         self.coverage = Coverage({}, {})  #: the share of the checkpoint's values in the program; empty for a folder
         self._folder: Path | None = None
 
     @cached_property
     def decoder(self) -> GraphModule:
         """The lowered program. The first access lowers it, so that saving a model does not."""
-        decoder = self.program.module(check_guards=False)  # check_step checks the inputs
-        quantized = any(is_ours(node) for graph in graph_modules(decoder) for node in graph.graph.nodes)
-        return lower_to_inductor(decoder, self.device) if quantized else move_to_device(decoder, self.device)
+        return lower_program(self.program, self.device)
 
     @cached_property
     def runner(self) -> Runner:
@@ -106,6 +107,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         model._folder = Path(folder)
         if device is not None:
             model.device = device_named(device)
+            if model.encoder is not None:
+                model.encoder.device = model.device
         return model
 
     def write_packages(self, folder: Folder) -> list[Path]:
@@ -135,7 +138,9 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         Raises:
             MXError: where no file can be written there.
         """
-        save_folder(folder, self.program, recipe, self.config, self.generation_config, self.tokenizer)
+        encoder = None if self.encoder is None else self.encoder.program
+        parts = self.config, self.generation_config, self.tokenizer
+        save_folder(folder, self.program, recipe, *parts, encoder=encoder)
 
     def compile(self, **options: Any) -> None:
         """Compile the model in place, at the first prompt for any length, and at the first single token.
@@ -144,6 +149,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             **options: options of `torch.compile` for single tokens, and on a GPU also for prompts.
         """
         self.runner.compile(**options)
+        if self.encoder is not None:
+            self.encoder.compile()
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *, text: str | Sequence[str] | None = None, **options: Any) -> Any:
@@ -228,33 +235,6 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         logits = self.runner.read(input_ids, position_ids, mask, kept, cache)
         return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
 
-    def _cache_for(self, tokens: Tensor, cache: Any) -> DecoderCache:
-        """Return the cache to write to: a cache of this model, or a new one that grows in place of an empty one."""
-        if isinstance(cache, DecoderCache):
-            if cache.grows and cache.length + tokens.shape[1] > cache.slots:
-                grow(cache, room_for(cache.length + tokens.shape[1]))
-            return cache
-        if cache is not None and cache.get_seq_length():
-            raise MXError(f"past_key_values is a filled {type(cache).__name__}: give what new_cache or a call gave")
-        cache = self.new_cache(tokens.shape[0], tokens.shape[-1])
-        cache.grows = True
-        return cache
-
-    def new_cache(self, batch: int, tokens: int) -> DecoderCache:
-        """Make an empty cache for `past_key_values`.
-
-        Args:
-            batch: the number of sequences.
-            tokens: the number of tokens of each that must fit.
-
-        Returns:
-            transformers' `Cache`.
-        """
-        cache = empty_cache(self.layers, batch, room_for(tokens), self.device)
-        for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
-            torch._dynamo.mark_static_address(tensor)  # lets CUDA graphs write to them
-        return cache
-
     def train(self, mode: bool = True) -> LanguageModel:
         """Stay in evaluation mode.
 
@@ -270,30 +250,3 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         if mode:
             raise MXError("a quantized program is for inference: train a model with prepare_qat_pt2e")
         return self
-
-    # the methods that transformers' generate calls
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
-    ) -> None:
-        check_length(self.config, max_cache_length)
-        cache = model_kwargs.get("past_key_values")
-        if isinstance(cache, DecoderCache):
-            if max_cache_length > cache.slots:
-                grow(cache, room_for(max_cache_length))
-        elif generation_config.use_cache:
-            sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            model_kwargs["past_key_values"] = self.new_cache(sequences, max_cache_length)
-
-    def _optimize_model_for_decode(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _supports_logits_to_keep(self) -> bool:
-        return True
-
-    def is_remote_code(self) -> bool:
-        """Return False: the code of the model is part of pt2mx.
-
-        Returns:
-            False.
-        """
-        return False

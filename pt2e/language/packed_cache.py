@@ -17,7 +17,7 @@ from pt2mx.fx.graph.node import Dequantize, args_of, set_value, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.pt2e.language.cache import KINDS, Layers, by_layer, equal_dims
-from pt2mx.pt2e.language.decoder import free_inputs, inputs_of, set_inputs
+from pt2mx.pt2e.language.signature import free_inputs, inputs_of, set_inputs
 
 _WRITE = torch.ops.aten.index_copy_.default
 _SIZE = torch.ops.aten.sym_size.int

@@ -17,9 +17,10 @@ from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
-from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e
@@ -85,26 +86,17 @@ def quantize_language_model(
     check_model(model)
     check_texts(texts, model.config.get_text_config().vocab_size)
     stage("export")
-    length = decoder.longest_text(model, length)
+    length = longest_text(model, length)
     layers = layers_of(model)
     exported = decoder.export_decoder(model, length)
     coverage = CheckpointValues(model).held_by(tensors_read(exported, decoder.PREFIX))
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
     graph = remove_unused(exported.module())
-    weights_only = without_activation_matmuls(quantizer)
-    check_blocks(graph, weights_only)
+    quantizer = without_activation_matmuls(quantizer)
+    check_blocks(graph, quantizer)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]
-    if weights_only.algorithms is not None:
-        stage("optimize")
-        graph = optimize(graph, weights_only, batches)
-    stage("calibrate")
-    prepared = prepare_pt2e(graph, weights_only)
-    with torch.no_grad():
-        for batch in batches:
-            prepared(**batch)
-    stage("convert")
-    converted = pack_cache(convert_pt2e(prepared))
+    converted = pack_cache(quantize_graph(graph, quantizer, batches, stage))
     program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
     carry_notes(converted, program.graph_module)
     config = copy.deepcopy(model.config)
@@ -113,6 +105,22 @@ def quantize_language_model(
     language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer)
     language_model.coverage = coverage
     return language_model
+
+
+def quantize_graph(
+    graph: GraphModule, quantizer: MXQuantizer, batches: Sequence[dict[str, Any]], stage: Callable[[str], None]
+) -> GraphModule:
+    """Optimize, calibrate and convert the graph of a program; `batches` are its inputs, by name."""
+    if quantizer.algorithms is not None:
+        stage("optimize")
+        graph = optimize(graph, quantizer, batches)
+    stage("calibrate")
+    prepared = prepare_pt2e(graph, quantizer)
+    with torch.no_grad():
+        for batch in batches:
+            prepared(**batch)
+    stage("convert")
+    return convert_pt2e(prepared)
 
 
 def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:

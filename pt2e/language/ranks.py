@@ -17,6 +17,8 @@ from pt2mx.errors import MXError
 
 _Item = TypeVar("_Item")
 
+#: the file name of the encoder's program, which no rank shares out
+ENCODER = "encoder.pt2"
 #: the number of ranks in the file name of a rank's program
 _RANKS = re.compile(r"\.rank\d+of(\d+)\.pt2")
 

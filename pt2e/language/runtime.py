@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.node import attribute_of, tensor_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
+from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, DecoderCache, Layers
-from pt2mx.pt2e.language.decoder import free_inputs, set_inputs
 from pt2mx.pt2e.language.recurrence import pass_batch_sizes, with_single_steps
+from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.packages.package import check_loads
 
 #: tokens of a prompt to read at once: it bounds the memory of attention, and a GPU needs many to be busy
@@ -34,6 +37,13 @@ _CHUNK = {"cpu": 1024, "cuda": 4096}
 _LENGTH_MULTIPLE = 128
 #: package -> the number of tokens that its program reads; None: any
 _LENGTHS = {"prompt": None, "token": 1}
+
+
+def lower_program(program: ExportedProgram, device: torch.device) -> GraphModule:
+    """Return the graph of a program, lowered where it has operators of pt2mx, on a device."""
+    graph = program.module(check_guards=False)  # the callers check the inputs
+    quantized = any(is_ours(node) for one in graph_modules(graph) for node in one.graph.nodes)
+    return lower_to_inductor(graph, device) if quantized else move_to_device(graph, device)
 
 
 class Runner:

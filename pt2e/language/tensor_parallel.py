@@ -23,7 +23,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import value_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.language.arguments import check_model
-from pt2mx.pt2e.language.cache import layers_of
+from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.optimize.targets import quantized_inputs
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 

@@ -3,8 +3,8 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import layers_of
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
+from pt2mx.pt2e.language.layers import layers_of
 from tests.language_models import FAMILIES, exported_decoder, padded, tiny_decoder, transformers
 
 #: families that differ in the program: one mask, two masks, eager attention with sinks and experts, no RoPE, no

@@ -4,7 +4,7 @@ import torch
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import layers_of
+from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
 

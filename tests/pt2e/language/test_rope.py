@@ -7,7 +7,8 @@ import torch
 
 from pt2mx import LanguageModel, MXError
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT
-from pt2mx.pt2e.language.decoder import export_decoder, longest_text
+from pt2mx.pt2e.language.decoder import export_decoder
+from pt2mx.pt2e.language.rope import longest_text
 from tests.language_models import tiny_decoder
 
 LONGROPE = {

@@ -1,0 +1,95 @@
+"""Find the tensors that the layers of a decoder keep in its cache: of a model of transformers, or of a program."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.cache import KINDS, Layers, Stored, by_layer
+from pt2mx.pt2e.language.signature import example_inputs
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
+
+_cache_utils = import_extra("transformers.cache_utils", "hf")
+
+_WITH_CACHE = (
+    "only decoders whose layers keep keys and values of their tokens, or the state of a recurrence, can be exported "
+    f"with their cache; give --output a name that ends in .pt2 for a program without a cache, or {WITHOUT_EXPORT}"
+)
+
+
+def layers_of(model: Any) -> Layers:
+    """Return the layers of the cache that a causal language model fills.
+
+    Raises:
+        MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    if model.config.model_type == "recurrent_gemma":
+        return _griffin_layers(model, tokens)
+    with torch.no_grad():
+        output = model(input_ids=tokens, use_cache=True)
+    cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    layers: Layers = []
+    for number, layer in enumerate(getattr(cache, "layers", [])):
+        if (stored := _stored_in(layer)) is None:
+            raise MXError(
+                f"layer {number} of {type(model).__name__} keeps a {type(layer).__name__}, not keys and values of its "
+                f"tokens: {_WITH_CACHE}"
+            )
+        layers.append(stored)
+    if not any(layers):
+        raise MXError(f"{type(model).__name__} keeps no keys and values of its tokens: {_WITH_CACHE}")
+    return layers
+
+
+@torch.no_grad()
+def _griffin_layers(model: Any, tokens: Tensor) -> Layers:
+    """Return the layers of RecurrentGemma, which returns no cache, and whose modules keep the states themselves."""
+    config, cache = model.config, _cache_utils.DynamicCache(config=model.config)
+    model(input_ids=tokens, past_key_values=cache, use_cache=False)
+    states: dict[str, Stored] = {
+        "conv_states": torch.empty(1, config.lru_width, config.conv1d_width - 1, dtype=model.dtype, device="meta"),
+        "recurrent_states": torch.empty(1, config.lru_width, device="meta"),
+    }
+    kinds = zip(config.layers_block_type, cache.layers, strict=True)
+    return [states if kind == "recurrent" else _stored_in(layer) or {} for kind, layer in kinds]
+
+
+def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtype]:
+    """Return the layers of a program's cache, its device, and the dtype of the program's logits."""
+    named = example_inputs(program)
+    kinds = [name for name in KINDS if named.get(name)]
+    if not kinds or len(named.get("keys", ())) != len(named.get("values", ())):
+        raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
+    on_meta = {name: [pytree.tree_map(partial(_on_meta, name), one) for one in named[name]] for name in kinds}
+    (logits,) = program.graph_signature.user_outputs
+    dtype = next(node for node in program.graph.nodes if node.name == logits).meta["val"].dtype
+    return by_layer(on_meta), pytree.tree_leaves(named[kinds[0]])[0].device, dtype
+
+
+def _stored_in(layer: Any) -> dict[str, Stored] | None:
+    """Return what a layer of transformers' cache keeps, as meta tensors; None where that is of no known kind."""
+    recurrent = isinstance(layer, _cache_utils.LinearAttentionCacheLayerMixin)
+    stored = {name: getattr(layer, name, None) for name in KINDS}
+    if recurrent:
+        if layer.number_of_states != 1:
+            return None
+        stored |= {"conv_states": layer.conv_states[0], "recurrent_states": layer.recurrent_states[0]}
+    tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
+    slots = [tensor for name, tensor in tensors.items() if KINDS[name]]
+    of_tokens = [isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == 2 for one in slots]
+    if not all(of_tokens) or (len(of_tokens) != 2 and not (recurrent and not of_tokens)):
+        return None
+    return {name: _on_meta(name, tensor) for name, tensor in tensors.items()}
+
+
+def _on_meta(name: str, stored: Any) -> Tensor:
+    sizes = (stored.shape[1], 0, stored.shape[3]) if KINDS[name] else stored.shape[1:]
+    return torch.empty(1, *sizes, dtype=stored.dtype, device="meta")
