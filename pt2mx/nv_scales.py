@@ -16,25 +16,32 @@ from pt2mx.spec import MXSpec, parse
 
 
 def mx_to_nv_scales(
-    data: Tensor, scale: Tensor, elem_dtype: object = "mxfp4", length: int | None = None, block_size: int = 16
+    data: Tensor,
+    scale: Tensor,
+    elem_dtype: object = "mxfp4",
+    length: int | None = None,
+    block_size: int = 16,
+    tensor_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return E4M3 scales and a float32 scale of the tensor with which the same codes have the same values.
 
-    Each block becomes `32 / 16` blocks. The tensor scale is a power of two that puts the largest block's scale on 256,
-    so that scales down to 2**-17 of it are exact. A block of zeros gets the scale 1.
+    Each block becomes `32 / 16` blocks. The tensor scale is a power of two, by default the one that puts the largest
+    block's scale on 256, so that scales down to 2**-17 of it are exact. A block of zeros gets the scale 1.
 
     Args:
         data, scale: as `quantize_mx` returns them for an E8M0 format.
         elem_dtype: their format, as `pt2mx.parse` takes it; its block size is a multiple of `block_size`.
         length: values along the axis, where packing rounded them up.
         block_size: values that share a scale in the result.
+        tensor_scale: one float32 power of two, such as the largest of several tensors that share it.
 
     Returns:
         scale: (..., ceil(length / block_size), ...) uint8, E4M3.
         tensor_scale: () float32.
 
     Raises:
-        MXError: for a block whose scale E4M3 does not hold, naming the block, and for shapes that do not fit.
+        MXError: for a block whose scale E4M3 does not hold, naming the block; for shapes that do not fit; for a tensor
+            scale that is no power of two.
 
     Example:
         >>> import torch, pt2mx
@@ -59,11 +66,11 @@ def mx_to_nv_scales(
     exponent = fine.to(torch.int32) - BIAS + int(math.log2(spec.element.unit))
     grid = target.scale_format.grid
     top = int(exponent[used].max()) if used.any() else 0
-    shift = max(top - grid.emax, -126)
+    shift = max(top - grid.emax, -126) if tensor_scale is None else _exponent(tensor_scale)
     least = grid.emin - grid.mantissa_bits
     relative = exponent - shift
     _raise_where(
-        used & (relative < least),
+        used & ((relative < least) | (relative > grid.emax)),
         f"{{}} has the scale 2**{{}}, which is not within 2**{shift + least} to 2**{shift + grid.emax}, the powers of "
         f"two of E4M3 with the tensor scale 2**{shift}",
         exponent,
@@ -127,6 +134,14 @@ def nv_to_mx_scales(
         coarse.squeeze(axis + 1) - 1,
     )
     return (coarse.squeeze(axis + 1) - 1).clamp(min=0).to(torch.uint8)
+
+
+def _exponent(tensor_scale: Tensor) -> int:
+    """Return the exponent of a power of two."""
+    mantissa, exponent = math.frexp(tensor_scale.item())
+    if mantissa != 0.5:
+        raise MXError(f"tensor_scale={tensor_scale.item():g} is no power of two: no exact conversion")
+    return exponent - 1
 
 
 def _nv_spec(spec: MXSpec, block_size: int) -> MXSpec:

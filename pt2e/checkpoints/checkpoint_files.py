@@ -40,6 +40,11 @@ class CheckpointTensors(Mapping[str, Tensor]):
         with ShardReader(self._files[name]) as reader:
             return reader.tensor(name)
 
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Read `count` rows of a tensor, from row `first` on."""
+        with ShardReader(self._files[name]) as reader:
+            return reader.rows(name, first, count)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,8 @@ from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: tensor of a checkpoint -> the rows of a parameter that it holds
+Parts = Mapping[str, Tensor]
 #: experts that transformers (5.17) turns into linear layers before it loads weights of compressed-tensors
 _SPLIT = "Llama4TextExperts"
 
@@ -55,6 +57,51 @@ def parts_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str
             raise MXError(f"the checkpoint has {name} in another order than rows: it cannot be quantized there")
         rows_of[name] = {part_name: part[..., 0].flatten() for part_name, part in parts.items()}
     return rows_of
+
+
+#: weight of experts in one tensor -> the projections that it holds
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+def linear_parts(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
+    """Return the linear layers that hold a weight or a bias of gpt-oss's experts in other checkpoints.
+
+    Args:
+        model: the model, on any device, also meta.
+        name: the weight, (experts, K, N), or its bias, (experts, N).
+
+    Returns:
+        name in the checkpoint -> the rows that it holds, of experts * N.
+
+    Example:
+        >>> import torch, transformers
+        >>> from pt2mx.pt2e.checkpoints.checkpoint_names import linear_parts
+        >>> sizes = dict(hidden_size=32, intermediate_size=2, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
+        >>> with torch.device("meta"):
+        ...     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, pad_token_id=None))
+        >>> parts = linear_parts(model, "model.layers.0.mlp.experts.gate_up_proj")
+        >>> parts["model.layers.0.mlp.experts.1.up_proj.weight"]
+        tensor([5, 7])
+    """
+    path, _, attribute = name.rpartition(".")
+    module, projections = model.get_submodule(path), _PROJECTIONS[attribute.removesuffix("_bias")]
+    experts, rows = module.get_parameter(attribute).shape[0], module.get_parameter(attribute).shape[-1]
+    shape = (experts, len(projections), -1) if module.is_concatenated else (experts, -1, len(projections))
+    of_experts = torch.arange(experts * rows).view(shape)
+    of_experts = of_experts if module.is_concatenated else of_experts.mT
+    suffix = "bias" if attribute.endswith("_bias") else "weight"
+    return {
+        f"{path}.{expert}.{projection}.{suffix}": of_experts[expert, i].clone()
+        for expert in range(experts)
+        for i, projection in enumerate(projections)
+    }
+
+
+def stored_parts(model: PreTrainedModel, name: str, layout: Layout) -> dict[str, Tensor] | None:
+    """Return the tensors of a layout that make up a weight, as `parts_of`; None where one tensor has its name."""
+    if not is_transposed(model, name):
+        return parts_of(model, [name])[name]
+    return None if layout.only_experts else linear_parts(model, name)
 
 
 def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
@@ -125,13 +172,34 @@ def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     return missing
 
 
-def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
+#: layers of one module that vLLM and others multiply at once, and so with one tensor scale
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def fused_with(name: str, weights: Collection[str]) -> set[str]:
+    """Return the weights that libraries fuse with a weight, itself included.
+
+    Example:
+        >>> from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
+        >>> sorted(fused_with("mlp.up_proj.weight", ["mlp.up_proj.weight", "mlp.gate_proj.weight"]))
+        ['mlp.gate_proj.weight', 'mlp.up_proj.weight']
+    """
+    module, _, attribute = name.rpartition(".")
+    parent, _, layer = module.rpartition(".")
+    group = next((layers for layers in _FUSED if layer in layers), (layer,))
+    return {other for one in group if (other := f"{parent}.{one}.{attribute}".removeprefix(".")) in weights} | {name}
+
+
+def check_compatibility(
+    layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel, unit_scales: bool = False
+) -> None:
     """Raise an `MXError` for experts that the libraries of a layout would not find or would compute differently.
 
     Args:
         layout: the layout of the checkpoint.
         modules: modules by their names in the model; other names are ignored.
         model: the model, on any device, also meta.
+        unit_scales: True where the tensor scales of experts are 1.
 
     Raises:
         MXError: naming a module.
@@ -148,16 +216,16 @@ def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: Pr
             )
         if layout.only_experts and not layers[name].is_transposed:
             raise MXError(f"{layout.name} is read for experts as gpt-oss has them alone: {name} are others")
-        if name in whole and not layout.only_experts:
+        if name in whole and not (layout.only_experts or (layout.linear_experts and layers[name].is_transposed)):
             raise MXError(f"{layout.name} has no place for {name}, experts in one tensor: leave them in high precision")
     if layout.name == "compressed-tensors":
         for name, module in modules.items():
             if module.kind == _SPLIT:
                 raise MXError(f"transformers would not find the weights of {name}, a {_SPLIT}: give another layout")
-        _check_merged({name: module for name, module in experts.items() if name not in whole}, modules)
+        _check_merged({name: module for name, module in experts.items() if name not in whole}, modules, unit_scales)
 
 
-def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) -> None:
+def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module], unit_scales: bool) -> None:
     """Check experts that transformers (5.17) merges into one parameter, with one scheme for all, when it loads them."""
     if not experts:
         return
@@ -169,5 +237,5 @@ def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) 
         raise MXError(f"transformers takes {name} to be packed as linear layers are: quantize experts too")
     if first.scheme is not None and first.scheme.form == "fp8_e4m3":
         raise MXError(f"transformers reads experts in FP8 with one scale a row: give {name} another format")
-    if first.scheme is not None and first.scheme.form == NVFP4_DIVISOR:
+    if first.scheme is not None and first.scheme.form == NVFP4_DIVISOR and not unit_scales:
         raise MXError(f"transformers leaves out the tensor scales of experts: give {name} MXFP4, or another layout")

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
-from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, parts_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
@@ -28,8 +28,9 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.recode import alike_form, recode
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, rows_of_scales, spec_of
+from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor
+from pt2mx.pt2e.checkpoints.regroup import divide
+from pt2mx.pt2e.checkpoints.weight_formats import rows_of_scales, spec_of
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(_dtype(graph)).removeprefix("torch.")
-    config.quantization_config = write_config(layout, _named_both_ways(model, modules))
+    config.quantization_config = write_config(layout, _named_both_ways(model, modules, layout))
     if unties:
         config.tie_word_embeddings = False
     return Contents(tensors, config)
@@ -84,7 +85,7 @@ def build_tensors(
     _check_dtypes(graph, layout)
     unpacked = take_values(packed, unpack, model, _dtype(graph))
     kinds = weights_of(model)
-    packed = {name: _in_layout(name, user, layout, _dtype(graph)) for name, user in packed.items()}
+    packed = {name: _in_layout(name, packed, layout, _dtype(graph)) for name in packed}
     for name, user in packed.items():
         _check(name, kinds[name], user, layout)
     tensors = {**_float_values(graph, model, prefix, {*packed, *unpacked}), **unpacked}
@@ -94,6 +95,11 @@ def build_tensors(
     # transformers ties no codes, and then no bias either
     unties = any(set(names) & set(packed) for names in tied_names(model).values())
     floats = _checkpoint_tensors(model, tensors, {} if unties else tied)
+    for name in packed:
+        if is_transposed(model, name) and not layout.only_experts:
+            bias = divide(model, f"{name}_bias", into_one=False)
+            floats |= bias.bias(floats)
+            del floats[bias.name]
     return {**floats, **_packed_tensors(model, packed, layout)}, modules, unties
 
 
@@ -127,13 +133,15 @@ def _packed(users: list[WeightUser], model: PreTrainedModel, prefix: str) -> dic
     return packed
 
 
-def _in_layout(name: str, user: WeightUser, layout: Layout, dtype: torch.dtype) -> WeightUser:
+def _in_layout(name: str, packed: dict[str, WeightUser], layout: Layout, dtype: torch.dtype) -> WeightUser:
     """Return a weight in the format of the layout that holds the same values, where that is another one."""
+    user = packed[name]
     form = alike_form(user.form, layout.stored)
     if form in (None, user.form):
         return user
-    packed = recode(name, PackedTensors(user.data, user.scale, user.spec, user.tensor_scale), form, dtype)
-    return dataclasses.replace(user, spec=packed.spec, scale=packed.scale, tensor_scale=packed.tensor_scale)
+    factor = shared_factor({one: packed[one].packed for one in fused_with(name, packed)}, form)
+    recoded = recode(name, user.packed, form, dtype, factor)
+    return dataclasses.replace(user, spec=recoded.spec, scale=recoded.scale, tensor_scale=recoded.tensor_scale)
 
 
 def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
@@ -202,15 +210,15 @@ def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, We
     return modules
 
 
-def _named_both_ways(model: PreTrainedModel, modules: dict[str, Module]) -> dict[str, Module]:
+def _named_both_ways(model: PreTrainedModel, modules: dict[str, Module], layout: Layout) -> dict[str, Module]:
     """Return the modules by their names in the model and in the checkpoint: libraries look for either."""
     named = dict(modules)
     for path, module in modules.items():
         weights = [f"{path}.{name}" for name in weights_of(model.get_submodule(path)) if "." not in name]
-        if is_transposed(model, weights[0]):
+        if is_transposed(model, weights[0]) and module.scheme is None:
             continue
-        for parts in parts_of(model, weights).values():
-            names = (part.rpartition(".")[0] for part in parts)
+        for weight in weights:
+            names = (part.rpartition(".")[0] for part in stored_parts(model, weight, layout) or ())
             named |= {_EXPERT.sub(r"\1.*", name) if module.kind == EXPERTS else name: module for name in names}
     return named
 
@@ -229,11 +237,12 @@ def _checkpoint_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], tied
 def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layout: Layout) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, user in packed.items():
-        if is_transposed(model, name):
+        parts = stored_parts(model, name, layout)
+        if parts is None:
             tensors |= layout.to_tensors(name, user.form, user.data, user.scale, user.tensor_scale)
             continue
         data, scale = user.data.flatten(0, -2), user.scale.flatten(0, -2)
-        for part, rows in parts_of(model, [name])[name].items():
+        for part, rows in parts.items():
             # a file cannot hold the same memory twice
             tensor_scale, input_scale = (
                 None if one is None else one.clone() for one in (user.tensor_scale, user.input_scale)

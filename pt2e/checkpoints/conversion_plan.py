@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
@@ -240,6 +240,23 @@ def check_dtype(plan: ConversionPlan) -> None:
             f"loaders of {plan.layout.name} compute in {allowed}, and the checkpoint is in {dtype}: give the dtype "
             f"{allowed.partition(',')[0]!r} for the tensors that stay"
         )
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast the values of a tensor to another dtype.
+
+    Raises:
+        MXError: where a finite value becomes Inf.
+    """
+    if dtype == values.dtype:
+        return values
+    converted = values.to(dtype)
+    lost = converted.isinf() & values.isfinite()
+    if bool(lost.any()):
+        wide = "give dtype='bfloat16' (--dtype bfloat16), which has the range of float32"
+        advice = wide if dtype == torch.float16 else "leave dtype (--dtype) out, which keeps the checkpoint's own"
+        raise MXError(f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: {advice}")
+    return converted
 
 
 def model_on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:

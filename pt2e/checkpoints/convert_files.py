@@ -61,6 +61,7 @@ def convert_checkpoint(
     recipe: MXQuantizer | str | os.PathLike[str] | None = None,
     *,
     layout: str = "compressed-tensors",
+    weights: str | None = None,
     dtype: str | torch.dtype | None = None,
     statistics: Mapping[str, InputStatistics] | None = None,
     jobs: int = 1,
@@ -79,6 +80,8 @@ def convert_checkpoint(
         recipe: a shipped recipe, the path of one, or a quantizer; None: "mxfp4_weight_only". A checkpoint that is
             quantized already takes none: its codes go into the new layout, with scales that give the same values.
         layout: "compressed-tensors", "quark", "modelopt", "fp8", or "mxfp4" of gpt-oss's experts.
+        weights: the format of weights for the codes of a quantized checkpoint, such as "nvfp4"; None: the most similar
+            that the layout has.
         dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
         statistics: parameter of the model -> statistics of its inputs, from `collect_statistics` or `StatisticsFile`.
             GPTQ then needs memory for the weight and some copies of (K, K) floats. The recipe has its options.
@@ -118,7 +121,11 @@ def convert_checkpoint(
                 f"{str(source)!r} is quantized already (quant_method {quantization.get('quant_method')!r}): give the "
                 "float checkpoint, or no recipe (--recipe) and no statistics, which keeps its codes"
             )
-        plan: ConversionPlan = plan_recoding(source, layout_named(layout), _dtype(dtype))
+        plan: ConversionPlan = plan_recoding(source, layout_named(layout), _dtype(dtype), weights)
+    elif weights is not None:
+        raise MXError(
+            f"weights={weights!r} (--weights) is for codes: give the float {str(source)!r} a recipe (--recipe)"
+        )
     else:
         plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
     _check_statistics(statistics, plan)

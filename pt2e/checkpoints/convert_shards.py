@@ -14,8 +14,9 @@ from torch import Tensor
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx, tensor_scale_mx
-from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan
-from pt2mx.pt2e.checkpoints.recode_plan import RecodingPlan
+from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
+from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
+from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.checkpoints.weight_formats import format_of
@@ -65,8 +66,8 @@ class ShardConverter:
             recodings = self.plan.recodings if isinstance(self.plan, RecodingPlan) else set()
             for name in reader.entries:
                 if isinstance(self.plan, RecodingPlan) and name in recodings:
-                    for written, values in self.plan.recoded(name).items():
-                        writer.write(written, 0, values)
+                    for written, first, values in self.plan.recoded(name):
+                        writer.write(written, first, values)
                     continue
                 for first, rows in self._slices(reader, name):
                     if stopped.is_set():
@@ -107,38 +108,3 @@ class ShardConverter:
             scale = tensor_scale_mx(torch.stack(largest), spec)
             self._tensor_scales.update(dict.fromkeys(fused, scale))  # another thread would compute the same
         return self._tensor_scales[name]
-
-
-#: layers of one module that vLLM and others multiply at once, and so with one tensor scale
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-
-
-def fused_with(name: str, weights: Collection[str]) -> set[str]:
-    """Return the weights that libraries fuse with a weight, itself included.
-
-    Example:
-        >>> from pt2mx.pt2e.checkpoints.convert_shards import fused_with
-        >>> sorted(fused_with("mlp.up_proj.weight", ["mlp.up_proj.weight", "mlp.gate_proj.weight"]))
-        ['mlp.gate_proj.weight', 'mlp.up_proj.weight']
-    """
-    module, _, attribute = name.rpartition(".")
-    parent, _, layer = module.rpartition(".")
-    group = next((layers for layers in _FUSED if layer in layers), (layer,))
-    return {other for one in group if (other := f"{parent}.{one}.{attribute}".removeprefix(".")) in weights} | {name}
-
-
-def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast the values of a tensor to another dtype.
-
-    Raises:
-        MXError: where a finite value becomes Inf.
-    """
-    if dtype == values.dtype:
-        return values
-    converted = values.to(dtype)
-    lost = converted.isinf() & values.isfinite()
-    if bool(lost.any()):
-        wide = "give dtype='bfloat16' (--dtype bfloat16), which has the range of float32"
-        advice = wide if dtype == torch.float16 else "leave dtype (--dtype) out, which keeps the checkpoint's own"
-        raise MXError(f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: {advice}")
-    return converted

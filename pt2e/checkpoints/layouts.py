@@ -53,6 +53,7 @@ class Layout:
         always_inputs: the weight formats for which libraries quantize the inputs of each quantized weight.
         dtypes: dtypes of the model in which libraries compute.
         only_experts: True where only the experts of a mixture are quantized.
+        linear_experts: True where experts that a model has in one tensor are linear layers of their own.
         embeddings: the formats that libraries accept for the weight of an embedding.
         by_grid: True where the shapes of scales and the dtypes of both decide the format of a weight.
         input_scale, pre_scale, rotation: names of the tensor scale of a module's inputs, of their factors, (K,), and
@@ -66,6 +67,7 @@ class Layout:
     always_inputs: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     only_experts: bool = False
+    linear_experts: bool = False
     embeddings: tuple[str, ...] = ()
     by_grid: bool = False
     input_scale: str = ""
@@ -247,6 +249,7 @@ LAYOUTS: dict[str, Layout] = {
             {"fp4_e2m1": ("even",), "fp6_e2m3": ("even",), "fp8_e4m3": ("rceil",), NVFP4_DIVISOR: ("nearest_flush",)},
             # transformers initializes an embedding before its codes are decoded, and looks for `weight`
             embeddings=("fp8_e4m3",),
+            linear_experts=True,
             input_scale="input_global_scale",
         ),
         Layout(
@@ -265,6 +268,7 @@ LAYOUTS: dict[str, Layout] = {
             {"fp8_e4m3": _FLOAT8, NVFP4: Stored("", "_scale", torch.uint8, _E4M3, "_scale_2")},
             {"fp8_e4m3": ("rceil",), NVFP4: ("nearest",)},
             always_inputs=("fp8_e4m3",),
+            linear_experts=True,
             dtypes=_FLOATS,
             input_scale="input_scale",
             pre_scale="pre_quant_scale",

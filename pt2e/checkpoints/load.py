@@ -15,7 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
 from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, files_of, quantization_of, sizes_in
-from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import stored_parts
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
@@ -31,6 +31,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     weights_of,
 )
 from pt2mx.pt2e.checkpoints.packed_modules import DATA, Inputs, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge, read_tensor_scale
 from pt2mx.pt2e.user_errors import user_errors
@@ -179,14 +180,18 @@ def _load_packed(
             f"{schemes.layout.name}"
         )
     packed_names = _packed_names(packed, schemes.layout, tensors)
-    floats = {name: size for name, size in sizes.items() if name not in packed_names}
-    values = CheckpointValues(skeleton, {**floats, **{name: skeleton.get_parameter(name).numel() for name in packed}})
+    biases = _linear_biases(skeleton, packed)
+    merged = {part for bias in biases for part in bias.sources}
+    floats = {name: size for name, size in sizes.items() if name not in {*packed_names, *merged}}
+    whole = {name: skeleton.get_parameter(name).numel() for name in (*packed, *(bias.name for bias in biases))}
+    values = CheckpointValues(skeleton, {**floats, **whole})
     coverage = values.held_by()
     coverage.check(part, allow_partial)
     left_out = {name for name, share in coverage.modules.items() if not share.held}
-    kept = [name for name in tensors if name not in packed_names and values.top_level(name) not in left_out]
+    kept = [name for name in tensors if name in floats and values.top_level(name) not in left_out]
     state = {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
     state |= {name: tensors[name] for name in kept}
+    state |= {name: values for bias in biases for name, values in bias.bias(tensors).items()}
     model = with_tensors(skeleton, dtype, state, f"{schemes.layout.name} has codes elsewhere")
     tied = tied_names(skeleton)
     for name, weight in packed.items():
@@ -226,11 +231,10 @@ def packed_weights(
     """Return parameter -> `Packed`, for each parameter whose scales the checkpoint holds."""
     packed = {}
     for name, kind in weights_of(skeleton).items():
-        whole = is_transposed(skeleton, name)
-        parts = None if whole else parts_of(skeleton, [name])[name]
+        parts = stored_parts(skeleton, name, schemes.layout)
         names = [name] if parts is None else list(parts)
         paths = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
-        kind = kind if whole else LINEAR if kind == EXPERTS else kind
+        kind = kind if parts is None else LINEAR if kind == EXPERTS else kind
         scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
         if scheme is None:
             continue
@@ -245,6 +249,12 @@ def packed_weights(
         elif tensors.dtypes.get(codes, torch.float32).itemsize == 1:
             raise MXError(f"the checkpoint holds no {scales}, but codes of {names[0]}")
     return packed
+
+
+def _linear_biases(skeleton: PreTrainedModel, packed: Mapping[str, Packed]) -> list[Regrouping]:
+    """Return the biases of experts that the checkpoint holds as linear layers, and the model in one tensor."""
+    split = [name for name, weight in packed.items() if weight.parts is not None and is_transposed(skeleton, name)]
+    return [divide(skeleton, f"{name}_bias", into_one=True) for name in split]
 
 
 def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -262,7 +272,9 @@ def _codes(
     layout, form = schemes.layout, weight.scheme.form
     parts = weight.parts or {name: torch.empty(0)}
     read = ((layout.from_tensors(part, form, tensors, schemes.block), rows) for part, rows in parts.items())
-    return next(read)[0] if len(parts) == 1 else merge(name, skeleton.get_parameter(name).shape[:-1], read)
+    layer = skeleton.get_submodule(name.rpartition(".")[0])
+    shape = as_matrix(layer, skeleton.get_parameter(name)).shape[:-1]
+    return next(read)[0] if len(parts) == 1 else merge(name, shape, read)
 
 
 def _inputs(name: str, weight: Packed, layout: Layout, tensors: Mapping[str, Tensor]) -> Inputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ def alike_form(form: str, stored: Container[str]) -> str | None:
     return next((one for one in (form, *_ALIKE.get(form, ())) if one in stored), None)
 
 
-def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> PackedTensors:
+def recode(
+    name: str, packed: PackedTensors, form: str, dtype: torch.dtype, factor: Tensor | None = None
+) -> PackedTensors:
     """Convert a weight to a format of `alike_form`: its codes stay, and scales change.
 
     Args:
@@ -45,6 +47,7 @@ def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> P
         form: the new format.
         dtype: the dtype of the model, in which the values stay equal. A tensor scale and its reciprocal are equal in
             bfloat16 only.
+        factor: the tensor scale, a power of two, of E8M0 scales that become NVFP4's; None: the largest scale decides.
 
     Returns:
         The weight in the new format.
@@ -59,8 +62,8 @@ def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> P
         if old.block_rows > 1:
             return packed._replace(scale=_spread(packed), spec=new)
         if old.has_e8m0_scale:
-            scale, factor = mx_to_nv_scales(packed.data, packed.scale, old)
-            return PackedTensors(packed.data, scale, new, factor if form == NVFP4 else factor.reciprocal())
+            scale, factor = mx_to_nv_scales(packed.data, packed.scale, old, tensor_scale=factor)
+            return PackedTensors(packed.data, scale, new, factor.clone() if form == NVFP4 else factor.reciprocal())
         if format_of(old) == NVFP4_DIVISOR:
             packed = _reciprocal(packed, spec_of(NVFP4), dtype)
         if form == NVFP4_DIVISOR:
@@ -72,6 +75,25 @@ def recode(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> P
         return PackedTensors(packed.data, scale, new)
     except MXError as error:
         raise MXError(f"{name} cannot be converted to {form}: {error}") from None
+
+
+def shared_factor(weights: Mapping[str, PackedTensors], form: str) -> Tensor | None:
+    """Return the tensor scale with which E8M0 scales of several weights become NVFP4's.
+
+    Args:
+        weights: the weights that libraries fuse, by name.
+        form: the new format.
+
+    Returns:
+        () float32, a power of two; None where `recode` needs none.
+
+    Raises:
+        MXError: where the scales of a weight do not fit.
+    """
+    if not spec_of(form).scale_format.tensor or not all(one.spec.has_e8m0_scale for one in weights.values()):
+        return None
+    recoded = (recode(name, packed, NVFP4, torch.float32) for name, packed in weights.items())
+    return torch.stack([one.tensor_scale for one in recoded if one.tensor_scale is not None]).amax()
 
 
 def _spread(packed: PackedTensors) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.checkpoint_files import (
@@ -16,74 +17,31 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import (
     quantization_of,
     read_json,
 )
-from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility
+from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
 from pt2mx.pt2e.checkpoints.configs import model_fields, read_config, write_config
-from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, check_dtype, check_whole, model_on_meta
+from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_whole, model_on_meta
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
-from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, Schemes, weights_of
-from pt2mx.pt2e.checkpoints.recode import alike_form, recode
+from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
+from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.weight_formats import format_of, read_tensor_scale, spec_of
-from pt2mx.spec import MXSpec
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR, format_of, spec_of
+from pt2mx.spec import MXSpec, parse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-@dataclass
-class RecodingPlan(ConversionPlan):
-    """A plan that keeps the codes of a quantized checkpoint.
+def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None, weights: str | None = None) -> RecodingPlan:
+    """Decide about every tensor of a quantized checkpoint without reading a weight.
 
     Args:
-        source: the schemes of the checkpoint.
-        tensors: its tensors.
-        weights: tensor of codes -> the weight, its format, and the new one.
-        scales: tensors of scales, which are written with the codes.
-        input_scales: tensor scale of inputs -> its new name, and whether it becomes its reciprocal.
-    """
-
-    source: Schemes | None = None
-    tensors: CheckpointTensors | None = None
-    weights: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    scales: set[str] = field(default_factory=set)
-    input_scales: dict[str, tuple[str, bool]] = field(default_factory=dict)
-
-    def outputs(self, name: str, entry: Entry) -> dict[str, Entry]:
-        if name in self.scales:
-            return {}
-        if name in self.input_scales:
-            return {self.input_scales[name][0]: entry}
-        if name not in self.weights:
-            return super().outputs(name, entry)
-        weight, form, new = self.weights[name]
-        assert self.source is not None
-        shape = entry.shape
-        if self.source.layout.stored[form].by_block:
-            shape = (*shape[:-2], shape[-2] * shape[-1])
-        bits = spec_of(new).element.bits
-        return self.entries_of(weight, new, (*shape[:-1], shape[-1] * 8 // bits))
-
-    @property
-    def recodings(self) -> set[str]:
-        """The tensors that `recoded` converts, or that are written with others."""
-        return {*self.weights, *self.scales, *self.input_scales}
-
-    def recoded(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors to write for codes, or for the tensor scale of inputs; none for other scales."""
-        assert self.source is not None and self.tensors is not None
-        if name in self.scales:
-            return {}
-        if name in self.input_scales:
-            new_name, is_reciprocal = self.input_scales[name]
-            scale = self.tensors[name]
-            value = read_tensor_scale(name, scale)
-            return {new_name: (value.reciprocal() if is_reciprocal else value).reshape(scale.shape)}
-        weight, form, new = self.weights[name]
-        packed = self.source.layout.from_tensors(weight, form, self.tensors, self.source.block)
-        packed = recode(weight, packed, new, self.model_dtype())
-        return self.layout.to_tensors(weight, new, packed.data, packed.scale, packed.tensor_scale)
-
-
-def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> RecodingPlan:
-    """Decide about every tensor of a quantized checkpoint without reading a weight.
+        source: the checkpoint.
+        layout: the new layout.
+        dtype: the dtype of tensors in high precision; None: their own.
+        weights: the format of weights, as `pt2mx.parse` takes it; None: the most similar one.
 
     Raises:
         MXError: for formats that have no counterpart in the layout.
@@ -98,6 +56,7 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> Re
         {shard: header.metadata for shard, header in headers.items()},
         layout,
         dtype,
+        forms=_forms(layout, weights),
         source=schemes,
         tensors=tensors,
     )
@@ -109,9 +68,17 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> Re
         if weight is not None and layout.only_experts and kind != EXPERTS:
             raise MXError(f"{layout.name} holds experts alone, and the checkpoint codes of {parameter}")
         if weight is not None:
-            for part in weight.parts or (parameter,):
-                scheme = _add(plan, part, parameter, weight.scheme, shapes)
-                modules[part.rpartition(".")[0]] = Module(kind, scheme)
+            parts: Parts = weight.parts or {parameter: torch.empty(0)}
+            whole = is_transposed(model, parameter)
+            if whole and (weight.parts is None) != layout.only_experts:
+                experts = _regroup(plan, model, parameter, weight.scheme, shapes)
+                parts, scheme = experts.targets, Scheme(experts.new)
+            else:
+                for part in parts:
+                    scheme = _add(plan, part, parameter, weight.scheme, shapes)
+            if kind == EXPERTS and not whole and scheme == Scheme(NVFP4_DIVISOR):
+                plan.unit_scales |= {part for part in parts if spec_of(weight.scheme.form).has_e8m0_scale}
+            modules |= {part.rpartition(".")[0]: Module(kind, scheme) for part in parts}
         if modules.setdefault(parameter.rpartition(".")[0], Module(kind, scheme)).scheme != scheme:
             raise MXError(f"{layout.name} has one format for each module, and {parameter} has another")
     if not plan.chosen:
@@ -119,9 +86,14 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> Re
     written = plan.recodings
     plan.left = {name: "the checkpoint holds its values" for name, entry in shapes.items()
                  if name not in written and len(entry.shape) > 1}  # fmt: skip
-    check_whole(source, model, [*(shapes.keys() - written), *(weight for weight, *_ in plan.weights.values())])
+    names = {*(shapes.keys() - written), *(weight for weight, *_ in plan.weights.values())}
+    for parameter in (name for name in packed if is_transposed(model, name)):
+        bias = divide(model, f"{parameter}_bias", into_one=True)
+        is_there = bias.name in shapes or shapes.keys() >= bias.sources.keys()
+        names |= {parameter, bias.name} if is_there else {parameter}
+    check_whole(source, model, names)
     check_dtype(plan)
-    check_compatibility(layout, modules, model)
+    check_compatibility(layout, modules, model, bool(plan.unit_scales))
     others = {name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}
     quantization = write_config(layout, {**others, **modules})
     fields = {name: value for name, value in config.items() if name not in ("quantization_config", "expert_dtype")}
@@ -131,20 +103,31 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None) -> Re
     return plan
 
 
+def _forms(layout: Layout, weights: str | None) -> list[str]:
+    """Return the formats of a layout that are the given one, apart from the tensor scale; None: all.
+
+    Raises:
+        MXError: where it has none.
+    """
+    if weights is None:
+        return list(layout.stored)
+    wanted = parse(weights)
+    block = wanted.element, wanted.block_size, wanted.block_rows
+    specs = {form: spec_of(form) for form in layout.stored}
+    forms = [form for form, one in specs.items() if (one.element, one.block_size, one.block_rows) == block]
+    if not forms:
+        raise MXError(f"{layout.name} has no weights in {weights}: it has {', '.join(layout.stored)}")
+    return forms
+
+
 def _add(plan: RecodingPlan, part: str, parameter: str, scheme: Scheme, shapes: dict[str, Entry]) -> Scheme:
     """Note how a tensor of codes is written; return its new scheme."""
     assert plan.source is not None
     old, new = plan.source.layout, plan.layout
-    headers = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="meta")
-               for name in old.stored_names(part, scheme.form, shapes) if name in shapes}  # fmt: skip
-    spec = old.spec_in(part, scheme.form, headers, plan.source.block)
-    form = alike_form(format_of(spec), new.stored)
-    if form is None:
-        new.check(part, format_of(spec))
-    assert form is not None
+    form = _new_form(plan, part, scheme.form, shapes)
     codes, *scales = old.stored_names(part, scheme.form, shapes)
     plan.weights[codes] = part, scheme.form, form
-    plan.scales |= set(scales)
+    plan.written_with_others |= set(scales)
     plan.chosen[codes], plan.parameters[codes] = spec_of(form), parameter
     module = part.rpartition(".")[0]
     if old.pre_scale and f"{module}.{old.pre_scale}" in shapes and old.pre_scale != new.pre_scale:
@@ -154,6 +137,48 @@ def _add(plan: RecodingPlan, part: str, parameter: str, scheme: Scheme, shapes: 
         inputs = _inputs(plan, module, inputs, shapes)
     new.check_inputs(module, form, inputs)
     return Scheme(form, inputs)
+
+
+def _new_form(plan: RecodingPlan, part: str, form: str, shapes: Mapping[str, Entry]) -> str:
+    """Return the format of the new layout with the values of a weight.
+
+    Raises:
+        MXError: where it has none, and where the checkpoint lacks a tensor of the weight.
+    """
+    assert plan.source is not None
+    old, new = plan.source.layout, plan.layout
+    names = old.stored_names(part, form, shapes)
+    if missing := [name for name in names if name not in shapes]:
+        raise MXError(f"the checkpoint holds no {missing[0]}, which {old.name} has for {part} in {form}")
+    headers = {name: torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device="meta") for name in names}
+    stated = format_of(old.spec_in(part, form, headers, plan.source.block))
+    new_form = alike_form(stated, plan.forms)
+    if new_form is None:
+        new.check(part, stated)
+        raise MXError(f"{part} in {stated} has no equal in {', '.join(plan.forms)} of {new.name}")
+    return new_form
+
+
+def _regroup(
+    plan: RecodingPlan, model: PreTrainedModel, parameter: str, scheme: Scheme, shapes: Mapping[str, Entry]
+) -> Regrouping:
+    """Note how a weight of gpt-oss's experts, and its bias, go into linear layers, or back."""
+    assert plan.source is not None
+    if scheme.inputs is not None:
+        raise MXError(f"{plan.layout.name} quantizes no inputs of {parameter}: give a checkpoint of weights alone")
+    weight = divide(model, parameter, plan.layout.only_experts)
+    form = _new_form(plan, next(iter(weight.sources)), scheme.form, shapes)
+    weight = dataclasses.replace(weight, form=scheme.form, new=form)
+    names = [plan.source.layout.stored_names(part, scheme.form, shapes) for part in weight.sources]
+    (codes, *_), *_ = names
+    plan.chosen[codes], plan.parameters[codes] = spec_of(form), parameter
+    bias = divide(model, f"{parameter}_bias", plan.layout.only_experts)
+    for regrouping, tensors in ((weight, [name for one in names for name in one]), (bias, list(bias.sources))):
+        if missing := [name for name in tensors if name not in shapes]:
+            raise MXError(f"the checkpoint holds no {missing[0]}, a part of {regrouping.name}")
+        plan.regroupings[tensors[0]] = regrouping
+        plan.written_with_others |= set(tensors[1:])
+    return weight
 
 
 def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, Entry]) -> MXSpec:

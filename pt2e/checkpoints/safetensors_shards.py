@@ -111,14 +111,15 @@ class ShardReader:
         entry = self.entries[name]
         step = max(1, SLICE // max(1, entry.row_bytes) // multiple) * multiple
         for first in range(0, entry.rows, step):
-            yield first, self._rows(entry, first, min(step, entry.rows - first))
+            yield first, self.rows(name, first, min(step, entry.rows - first))
 
     def tensor(self, name: str) -> Tensor:
         """Return the whole tensor."""
-        entry = self.entries[name]
-        return self._rows(entry, 0, entry.rows)
+        return self.rows(name, 0, self.entries[name].rows)
 
-    def _rows(self, entry: Entry, first: int, count: int) -> Tensor:
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Return `count` rows of a tensor, from row `first` on."""
+        entry = self.entries[name]
         buffer = torch.empty(count * entry.row_bytes, dtype=torch.uint8)
         _read(self._file, entry.begin + first * entry.row_bytes, buffer, self.path)
         return buffer.view(entry.dtype).view((count, *entry.shape[1:]) if entry.shape else ())

@@ -19,7 +19,7 @@ from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
-from pt2mx.pt2e.checkpoints.weight_formats import format_of
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, format_of
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
 from pt2mx.spec import MXSpec
 
@@ -59,6 +59,11 @@ class WeightUser:
     def form(self) -> str:
         """The name of the format."""
         return format_of(self.spec)
+
+    @property
+    def packed(self) -> PackedTensors:
+        """The codes and scales."""
+        return PackedTensors(self.data, self.scale, self.spec, self.tensor_scale)
 
 
 def weight_users(model: GraphModule) -> list[WeightUser]:

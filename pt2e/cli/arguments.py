@@ -275,6 +275,9 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=LAYOUTS,
             help="the layout of codes and scales (default: compressed-tensors)",
         ),
+        argument(
+            "--weights", help="the format for codes of a quantized checkpoint, such as nvfp4 (default: their own)"
+        ),
         argument("--dtype", help="the dtype of tensors that stay in float, such as bfloat16 (default: their own)"),
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),

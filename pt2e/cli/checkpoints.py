@@ -80,6 +80,7 @@ def run_convert(options: argparse.Namespace) -> Result:
             options.output,
             options.recipe,
             layout=options.layout,
+            weights=options.weights,
             dtype=options.dtype,
             statistics=None if options.statistics is None else StatisticsFile(options.statistics),
             jobs=options.jobs,

@@ -82,6 +82,7 @@ EXAMPLES = {
     "convert-checkpoint": (
         ("quantize file by file, in the memory of one shard", "Qwen3-8B Qwen3-8B-mxfp4"),
         ("use another recipe, and convert two shards at a time", "Qwen3-8B Qwen3-8B-mxfp8 --recipe mxfp8 --jobs 2"),
+        ("keep the codes of MXFP4 as NVFP4", "Qwen3-8B-mxfp4 Qwen3-8B-nvfp4 --layout modelopt"),
     ),
     "recipes": (
         ("list the shipped recipes", "list"),

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints import conversion_plan
+from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
-from pt2mx.pt2e.checkpoints.convert_shards import fused_with
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, spec_of
