@@ -32,7 +32,7 @@ class MXFormatObserver(MXObserver):
         options: `fake_quant` and `observe`, as in `MXObserver`.
 
     Raises:
-        MXError: for no candidate, an unknown format, and a scale that is not E8M0.
+        MXError: for no candidate, an unknown format, and an E8M0 scale of another width.
 
     Example:
         >>> import torch, pt2mx
@@ -99,5 +99,5 @@ def _specs(candidates: object) -> list[MXSpec]:
     if not specs:
         raise MXError(f"candidates={candidates!r} names no format: give some, for example ('mxfp4', 'mxfp8')")
     for spec in specs:
-        spec.op_args()  # raises for specs that the operators do not take
+        spec.quantize_args()  # raises for a spec that no operator supports
     return specs

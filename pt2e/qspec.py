@@ -1,7 +1,7 @@
 """MX specs as torchao's `QuantizationSpec`: the whole spec is in `qscheme`.
 
 torchao shares one observer between the users of a tensor whose specs agree on dtype, quant_min, quant_max, qscheme and
-ch_axis. MX specs differ in element, block, axis and modes instead, so `qscheme` contains all of those.
+ch_axis. MX specs differ in element, block, axis, modes and scale format instead, so `qscheme` contains all of those.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 
 _TAG = "mx"
+#: the gradient estimator and `MXSpec.scale_args`, where a `qscheme` ends before them
+_DEFAULTS = ("identity", None, None)
 
 
 def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identity") -> QuantizationSpec:
@@ -62,7 +64,7 @@ def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identit
 
 def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
     """Return the spec and the gradient estimator as a tuple; torchao shares observers with equal tuples."""
-    return (_TAG, *spec.op_args(), ste)
+    return (_TAG, *spec.quantize_args(), ste, *spec.scale_args())
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
@@ -76,12 +78,18 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
             f"qscheme={str(qscheme)[:60]!r} is no MX spec: annotate with pt2mx.mx_qspec(spec, observer), which writes "
             "it, or pass pt2mx.pt2e.qspec.mx_qscheme(spec)"
         )
-    return MXSpec(*qscheme[1:6])
+    _, scale_format, block_rows = _trailing(qscheme)
+    return MXSpec(*qscheme[1:6], scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
 
 
 def ste_of_qscheme(qscheme: tuple) -> str:
     """Return the gradient estimator in a `qscheme`, "identity" by default."""
-    return (*qscheme, "identity")[6]
+    return _trailing(qscheme)[0]
+
+
+def _trailing(qscheme: tuple) -> tuple:
+    given = qscheme[6:]
+    return *given, *_DEFAULTS[len(given) :]
 
 
 def mx_spec(qspec: object) -> MXSpec | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pt2mx.errors import MXError, nearest
 from pt2mx.ops.checks import check_ste
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
@@ -47,7 +48,7 @@ class MXQuantizationConfig:
             v1.0, section 6.1); there masked, padded and later tokens influence the scale of a block.
 
     Raises:
-        MXError: for an unknown spelling or operand, a spec whose scale is not E8M0, or another observer.
+        MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer.
 
     Example:
         >>> import pt2mx
@@ -184,7 +185,7 @@ def _makes_observers(constructor: Callable) -> bool:
     """Call it as torchao will, so that a bad argument of `with_args` raises here."""
     if not hasattr(constructor, "with_args"):
         return False
-    return isinstance(constructor.with_args(qscheme=("mx", *parse("mxfp8").op_args()))(), MXObserver)
+    return isinstance(constructor.with_args(qscheme=mx_qscheme(parse("mxfp8")))(), MXObserver)
 
 
 def checked_spec(name: str, value: object) -> MXSpec | None:
@@ -197,7 +198,7 @@ def checked_spec(name: str, value: object) -> MXSpec | None:
         return None
     try:
         spec = parse(value)
-        spec.op_args()  # raises for a spec that operators cannot take
+        spec.quantize_args()  # raises for a spec that no operator supports
     except MXError as error:
         raise MXError(f"{name}: {error}") from None
     return spec
