@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of
+from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, storages_of
@@ -72,6 +73,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     finally:
         torchao_pt2e.forget_models()
     converted.meta.update(meta)
+    hoist_tensor_scales(converted)
     if fold_quantize:
         fold_all_weights(converted)
     for graph in graph_modules(converted):

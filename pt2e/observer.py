@@ -13,12 +13,13 @@ from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.node import node_arg, register_buffer
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.ops.step_variance import in_backward_pass
-from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme
+from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
+from pt2mx.pt2e.tensor_scales import TENSOR_SCALES, StaticTensorScale
 from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
 
@@ -46,22 +47,19 @@ class StatisticsCollector(nn.Module):
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
 
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The static scale of a whole tensor, () float32; None: that of each tensor, if the format has one."""
+        return None
+
     @torch.no_grad()
     def collect(self, x: Tensor) -> None:
         """Add a tensor to the sums.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
-
-        Raises:
-            MXError: inside `torch.cond` and the like while gradients are recorded: torch traces these without values.
         """
-        if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
-            raise MXError(
-                "a subgraph of the model is traced for its gradient, so that there is nothing to observe in it: "
-                "calibrate under torch.no_grad(), or call disable_observer(model)"
-            )
-        for name, value in quantization_sums(x.detach(), self.spec).items():
+        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale).items():
             getattr(self, name).add_(value)
 
     @property
@@ -86,8 +84,9 @@ def _no_sums() -> dict[str, Tensor]:
 class MXObserver(StatisticsCollector, ObserverBase):
     """Collect the quantization errors of a tensor during calibration, and pass the tensor through.
 
-    With `enable_fake_quant` it returns the quantized values instead, to evaluate a prepared model before conversion. MX
-    scales come from the values of each block: the statistics change no output.
+    With `enable_fake_quant` it returns the quantized values instead, to evaluate a prepared model before conversion.
+    The scales of blocks come from their values: the statistics change no output. Of what calibration sees, only the
+    static scale of a whole tensor does (`pt2mx.pt2e.tensor_scales`), of formats that have one.
 
     Args:
         qscheme: the spec, encoded by `pt2mx.pt2e.qspec.mx_qscheme`; torchao passes it from the annotation.
@@ -96,7 +95,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
         annotation: the other fields of a torchao `QuantizationSpec`; ignored.
 
     Raises:
-        MXError: for another argument.
+        MXError: for another argument. When it is called: if a static tensor scale is needed before the first batch, and
+            inside `torch.cond` and the like while gradients are recorded, which torch traces without values.
 
     Example:
         >>> import torch, pt2mx
@@ -114,6 +114,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
     #: True if the last observer of a graph that is converted folds the weights: torchao's own `convert_pt2e` folds no
     #: weights of other libraries
     folds_weights = True
+    #: True if a static tensor scale follows the batches of training
+    follows_training = False
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
@@ -124,17 +126,41 @@ class MXObserver(StatisticsCollector, ObserverBase):
         super().__init__(spec_of_qscheme(qscheme))
         self.dtype = torch.uint8
         self.is_dynamic = False
+        self.qscheme = qscheme
         self.ste = ste_of_qscheme(qscheme)
+        rule = tensor_scale_of_qscheme(qscheme)
+        self.static_scale = StaticTensorScale(self.spec, rule) if TENSOR_SCALES[rule] else None
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
         self.observe_once = False  # set for constant tensors: every batch would add the same
         self._observed = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.observer_enabled and not (self.observe_once and self._observed) and not in_backward_pass():
-            self.collect(x)
-            self._observed = True
-        return fake_quantize_mx(x, self.spec, ste=self.ste) if self.fake_quant_enabled else x
+        observes = self.observer_enabled and not (self.observe_once and self._observed)
+        follows = self.follows_training and self.training and self.static_scale is not None
+        if (observes or follows) and not in_backward_pass():
+            self._check_values(x)
+            if self.static_scale is not None:
+                self.static_scale.observe(x)
+            if observes:
+                self.collect(x)
+                self._observed = True
+        if not self.fake_quant_enabled:
+            return x
+        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale)
+
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        return None if self.static_scale is None else self.static_scale.value("a tensor")
+
+    def _check_values(self, x: Tensor) -> None:
+        """Raise an MXError if x has no values to observe."""
+        if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
+            fixed = " and choose tensor_scale='dynamic'" if self.static_scale is not None else ""
+            raise MXError(
+                "a subgraph of the model is traced for its gradient, so that there is nothing to observe in it: "
+                f"calibrate under torch.no_grad(), or call disable_observer(model){fixed}"
+            )
 
     def reset_statistics(self) -> None:
         """Reset the statistics."""
@@ -166,7 +192,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.enable_observer(False)
 
     def calculate_qparams(self, **kwargs: object) -> None:
-        """Raise an error: this hook of torch.ao has no meaning for MX.
+        """Raise an error: this hook of torch.ao has no meaning for block scales.
 
         Raises:
             MXError: always.
@@ -191,7 +217,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
         """
         x = node_arg(node)
         x.meta["val"] = observed_value(node)
-        dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None))
+        tensor_scale = None if self.static_scale is None else self._store_tensor_scale(model, x)
+        dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None), tensor_scale)
         dequantize.meta.update({**self.statistics_meta(), **node.meta.get(NOTES_KEY, {})})
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
@@ -204,6 +231,15 @@ class MXObserver(StatisticsCollector, ObserverBase):
                     "leaves the weights before them in float: convert with pt2mx.convert_pt2e",
                     stacklevel=2,
                 )
+
+    def _store_tensor_scale(self, model: GraphModule, x: Node) -> Node:
+        """Register the static scale of a tensor as a buffer, and return the node that reads it."""
+        assert self.static_scale is not None
+        value = self.static_scale.value(x.name).clone()
+        with model.graph.inserting_before(x):
+            node = model.graph.get_attr(register_buffer(model, f"{x.name}_tensor_scale", value))
+        node.meta["val"] = x.meta["val"].new_empty((), dtype=value.dtype)
+        return node
 
     # The flags go into the state_dict under the names and dtype that torchao's FakeQuantize gives them.
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
@@ -225,6 +261,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
 class MXFakeQuantize(MXObserver, FakeQuantizeBase):
     """Fake-quantize with the straight-through gradient (Bengio et al., 2013); kernel and switches of `MXObserver`.
 
+    A static tensor scale follows the batches in training mode, and stays in evaluation mode.
+
     Args:
         qscheme: as in `MXObserver`.
         fake_quant, observe: as in `MXObserver`, with the other defaults.
@@ -242,6 +280,8 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
         >>> x.grad
         tensor([1., 1., 1., 1.])
     """
+
+    follows_training = True
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
         super().__init__(qscheme, fake_quant=fake_quant, observe=observe)

@@ -16,10 +16,9 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
-from pt2mx.fx.training.train_eval import to_train_eval_modules
+from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
-from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 
@@ -73,8 +72,8 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
 
     A batch norm after a quantized convolution or linear layer is folded into the weight before the weight is quantized,
     in training and in evaluation; its statistics and parameters continue to train (`pt2mx.fx.training.fuse_batch_norm`,
-    after Jacob et al. (2018), section 3.2). The model starts in the mode of the export; `train()` and `eval()` switch
-    it.
+    after Jacob et al. (2018), section 3.2). The model starts in the mode of the export, in training mode if the export
+    does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training.
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
@@ -136,7 +135,8 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
         prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in tensors_in_written_memory(model).items()}
-    return prepared.train(bool(training) and for_training)
+    by_mode = any(isinstance(module, TrainEvalModule) for module in model.modules())
+    return prepared.train(for_training and (bool(training) or not by_mode))
 
 
 def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
@@ -241,6 +241,6 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
         if isinstance(module, MXObserver) and not isinstance(module, MXFakeQuantize):
             if module not in replacements:
                 device = module.values.device
-                replacements[module] = MXFakeQuantize(mx_qscheme(module.spec, module.ste)).to(device)
+                replacements[module] = MXFakeQuantize(module.qscheme).to(device)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, replacements[module])

@@ -10,15 +10,18 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import check_ste
+from pt2mx.pt2e.tensor_scales import check_tensor_scale
 from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 
 _TAG = "mx"
-#: the gradient estimator and `MXSpec.scale_args`, where a `qscheme` ends before them
-_DEFAULTS = ("identity", None, None)
+#: the gradient estimator, `MXSpec.scale_args`, and the key of `TENSOR_SCALES`, where a `qscheme` ends before them
+_DEFAULTS = ("identity", None, None, "dynamic")
 
 
-def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identity") -> QuantizationSpec:
+def mx_qspec(
+    spec: object, observer: Callable | None = None, ste: str = "identity", tensor_scale: str = "dynamic"
+) -> QuantizationSpec:
     """Return an MX spec as torchao's `QuantizationSpec`, to annotate tensors in a `Quantizer` of your own.
 
     Args:
@@ -28,12 +31,14 @@ def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identit
             `MXFormatObserver`, or `observer.with_args(...)`. `prepare_qat_pt2e` replaces an `MXObserver` by an
             `MXFakeQuantize`.
         ste: the gradient in training, "identity" or "clipped", as `fake_quantize_mx` takes it.
+        tensor_scale: "dynamic", "static" or "moving_average", as `MXQuantizationConfig` takes it; for formats with a
+            tensor scale. Weights are "dynamic": conversion computes their scale once.
 
     Returns:
         The spec for `input_qspec_map` and `output_qspec` of torchao's `QuantizationAnnotation`.
 
     Raises:
-        MXError: for a spec that `parse` does not take, and for another `ste`.
+        MXError: for a spec that `parse` does not take, for another `ste`, and for another `tensor_scale`.
 
     Example:
         >>> import torch, pt2mx
@@ -55,16 +60,19 @@ def mx_qspec(spec: object, observer: Callable | None = None, ste: str = "identit
     from pt2mx.pt2e.observer import MXObserver  # which imports this module
 
     check_ste(ste)
+    check_tensor_scale(tensor_scale)
     return QuantizationSpec(
         dtype=torch.uint8,
         observer_or_fake_quant_ctr=MXObserver if observer is None else observer,
-        qscheme=mx_qscheme(parse(spec), ste),
+        qscheme=mx_qscheme(parse(spec), ste, tensor_scale),
     )
 
 
-def mx_qscheme(spec: MXSpec, ste: str = "identity") -> tuple:
-    """Return the spec and the gradient estimator as a tuple; torchao shares observers with equal tuples."""
-    return (_TAG, *spec.quantize_args(), ste, *spec.scale_args())
+def mx_qscheme(spec: MXSpec, ste: str = "identity", tensor_scale: str = "dynamic") -> tuple:
+    """Return the spec, the gradient estimator and the choice of the tensor scale as a tuple; torchao shares observers
+    with equal tuples."""
+    of_tensor = tensor_scale if spec.scale_format.tensor else "dynamic"
+    return (_TAG, *spec.quantize_args(), ste, *spec.scale_args(), of_tensor)
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
@@ -78,13 +86,19 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
             f"qscheme={str(qscheme)[:60]!r} is no MX spec: annotate with pt2mx.mx_qspec(spec, observer), which writes "
             "it, or pass pt2mx.pt2e.qspec.mx_qscheme(spec)"
         )
-    _, scale_format, block_rows = _trailing(qscheme)
-    return MXSpec(*qscheme[1:6], scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
+    _, scale_format, block_rows, _ = _trailing(qscheme)
+    element, block_size, axis, scale_mode, rounding = qscheme[1:6]
+    return MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", block_rows or 1)
 
 
 def ste_of_qscheme(qscheme: tuple) -> str:
     """Return the gradient estimator in a `qscheme`, "identity" by default."""
     return _trailing(qscheme)[0]
+
+
+def tensor_scale_of_qscheme(qscheme: tuple) -> str:
+    """Return the choice of the tensor scale in a `qscheme`, "dynamic" by default."""
+    return _trailing(qscheme)[3]
 
 
 def _trailing(qscheme: tuple) -> tuple:

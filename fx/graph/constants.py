@@ -13,7 +13,17 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.higher_order_ops import HOPCall, call_groups, graph_modules, placeholders
-from pt2mx.fx.graph.node import Quantize, attribute_of, dtype_of, function_of, name_of, result_of
+from pt2mx.fx.graph.node import (
+    Quantize,
+    attribute_of,
+    dtype_of,
+    function_of,
+    model_of,
+    name_of,
+    register_buffer,
+    result_of,
+    tensor_of,
+)
 
 #: meta key of a subgraph's placeholder: whether its operand is a constant (`mark_constants`)
 CONSTANT_KEY = "mx_constant"
@@ -123,6 +133,17 @@ def hoist_weights(model: GraphModule) -> GraphModule:
     return _hoist_all(model, lambda graph: [_items(quantize) for quantize in _weights(graph)])
 
 
+def hoist_tensor_scales(model: GraphModule) -> GraphModule:
+    """Hoist the buffers with static tensor scales out of the subgraphs of `model`, which torch.export wants without
+    tensors of their own. Changes `model` and returns it."""
+
+    def buffers(graph: GraphModule) -> list[list[Node]]:
+        scales = dict.fromkeys(call.tensor_scale for _, call in Quantize.calls_in(graph.graph))
+        return [[t] for t in scales if t is not None and t.op == "get_attr"]
+
+    return _hoist_all(model, buffers)
+
+
 def hoist_constants(model: GraphModule, chosen: set[Node]) -> GraphModule:
     """Hoist the computation of the constants `chosen` out of the subgraphs of `model`. Changes `model` and returns
     it."""
@@ -224,7 +245,7 @@ def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], 
         outside: dict[Node, Any] = dict(zip(inputs, (operand for operand, _ in call.operands()), strict=True))
         with model.graph.inserting_before(call.node):
             for node in order:
-                outside[node] = model.graph.node_copy(node, outside.__getitem__)
+                outside[node] = _copy(model, node, outside)
         for node in nodes:
             call.append(outside[node])
     for item in nodes:
@@ -238,6 +259,14 @@ def _hoist(model: GraphModule, graphs: list[GraphModule], group: list[HOPCall], 
             if graph.graph is inner:
                 item.replace_all_uses_with(placeholder)
     inner.eliminate_dead_code()
+
+
+def _copy(model: GraphModule, node: Node, outside: dict[Node, Any]) -> Node:
+    """Copy a node into the graph of `model`, and the tensor that it reads into `model`."""
+    copy = model.graph.node_copy(node, outside.__getitem__)
+    if node.op == "get_attr":
+        copy.target = register_buffer(model, name_of(node), tensor_of(model_of(node.graph), node))
+    return copy
 
 
 def _drop_unused(graphs: list[GraphModule], group: list[HOPCall]) -> None:

@@ -89,7 +89,8 @@ def annotate_operator(plan: Plan, config: MXQuantizationConfig) -> None:
     """Annotate the graph as planned, and store in the operator's meta what is not quantized and the reason."""
 
     def qspec(role: str, spec: MXSpec) -> QuantizationSpec:
-        return mx_qspec(spec, config.module_of(role), config.ste)
+        tensor_scale = "dynamic" if role in ("weight", "bias") else config.tensor_scale
+        return mx_qspec(spec, config.module_of(role), config.ste, tensor_scale)
 
     plan.node.meta[CONFIG_KEY] = config
     by_user: dict[Node, dict] = {plan.node: {}} if plan.output else {}

@@ -12,6 +12,7 @@ from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+from pt2mx.pt2e.tensor_scales import check_tensor_scale
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`
@@ -46,6 +47,10 @@ class MXQuantizationConfig:
         value_blocks: the dimension of the blocks of an attention's values. "head_dim" keeps tokens independent of each
             other. "key_length" is the dimension that the matmul reduces, as in the specification's dot product (OCP MX
             v1.0, section 6.1); there masked, padded and later tokens influence the scale of a block.
+        tensor_scale: the scale of a whole activation, of formats that have one (`"nvfp4"`). "static" is a number that
+            calibration finds from the maximum over its batches, "moving_average" from the moving average of their
+            maxima; conversion stores it as a buffer. "dynamic" is the scale of each tensor that comes in. Weights have
+            their own scale, computed once. compressed-tensors writes "static" as `dynamic: local`.
 
     Raises:
         MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer.
@@ -66,6 +71,7 @@ class MXQuantizationConfig:
     is_qat: bool = False
     observer: Observer = None
     value_blocks: str = "head_dim"
+    tensor_scale: str = "static"
 
     if TYPE_CHECKING:  # `__post_init__` converts the arguments to the types of the fields
 
@@ -80,6 +86,7 @@ class MXQuantizationConfig:
             is_qat: bool = False,
             observer: object = None,
             value_blocks: str = "head_dim",
+            tensor_scale: str = "static",
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -91,6 +98,7 @@ class MXQuantizationConfig:
             raise MXError(f"is_qat={self.is_qat!r} must be True or False")
         if self.value_blocks not in VALUE_BLOCKS:
             raise MXError(f"unknown value_blocks {self.value_blocks!r}: {nearest(self.value_blocks, VALUE_BLOCKS)}")
+        check_tensor_scale(self.tensor_scale)
         object.__setattr__(self, "observer", _checked_observer(self.observer))
 
     def spec_of(self, operand: str, role: str) -> MXSpec | None:
@@ -131,7 +139,7 @@ class MXQuantizationConfig:
             plain["operands"] = {name: None if spec is None else str(spec) for name, spec in self.operands}
         if self.observer is not None:
             plain["observer"] = dict(self.observer) if isinstance(self.observer, tuple) else self.observer
-        switches = {"ste": self.ste, "is_qat": self.is_qat, "value_blocks": self.value_blocks}
+        switches = {name: getattr(self, name) for name in ("ste", "is_qat", "value_blocks", "tensor_scale")}
         return plain | {name: value for name, value in switches.items() if value != _DEFAULTS[name]}
 
     @classmethod
@@ -225,6 +233,7 @@ def get_default_mx_quantization_config(
     is_qat: bool = False,
     observer: object = None,
     value_blocks: str = "head_dim",
+    tensor_scale: str = "static",
     **modes: object,
 ) -> MXQuantizationConfig:
     """Make a config for weights and activations with one block size and the same modes.
@@ -233,7 +242,7 @@ def get_default_mx_quantization_config(
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
         block_size: values that share a scale; None: the block size of the formats, 32 unless they name one
             (`"mxfp4{16}"`).
-        operands, ste, is_qat, observer, value_blocks: see `MXQuantizationConfig`.
+        operands, ste, is_qat, observer, value_blocks, tensor_scale: see `MXQuantizationConfig`.
         modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
     Returns:
@@ -264,4 +273,5 @@ def get_default_mx_quantization_config(
         is_qat=is_qat,
         observer=observer,
         value_blocks=value_blocks,
+        tensor_scale=tensor_scale,
     )

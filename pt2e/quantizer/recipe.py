@@ -13,10 +13,11 @@
 
 A config maps roles to specs; `null` leaves operators in high precision. A spec is a spelling that `pt2mx.parse` takes,
 or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
-to specs, `ste` selects the gradient, and `value_blocks` the block axis of an attention's values. `first` and `last`
-map numbers of operators to configs; `module_name_object_type_order` is a list of [module, type, index, config].
-`algorithms` is how `pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options
-(`{gptq: {damping: 0.1}}`). `kv_cache` is the spec of a decoder's cached keys and values.
+to specs, `ste` selects the gradient, `value_blocks` the block axis of an attention's values, and `tensor_scale` the
+scale of a whole activation. `first` and `last` map numbers of operators to configs; `module_name_object_type_order` is
+a list of [module, type, index, config]. `algorithms` is how `pt2mx.optimize` rounds the weights: a preset, or a mapping
+from algorithms to their options (`{gptq: {damping: 0.1}}`). `kv_cache` is the spec of a decoder's cached keys and
+values.
 
 The YAML is read strictly: duplicate keys are errors, and every mistake raises an `MXError`.
 """
@@ -49,10 +50,10 @@ KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_typ
 ALGORITHMS, KV_CACHE = "algorithms", "kv_cache"
 #: most characters of an error, which may quote a value of the file
 _LONGEST = 1000
-_SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding")
+_SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding", "scale_format", "block_rows")
 
 #: fields of a config that are choices
-_CHOICES = ("ste", "value_blocks")
+_CHOICES = ("ste", "value_blocks", "tensor_scale")
 
 #: the key of a setting: a name, a count or (module, type, index); None for the global one
 Key = str | int | tuple[str, str, int] | None

@@ -7,12 +7,14 @@ from typing import Any
 
 from pt2mx.algorithms.options import ALGORITHMS, PRESETS, range_of
 from pt2mx.formats import ELEMENTS
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.ops.checks import STRAIGHT_THROUGH
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import ROLES
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
+from pt2mx.pt2e.tensor_scales import TENSOR_SCALES
+from pt2mx.scale_formats import SCALE_FORMATS
 
 #: kind of setting -> description of its keys
 _MEANINGS = {
@@ -71,13 +73,17 @@ def _config() -> dict[str, Any]:
     spec = {"$ref": "#/$defs/spec"}
     roles: dict[str, Any] = dict.fromkeys(ROLES, spec)
     operands = {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(OPERAND_NAMES, spec)}
-    words = {"ste": {"enum": list(STRAIGHT_THROUGH)}, "value_blocks": {"enum": list(VALUE_BLOCKS)}}
+    choices = {"ste": STRAIGHT_THROUGH, "value_blocks": VALUE_BLOCKS, "tensor_scale": TENSOR_SCALES}
+    words = {name: {"enum": list(allowed)} for name, allowed in choices.items()}
     properties = {**roles, "operands": operands, **words}
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 
 def _spec() -> dict[str, Any]:
-    text = {"type": "string", "examples": ["mxfp4", "mxfp6", "mxfp8", "mxint8", "mxfp4(even)", "mxfp8_e5m2{16}"]}
+    text = {
+        "type": "string",
+        "examples": ["mxfp4", "mxfp6", "mxfp8", "mxint8", "mxfp4(even)", "mxfp8_e5m2{16}", "nvfp4"],
+    }
     return {"anyOf": [text, {"$ref": "#/$defs/spec_fields"}, {"type": "null"}]}
 
 
@@ -85,8 +91,10 @@ def _spec_fields() -> dict[str, Any]:
     properties = {
         "element": {"type": "string", "examples": list(ELEMENTS)},
         "block_size": {"type": "integer", "minimum": 1},
-        "scale_mode": {"enum": list(SCALE_MODES)},
+        "scale_mode": {"enum": list({**SCALE_MODES, **FLOAT_SCALE_MODES})},
         "rounding": {"enum": list(ROUNDINGS)},
+        "scale_format": {"enum": list(SCALE_FORMATS)},
+        "block_rows": {"type": "integer", "minimum": 1},
     }
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": ["element"]}
 

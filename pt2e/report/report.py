@@ -93,7 +93,12 @@ class QuantizationReport:
         return (
             f"{quantized} of {len(self.operators)} operators quantized; parameters "
             f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value){no_sqnr}"
+            f"{self._static_scales()}"
         )
+
+    def _static_scales(self) -> str:
+        count = sum(o.tensor_scale is not None for operator in self.operators for o in operator.operands)
+        return f"; {count} static tensor scale{'s' * (count > 1)} from calibration" if count else ""
 
     def _roles(self, observed: bool) -> list[str]:
         """Return the roles of quantized operands with statistics, or of those without."""

@@ -18,8 +18,8 @@ from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modules
-from pt2mx.fx.graph.node import FakeQuantize, called, node_arg
-from pt2mx.fx.graph.qdq import spec_of_dequantize
+from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
@@ -45,6 +45,8 @@ class OperandReport:
         values, bytes_before, bytes_after: of a constant; 0 for a computed operand, and for one that an earlier operator
             shares.
         storage: the reason why it takes more bits than its format, if it does.
+        tensor_scale: the static scale of the whole tensor, which calibration found; None for a format without, and for
+            the scale of each tensor.
     """
 
     role: str
@@ -55,6 +57,7 @@ class OperandReport:
     bytes_before: int
     bytes_after: int
     storage: str | None = None
+    tensor_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,22 @@ def _operand_report(
         counted = counter.add(value, packed, sources)
         storage = storage_note(value.shape, packed) if packed and sources else None
     statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
-    return OperandReport(role, None if spec is None else str(spec), statistics, candidates, *counted, storage)
+    name, static = None if spec is None else str(spec), _static_scale(model, argument, captured)
+    return OperandReport(role, name, statistics, candidates, *counted, storage, static)
+
+
+def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands) -> float | None:
+    """Return the tensor scale that calibration found for an operand, if it did."""
+    if argument.op == "call_module":
+        observer = model.get_submodule(name_of(argument))
+        static = observer.static_scale if isinstance(observer, MXObserver) else None
+        return float(static.value(argument.name)) if static is not None and static.observed else None
+    quantize = quantize_of(argument)
+    scale = None if quantize is None else Quantize.expect(quantize).tensor_scale
+    outside = next(iter(captured.get(scale, [scale])), None) if scale is not None else None
+    if not isinstance(outside, Node) or outside.op != "get_attr":
+        return None
+    return float(tensor_of(model_of(outside.graph), outside))
 
 
 def _sources(argument: Node, source: Node, constants: set[Node], captured: CapturedOperands) -> list[Source]:

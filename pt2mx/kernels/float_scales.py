@@ -154,13 +154,18 @@ def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, pri
 
 def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
-    magnitude = x.to(torch.float32).abs()
-    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
-    amax = magnitude.amax() if x.numel() else magnitude.sum()  # of no values
+    amax = finite_amax(x)
     room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
     largest = _constant(spec.element.max_normal / spec.element.unit * room, amax)
     t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest, prims.divide)
     return torch.where(amax == 0, 1.0, t.clamp(_LEAST_TENSOR_SCALE, 1 / _LEAST_TENSOR_SCALE))
+
+
+def finite_amax(x: Tensor) -> Tensor:
+    """x: any shape -> the largest magnitude of its finite values, () fp32; 0 where there is none."""
+    magnitude = x.to(torch.float32).abs()
+    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    return magnitude.amax() if x.numel() else magnitude.sum()
 
 
 def tensor_scale_of(tensor_scale: Tensor | None, spec: MXSpec, blocks: Tensor) -> Tensor:

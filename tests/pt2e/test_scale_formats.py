@@ -49,6 +49,7 @@ def fake_quantized(net, x, weight, activation, **options):
 
 
 def prepared(net, weight, activation, prepare=pt2mx.prepare_pt2e, **config):
+    config = {"tensor_scale": "dynamic", **config}
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight=weight, activation=activation, **config))
     return calibrated(exported(net, X, dynamic_shapes=BATCH), quantizer, X, prepare=prepare)
 

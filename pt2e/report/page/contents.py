@@ -174,6 +174,7 @@ def _operand(operand: OperandReport, low: dict[int, float]) -> dict[str, Any]:
         "spec": operand.spec,
         "before": operand.bytes_before,
         "after": operand.bytes_after,
+        "tensorScale": operand.tensor_scale,
         "below": low.get(id(operand)),
         "seen": operand.statistics and _seen(operand.statistics),
         "candidates": [[name, *_noise(seen)] for name, seen in operand.candidates.items()],

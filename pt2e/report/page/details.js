@@ -31,6 +31,7 @@ function operandCard(operand, all) {
     counted && fact("flushed", percent(flushed)),
     seen && fact("values seen", count(seen.values)),
     seen?.nonfinite > 0 && fact("Inf or NaN", `${count(seen.nonfinite)}, in ${count(seen.nanBlocks)} blocks`),
+    operand.tensorScale && fact("tensor scale", `${significant(operand.tensorScale)}, from calibration`),
     operand.before > 0 && fact("bytes", bytesText(operand)),
   ];
   const rows = operand.candidates.map(([name, ...noise]) => {

@@ -1,0 +1,93 @@
+"""Tensor scales of activations, of formats that have one: a number that calibration finds, or that of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.functional import tensor_scale_mx
+from pt2mx.kernels.float_scales import finite_amax
+from pt2mx.spec import MXSpec
+
+#: the share of a new batch in a moving average, as in torchao's observers
+_AVERAGING_CONSTANT = 0.01
+
+#: the choices for the tensor scales of activations -> the amax of (all batches so far, this batch); None: no number is
+#: fixed, and each tensor has its own scale
+TENSOR_SCALES: dict[str, Callable[[Tensor, Tensor], Tensor] | None] = {
+    "static": torch.maximum,
+    "moving_average": lambda seen, new: seen + _AVERAGING_CONSTANT * (new - seen),
+    "dynamic": None,
+}
+
+
+def check_tensor_scale(name: object) -> None:
+    """Raise an MXError for a name that is no key of `TENSOR_SCALES`."""
+    if not isinstance(name, str) or name not in TENSOR_SCALES:
+        raise MXError(f"unknown tensor_scale {name!r}: {nearest(name, TENSOR_SCALES)}")
+
+
+class StaticTensorScale(nn.Module):
+    """The scale of a whole tensor from the largest finite magnitude of its batches.
+
+    `amax` is () float32, and negative before the first batch.
+
+    Args:
+        spec: a format with a tensor scale.
+        rule: "static", the maximum over the batches, or "moving_average".
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.pt2e.tensor_scales import StaticTensorScale
+        >>> scale = StaticTensorScale(pt2mx.parse("nvfp4"), "static")
+        >>> for amax in (1344.0, 2688.0, 1.0):
+        ...     scale.observe(torch.tensor([amax, 0.0]))
+        >>> scale.value("x")  # 2688 is 6 * 448
+        tensor(1.)
+    """
+
+    amax: Tensor
+
+    def __init__(self, spec: MXSpec, rule: str) -> None:
+        super().__init__()
+        self.spec, self.rule = spec, rule
+        self.observed = False  # a Python flag: testing `amax` would break the graph of torch.compile
+        self.register_buffer("amax", torch.tensor(-1.0))
+
+    @torch.no_grad()
+    def observe(self, x: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            x: float32, float16 or bfloat16, of any shape.
+        """
+        new, join = finite_amax(x.detach()), TENSOR_SCALES[self.rule]
+        assert join is not None
+        self.amax.copy_(torch.where(self.amax < 0, new, join(self.amax, new)))
+        self.observed = True
+
+    def value(self, name: str) -> Tensor:
+        """Return the scale, () float32.
+
+        Args:
+            name: of the tensor, for the error.
+
+        Raises:
+            MXError: before the first batch.
+        """
+        if not self.observed:
+            raise MXError(
+                f"the tensor scale of {name} in {self.spec} follows from calibration, and no batch was seen: run "
+                "batches through the prepared model first (of QAT in training mode), or choose tensor_scale='dynamic'"
+            )
+        return tensor_scale_mx(self.amax, self.spec)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.observed = bool(self.amax >= 0)
+
+    def extra_repr(self) -> str:
+        return self.rule
