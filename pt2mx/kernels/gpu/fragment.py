@@ -171,7 +171,8 @@ def pdl_wait(C: gl.constexpr):
 
 @gluon.jit
 def pdl_launch_dependents(C: gl.constexpr):
-    """Allow the next kernel to start once every program gets here; it then waits for the end of this kernel. If it
-    started earlier, its programs would crowd onto the few multiprocessors that have room left."""
+    """Allow the next kernel to start once every program gets here; it then waits for the end of this kernel. Kernels
+    whose programs fill the multiprocessors call this late: the next programs would crowd onto the few that have room
+    left. Kernels with room for the next programs call it first, so that these can load their weight meanwhile."""
     if C.use_pdl:
         gdc_launch_dependents()

@@ -1,6 +1,7 @@
 """The device code of matmuls with a few rows of x, in Gluon: tensor cores multiply with 8 rows at a time.
 
 Reading the packed weight determines their time. Each code is read once, into registers, and decoded there (`fragment`).
+The first codes are loaded while the kernel before still computes x, and the next kernel may do the same at once.
 
 The kernel may rotate one row of x in blocks of 32 first. The eight threads that hold a block in the layout of the
 tensor cores' operand have four values each. They rotate the block together, with the sums of `pt2mx.kernels.hadamard`
@@ -91,25 +92,31 @@ mov.f32 $3, b;
 _SUM_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4))
 
 
-@gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps"])
-def gemv_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, k, n_tiles, k_steps, C: gl.constexpr):
+@gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps", "loads_early"])
+def gemv_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, k, n_tiles, k_steps, loads_early, C: gl.constexpr):
     """x: (batch, k) bf16, codes: (n_tiles, k_steps, 2, vectors, 32, 16), scale: (n_tiles, k_steps, 2, scales, 32)
     uint8, or int16 for pairs of scales with a significand, tensor_scale: () or None, bias: (n,) -> out: (batch, n).
-    `C.rotates`: x is one row, which is rotated first in blocks of 32."""
+
+    `C.rotates`: x is one row, which is rotated first in blocks of 32. `loads_early`: kernels before this one did not
+    write the weight, so its first loads need not wait for them."""
     layout: gl.constexpr = fragment_layout(C)
+    pdl_launch_dependents(C)
     acc = ()
-    for _ in gl.static_range(gl.constexpr(C.tiles_per_warp * C.m_tiles)):
+    for _ in gl.static_range(gl.constexpr(C.tiles_per_warp * C.m_tiles * C.chains)):
         acc = acc + (gl.full([C.warps_k, C.warps_n, 32, 4], 0.0, gl.float32, layout),)
     code_words = codes.to(gl.pointer_type(gl.int32))
     pointers = fragment_pointers(code_words, scale, gl.program_id(0), n_tiles, k_steps, C)
     x_pointers = _row_pointers(x, C) if C.rotates else _x_pointers(x, batch, k, C)
+    if loads_early == 0:
+        pdl_wait(C)
+    words, scales = _load_weight(pointers, k_steps, 0, C)
     pdl_wait(C)
-    words, scales, pairs = _load(pointers, x_pointers, k, k_steps, 0, C)
+    pairs = _load_x(x_pointers, k, 0, C)
     for start in range(C.k_unroll * C.warps_k, k_steps, C.k_unroll * C.warps_k):
-        next_words, next_scales, next_pairs = _load(pointers, x_pointers, k, k_steps, start, C)
+        next_words, next_scales = _load_weight(pointers, k_steps, start, C)
+        next_pairs = _load_x(x_pointers, k, start, C)
         acc = _multiply(acc, words, scales, pairs, C)
         words, scales, pairs = next_words, next_scales, next_pairs
-    pdl_launch_dependents(C)
     acc = _multiply(acc, words, scales, pairs, C)
     _store(acc, tensor_scale, bias, out, batch, n, C)
 
@@ -136,13 +143,11 @@ def _row_pointers(x, C: gl.constexpr):
 
 
 @gluon.jit
-def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
-    """Load codes and scales from step `start` on, and the matching values of x."""
-    first_pairs, first_k = x_pointers
+def _load_weight(pointers, k_steps, start, C: gl.constexpr):
+    """Load the codes and scales from step `start` on."""
     warp_k, _, _, _ = lanes(C)
     words = ()
     scales = ()
-    pairs = ()
     for i in gl.static_range(gl.constexpr(C.k_unroll)):
         step = start + i * C.warps_k
         if not C.whole_k:  # beyond K, the last step times zeros
@@ -150,6 +155,15 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
         of_step = load_fragments(pointers, step, C)
         words = words + of_step[0]
         scales = scales + of_step[1]
+    return words, scales
+
+
+@gluon.jit
+def _load_x(x_pointers, k, start, C: gl.constexpr):
+    """Load the values of x from step `start` on."""
+    first_pairs, first_k = x_pointers
+    pairs = ()
+    for i in gl.static_range(gl.constexpr(C.k_unroll)):
         if C.rotates:
             at = first_pairs[0] + (start + i * C.warps_k) * (8 * C.k8_groups)
             for block in gl.static_range(gl.constexpr(8 * C.k8_groups // _BLOCK)):
@@ -163,12 +177,13 @@ def _load(pointers, x_pointers, k, k_steps, start, C: gl.constexpr):
                 else:
                     mask = first_k + (start + i * C.warps_k) * (32 * C.k8_groups) + 8 * group < k
                     pairs = pairs + (gl.load(at + 4 * group, mask, 0),)
-    return words, scales, pairs
+    return pairs
 
 
 @gluon.jit
 def _multiply(acc, words, scales, pairs, C: gl.constexpr):
-    """Multiply the operands that `_load` returned, and add the products to acc."""
+    """Multiply the loaded operands, and add the products to acc: `C.chains` sums of each tile, since an MMA waits for
+    the one before that adds to the same sum."""
     if C.rotates:
         pairs = _rotated(pairs, words, C)
     for step in gl.static_range(gl.constexpr(C.k_unroll)):
@@ -176,12 +191,13 @@ def _multiply(acc, words, scales, pairs, C: gl.constexpr):
         for tile in gl.static_range(gl.constexpr(C.tiles_per_warp)):
             halves = decode_fragment(words, scales, step * C.tiles_per_warp + tile, C, False)
             for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
-                total = acc[tile * C.m_tiles + m_tile]
-                for group in gl.static_range(gl.constexpr(C.k8_groups)):
-                    b = pairs[(step * C.m_tiles + m_tile) * C.k8_groups + group]
-                    operands = (halves[group], halves[C.k8_groups + group], b, total)
-                    total = gl.inline_asm_elementwise(_MMA, _MMA_CONSTRAINTS, operands, gl.float32, True, 4)
-                new = new + (total,)
+                for chain in gl.static_range(gl.constexpr(C.chains)):
+                    total = acc[(tile * C.m_tiles + m_tile) * C.chains + chain]
+                    for group in gl.static_range(chain, gl.constexpr(C.k8_groups), gl.constexpr(C.chains)):
+                        b = pairs[(step * C.m_tiles + m_tile) * C.k8_groups + group]
+                        operands = (halves[group], halves[C.k8_groups + group], b, total)
+                        total = gl.inline_asm_elementwise(_MMA, _MMA_CONSTRAINTS, operands, gl.float32, True, 4)
+                    new = new + (total,)
         acc = new
     return acc
 
@@ -208,7 +224,9 @@ def _store(acc, tensor_scale, bias, out, batch, n, C: gl.constexpr):
         row = ((gl.program_id(0) * C.warps_n + warp_n) * C.tiles_per_warp + tile) * 16 + lane // 4 + word // 2 * 8
         added = gl.load(bias + row, mask=row < n, other=0).to(gl.float32) if C.has_bias else 0.0
         for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
-            sums = acc[tile * C.m_tiles + m_tile]
+            sums = acc[(tile * C.m_tiles + m_tile) * C.chains]
+            for chain in gl.static_range(1, gl.constexpr(C.chains)):
+                sums += acc[(tile * C.m_tiles + m_tile) * C.chains + chain]
             if C.rotates:
                 sums = gl.inline_asm_elementwise(_SUM_COLUMNS, _SUM_COLUMNS_CONSTRAINTS, (sums,), gl.float32, True, 4)
             total = scaled(gl.sum(sums, 0), tensor_scale, C) + added  # (warps_n, 32, 4)

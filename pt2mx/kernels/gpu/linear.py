@@ -71,7 +71,7 @@ def _gemv(
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
     # with more rows of x, the programs of two kernels would share the multiprocessors badly
-    use_pdl = chosen.m_tiles == 1 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    use_pdl = chosen.m_tiles <= 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
     config = tuning.kernel_config(
         element,
         **tuning.scale_fields(scale, tensor_scale),
@@ -81,10 +81,14 @@ def _gemv(
         use_pdl=use_pdl,
         rotates=rotates,
     )
-    sizes, grid = (batch, out.shape[1], k, n_tiles, k_steps), (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
+    # a CUDA graph cannot contain `to_mma_layout`, which waits for the device: its kernels do not write weights
+    loads_early = int(torch.cuda.is_current_stream_capturing())
+    sizes = batch, out.shape[1], k, n_tiles, k_steps, loads_early
+    grid = (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):
         of_weight = codes, scale, tensor_scale, bias
-        gemv_kernel[grid](x, *of_weight, out, *sizes, config, num_warps=chosen.warps_k, launch_pdl=use_pdl)
+        options = {"num_warps": chosen.warps_k, "launch_pdl": use_pdl, "maxnreg": tuning.max_registers(chosen, element)}
+        gemv_kernel[grid](x, *of_weight, out, *sizes, config, **options)
 
 
 def _dequantize_then_matmul(

@@ -19,12 +19,13 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift, float_scale_
 
 class GemvConfig(NamedTuple):
     """The work of a program of `gemv_kernel`: tiles of 16 rows a warp, steps along K that are loaded together, warps
-    that share a tile along K, and tiles of 8 rows of x."""
+    that share a tile along K, tiles of 8 rows of x, and sums of a tile that are computed at the same time."""
 
     tiles_per_warp: int
     k_unroll: int
     warps_k: int
     m_tiles: int
+    chains: int
 
 
 class GemmTile(NamedTuple):
@@ -41,20 +42,21 @@ _GEMV_BATCH_WITHOUT_GEMM = 32
 #: bits of an element -> the most rows of x that `gemm_kernel` multiplies
 _LARGEST_GEMM_BATCH = {4: 1536, 6: 1536, 8: 1024}
 
-#: (bits of an element, at most so many tiles of 8 rows of x) -> tiles_per_warp, k_unroll, and the target number of
-#: warps per multiprocessor
+#: (bits of an element, at most so many tiles of 8 rows of x) -> tiles_per_warp, k_unroll, the target number of warps
+#: per multiprocessor, and chains
 _GEMV = {
-    (4, 1): (1, 2, 12),
-    (6, 1): (1, 1, 12),
-    (8, 1): (1, 1, 12),
-    (4, 2): (2, 1, 6),
-    (6, 2): (2, 1, 6),
-    (8, 2): (2, 2, 6),
-    (4, 4): (2, 1, 6),
-    (6, 4): (2, 1, 6),
-    (8, 4): (2, 1, 6),
+    (4, 1): (1, 2, 12, 2),
+    (6, 1): (1, 1, 12, 1),
+    (8, 1): (1, 1, 12, 1),
+    (4, 2): (2, 1, 6, 4),
+    (6, 2): (2, 1, 6, 1),
+    (8, 2): (2, 2, 6, 1),
+    (4, 4): (2, 1, 6, 1),
+    (6, 4): (2, 1, 6, 1),
+    (8, 4): (2, 1, 6, 1),
 }
-_GEMV_OF_MANY_TILES = (2, 1, 12)
+#: the same for many tiles of the weight and up to 8 rows of x
+_GEMV_OF_MANY_TILES = {4: (2, 1, 12, 2), 6: (2, 1, 12, 2), 8: (2, 1, 12, 1)}
 #: bits of an element -> if 4 warps share a tile of rows, and a row has at most so many values per warp, up to 512
 #: values are loaded at a time
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
@@ -88,9 +90,9 @@ def _largest_gemv_batch(k: int, n_tiles: int, element: ElementFormat, multiproce
 def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemvConfig:
     """Return the configuration of `gemv_kernel` for (batch, k) times the (n_tiles * 16, k) weight."""
     m_tiles = _next_power_of_2(-(-batch // 8))
-    tiles_per_warp, k_unroll, warps = _GEMV[element.bits, m_tiles]
+    tiles_per_warp, k_unroll, warps, chains = _GEMV[element.bits, m_tiles]
     if m_tiles == 1 and n_tiles >= 12 * multiprocessors:
-        tiles_per_warp, k_unroll, warps = _GEMV_OF_MANY_TILES
+        tiles_per_warp, k_unroll, warps, chains = _GEMV_OF_MANY_TILES[element.bits]
     programs, warps_k = -(-n_tiles // tiles_per_warp), 2
     while programs * warps_k < warps * multiprocessors and (warps_k < 4 or 1024 * 2 * warps_k <= k):
         warps_k *= 2  # stop at 1024 values of a row per warp
@@ -98,7 +100,15 @@ def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multip
     steps_of_warp = max(1, -(-k // (k_step * warps_k)))
     if tiles_per_warp == 1 and warps_k == 4 and k_step * steps_of_warp <= _FEW_VALUES[element.bits]:
         k_unroll = min(512 // k_step, _next_power_of_2(steps_of_warp))
-    return GemvConfig(tiles_per_warp, k_unroll, warps_k, m_tiles)
+    if m_tiles == 1 and programs * warps_k <= warps * multiprocessors:
+        chains *= 2  # with the registers of idle warps
+    return GemvConfig(tiles_per_warp, k_unroll, warps_k, m_tiles, chains)
+
+
+def max_registers(config: GemvConfig, element: ElementFormat) -> int | None:
+    """Return the registers of a thread of `gemv_kernel`, None for no limit: for INT8 the compiler would take 133, so
+    that a multiprocessor runs fewer programs."""
+    return 128 if element.bits == 8 and config.tiles_per_warp == 2 and config.m_tiles == 1 else None
 
 
 def rotates_in_gemv(batch: int, k: int, n_tiles: int, rotation: int) -> bool:
@@ -142,6 +152,7 @@ class KernelConfig(NamedTuple):
     tiles_per_warp: int = 1  # of 16 rows of the weight
     k_unroll: int = 1  # steps along K that are loaded together
     m_tiles: int = 0  # GEMV: tiles of 8 rows of x
+    chains: int = 1  # GEMV: sums of a tile that are computed at the same time
     m_rows: int = 0  # GEMM: rows of x that a program multiplies
     stages: int = 0  # GEMM: of the ring in shared memory
     load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two

@@ -3,7 +3,15 @@
 import pytest
 
 from pt2mx import ELEMENTS
-from pt2mx.kernels.gpu.tuning import GemmTile, GemvConfig, gemm_tile, gemv_config, kernel_of, rotates_in_gemv
+from pt2mx.kernels.gpu.tuning import (
+    GemmTile,
+    GemvConfig,
+    gemm_tile,
+    gemv_config,
+    kernel_of,
+    max_registers,
+    rotates_in_gemv,
+)
 
 FP4, FP6, FP8 = ELEMENTS["fp4_e2m1"], ELEMENTS["fp6_e3m2"], ELEMENTS["fp8_e4m3"]
 
@@ -30,18 +38,21 @@ def test_kernels(element, n, k, kernels):
 @pytest.mark.parametrize(
     ("element", "batch", "n", "k", "config"),
     [
-        (FP4, 1, 4096, 4096, GemvConfig(1, 2, 4, 1)),
-        (FP4, 1, 128256, 4096, GemvConfig(2, 1, 2, 1)),
-        (FP4, 1, 96, 256, GemvConfig(1, 1, 4, 1)),
-        (FP4, 16, 8192, 8192, GemvConfig(2, 1, 4, 2)),
-        (FP6, 1, 2048, 2048, GemvConfig(1, 2, 4, 1)),
-        (FP8, 1, 2048, 2048, GemvConfig(1, 4, 4, 1)),
-        (FP8, 9, 4096, 1384, GemvConfig(2, 2, 4, 2)),
-        (FP8, 32, 512, 28672, GemvConfig(2, 1, 16, 4)),
+        (FP4, 1, 4096, 4096, GemvConfig(1, 2, 4, 1, 4)),
+        (FP4, 1, 128256, 4096, GemvConfig(2, 1, 2, 1, 2)),
+        (FP4, 1, 96, 256, GemvConfig(1, 1, 4, 1, 4)),
+        (FP4, 16, 8192, 8192, GemvConfig(2, 1, 4, 2, 4)),
+        (FP4, 1, 4096, 14336, GemvConfig(1, 2, 8, 1, 2)),
+        (FP6, 1, 2048, 2048, GemvConfig(1, 2, 4, 1, 2)),
+        (FP8, 1, 2048, 2048, GemvConfig(1, 4, 4, 1, 2)),
+        (FP8, 9, 4096, 1384, GemvConfig(2, 2, 4, 2, 1)),
+        (FP8, 1, 28672, 4096, GemvConfig(2, 1, 2, 1, 1)),
+        (FP8, 32, 512, 28672, GemvConfig(2, 1, 16, 4, 1)),
     ],
 )
 def test_gemv_config(element, batch, n, k, config):
     assert gemv_config(batch, k, n // 16, element, 132) == config
+    assert max_registers(config, element) == (128 if (element, n) == (FP8, 28672) else None)
 
 
 @pytest.mark.parametrize(
