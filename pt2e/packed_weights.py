@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.analysis.measure import MXStorage
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import captured_operands, nodes_in_order, written_in
@@ -50,8 +51,9 @@ class PackedWeight(NamedTuple):
         spec: the element, the block size and the axis, counted from the front. If the weight was quantized before the
             program was exported, its scale mode and rounding are unknown, and have their defaults here.
         codes: (..., bytes of n, ...) uint8, packed along the axis.
-        scales: (..., ceil(n / block_size), ...) uint8, E8M0.
+        scales: (..., ceil(n / block_size), ...) uint8, E8M0; of other scale formats as `pt2mx.quantize_mx` gives them.
         shape: (..., n, ...), the shape of the values.
+        tensor_scale: () float32, of formats with a scale of the whole tensor.
     """
 
     name: str
@@ -59,6 +61,7 @@ class PackedWeight(NamedTuple):
     codes: Tensor
     scales: Tensor
     shape: tuple[int, ...]
+    tensor_scale: Tensor | None = None
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values.
@@ -80,7 +83,8 @@ class PackedWeight(NamedTuple):
             torch.Size([2, 33])
         """
         length = self.shape[self.spec.axis]
-        return dequantize_mx(self.codes, self.scales, self.spec, target_dtype=dtype, length=length)
+        packed = self.codes, self.scales, self.spec
+        return dequantize_mx(*packed, target_dtype=dtype, length=length, tensor_scale=self.tensor_scale)
 
 
 def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWeight]:
@@ -94,7 +98,7 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
             change, and the yielded tensors share its memory.
 
     Returns:
-        An iterator over `PackedWeight`: name, spec, codes, scales, shape.
+        An iterator over `PackedWeight`: name, spec, codes, scales, shape, tensor_scale.
 
     Raises:
         MXError: for another object, a prepared model, a portable program (its operators are decomposed), and a program
@@ -123,8 +127,9 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
 def _weights(model: GraphModule) -> Iterator[PackedWeight]:
     """Yield each weight of a folded model at its first user."""
     yielded: set[tuple[object, ...]] = set()
+    captured = captured_operands(model)
     for codes, scales, read in stored_weights(model):
-        weight = _weight(codes, scales, read)
+        weight = _weight(codes, scales, read, captured)
         memory = (weight.codes.data_ptr(), weight.codes.shape, weight.codes.stride())
         if memory not in yielded:
             yielded.add(memory)
@@ -152,6 +157,7 @@ class _Read(NamedTuple):
     spec: MXSpec
     axis: int
     length: int | None
+    tensor_scale: Node | None
 
 
 def _read(node: Node) -> _Read | None:
@@ -161,11 +167,19 @@ def _read(node: Node) -> _Read | None:
     if node.target is ops.dequantize_mx:
         call, rank = Dequantize.expect(node), len(shape_of(node) or ())
         length = call.length if isinstance(call.length, int) else None
-        return _Read(call.codes, call.scale, spec_of_dequantize(node), call.axis % rank - rank, length)
+        axis = call.axis % rank - rank
+        return _Read(call.codes, call.scale, spec_of_dequantize(node), axis, length, call.tensor_scale)
     if node.target in _MATMULS:
         args = named_args(node)
-        spec, k = MXSpec(args["elem_dtype_name"], args["block_size"]), (shape_of(args["x"]) or ())[-1]
-        return _Read(args["weight_data"], args["weight_scale"], spec, -1, k if isinstance(k, int) else None)
+        spec = MXSpec(
+            args["elem_dtype_name"],
+            args["block_size"],
+            scale_format=args.get("scale_format") or "e8m0",
+            block_rows=args.get("block_rows") or 1,
+        )
+        k = (shape_of(args["x"]) or ())[-1]
+        length = k if isinstance(k, int) else None
+        return _Read(args["weight_data"], args["weight_scale"], spec, -1, length, args.get("tensor_scale"))
     return None
 
 
@@ -180,13 +194,14 @@ def _stored(node: Node, outside: Mapping[Node, Sequence[object]]) -> Node | None
     return node
 
 
-def _weight(codes: Node, scales: Node, read: _Read) -> PackedWeight:
+def _weight(codes: Node, scales: Node, read: _Read, outside: Mapping[Node, Sequence[object]]) -> PackedWeight:
     data, bytes_of_scales = (tensor_of(model_of(node.graph), node) for node in (codes, scales))
     axis = read.axis + data.dim()
     length = unpacked_length(data.shape[axis], read.spec.element.bits) if read.length is None else read.length
     shape = (*data.shape[:axis], length, *data.shape[axis + 1 :])
-    spec = read.spec.replace(axis=axis)
-    return PackedWeight(parameter_name(name_of(codes)), spec, data, bytes_of_scales, shape)
+    spec, t = read.spec.replace(axis=axis), None if read.tensor_scale is None else _stored(read.tensor_scale, outside)
+    tensor_scale = None if t is None else tensor_of(model_of(t.graph), t)
+    return PackedWeight(parameter_name(name_of(codes)), spec, data, bytes_of_scales, shape, tensor_scale)
 
 
 def parameter_name(codes: str) -> str:
@@ -200,7 +215,8 @@ def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
     """Return the bytes of the codes and scales of a tensor of this shape."""
     length = shape[spec.axis]
     rows = math.prod(shape) // length if length else 0
-    return rows * (packed_length(length, spec.element.bits) + -(-length // spec.block_size))
+    scales = MXStorage.of(shape, spec).num_blocks * spec.scale_bits // 8 + 4 * bool(spec.scale_format.tensor)
+    return rows * packed_length(length, spec.element.bits) + scales
 
 
 def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
@@ -222,7 +238,7 @@ def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
     width, length = 8 * size // codes, shape[spec.axis]
     bits = 8 * packed_bytes(shape, spec) / values
     reasons = [f"codes of {spec.element.bits} bits take {width}"] if width != spec.element.bits else []
-    if bits >= (1 + _NOTED) * (width + 8 / spec.block_size):
+    if bits >= (1 + _NOTED) * (width + spec.effective_bits - spec.element.bits):
         count = f"{length} value{'s' * (length > 1)}"
         reasons.append(f"{count} a block, which has a scale and whole bytes of its own")
     return f"{bits:.4g} bits a value: {', '.join(reasons)}" if reasons else None

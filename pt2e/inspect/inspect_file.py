@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, value_of
@@ -51,7 +52,7 @@ _CODE = "data/aotinductor/"
 _CONSTANT = re.compile(r"constants_info_\[(\d+)\]\.(\w+) = (.*);")
 _DTYPE = "cached_torch_dtype_"
 #: arguments of the matmul operators
-_WEIGHT = ("weight_data", "weight_scale")
+_WEIGHT = ("weight_data", "weight_scale", "tensor_scale")
 
 
 def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
@@ -82,7 +83,7 @@ def _file_info(path: str | os.PathLike[str]) -> FileInfo:
 def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> FileInfo:
     portable = is_portable(program.graph_module)
     weights = [] if portable else list(packed_weights(program))
-    packed = {tensor.data_ptr() for weight in weights for tensor in (weight.codes, weight.scales)}
+    packed = {tensor.data_ptr() for weight in weights for tensor in _tensors(weight)}
     tensors = {name: t for name, t in {**program.state_dict, **program.constants}.items() if isinstance(t, Tensor)}
     graphs = graph_modules(program.graph_module)
     inputs = [(node.name, value_of(node)) for node in input_nodes(program)]
@@ -115,12 +116,17 @@ def _inputs(leaves: Iterable[tuple[str, object, list[Range] | None]]) -> tuple[T
 
 
 def _weight_info(weight: PackedWeight) -> PackedWeightInfo:
-    counts = torch.bincount(weight.scales.flatten().to(torch.int64), minlength=NAN_SCALE + 1).tolist()
+    exponents = exponent_bytes(weight.scales, weight.spec, weight.tensor_scale)
+    counts = torch.bincount(exponents.flatten(), minlength=NAN_SCALE + 1).tolist()
     scales = {byte - _SCALE_BIAS: count for byte, count in enumerate(counts[:NAN_SCALE]) if count}
-    nbytes = weight.codes.nbytes + weight.scales.nbytes
+    nbytes = sum(tensor.nbytes for tensor in _tensors(weight))
     return PackedWeightInfo(
         weight.name, format_of(weight.spec), weight.spec.axis, weight.shape, nbytes, scales, counts[NAN_SCALE]
     )
+
+
+def _tensors(weight: PackedWeight) -> list[Tensor]:
+    return [t for t in (weight.codes, weight.scales, weight.tensor_scale) if t is not None]
 
 
 def _activations(graphs: Iterable[GraphModule]) -> Iterable[str]:
@@ -145,7 +151,7 @@ def _package_info(path: str | os.PathLike[str]) -> FileInfo:
     constants = _constants(records)
     calls = [node["node"] for node in _json(records, ".wrapper.json").get("nodes", [])]
     weights = [weight for call in calls if (weight := _CalledWeight.of(call, constants))]
-    packed = {tensor.name for weight in weights for tensor in (weight.codes, weight.scales)}
+    packed = {tensor.name for weight in weights for tensor in weight.tensors}
     return FileInfo(
         file=str(path),
         kind="package",
@@ -185,21 +191,28 @@ def _constant(fact: Mapping[str, str]) -> TensorInfo:
 class _CalledWeight(NamedTuple):
     """The weight of a matmul operator that the machine code calls."""
 
-    codes: TensorInfo
-    scales: TensorInfo
+    tensors: tuple[TensorInfo, ...]  # codes, scales, and the tensor scale of formats that have one
     spec: MXSpec
 
     @classmethod
     def of(cls, call: Mapping[str, Any], constants: Mapping[str, TensorInfo]) -> _CalledWeight | None:
         arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
-        codes, scales = (constants.get(arguments.get(name, {}).get("as_tensor", {}).get("name")) for name in _WEIGHT)
-        if codes is None or scales is None:
+        read = [constants.get(arguments.get(name, {}).get("as_tensor", {}).get("name")) for name in _WEIGHT]
+        tensors = tuple(tensor for tensor in read if tensor is not None)
+        if None in read[:2]:
             return None
-        return cls(codes, scales, MXSpec(arguments["elem_dtype_name"]["as_string"], arguments["block_size"]["as_int"]))
+        spec = MXSpec(
+            arguments["elem_dtype_name"]["as_string"],
+            arguments["block_size"]["as_int"],
+            scale_format=arguments.get("scale_format", {}).get("as_string") or "e8m0",
+            block_rows=arguments.get("block_rows", {}).get("as_int") or 1,
+        )
+        return cls(tensors, spec)
 
     def info(self) -> PackedWeightInfo:
         """Describe the weight, with the shape of the codes that its bytes contain."""
-        *rows, size = self.codes.shape
+        codes = self.tensors[0]
+        *rows, size = codes.shape
         shape = (*map(int, rows), unpacked_length(int(size), self.spec.element.bits))
-        nbytes = (self.codes.bytes or 0) + (self.scales.bytes or 0)
-        return PackedWeightInfo(parameter_name(self.codes.name), format_of(self.spec), len(rows), shape, nbytes)
+        nbytes = sum(tensor.bytes or 0 for tensor in self.tensors)
+        return PackedWeightInfo(parameter_name(codes.name), format_of(self.spec), len(rows), shape, nbytes)

@@ -39,10 +39,11 @@ class PackedWeightInfo:
     """Describe a packed weight.
 
     Args:
-        format: the element and the block size.
+        format: the element, the block size and, other than E8M0, the scale format.
         axis: the dimension along which blocks run, counted from the front.
         bytes: the size of codes and scales.
-        scales: exponent of a scale -> number of blocks that have it; None where it is unknown.
+        scales: exponent of a scale, rounded down to a power of two -> number of blocks that have it; None where it is
+            unknown.
         nan_blocks: the number of blocks whose values are NaN.
     """
 
@@ -96,8 +97,10 @@ class FileInfo:
 
 
 def format_of(spec: MXSpec) -> str:
-    """Return the element and the block size, as in `fp4_e2m1{32}`."""
-    return f"{spec.element}{{{spec.block_size}}}"
+    """Return the element and the block size, as in `fp4_e2m1{32}`, and other scales than E8M0 bytes of one row."""
+    if spec.has_plain_scale:
+        return f"{spec.element}{{{spec.block_size}}}"
+    return str(spec.replace(scale_mode=None, rounding="even"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

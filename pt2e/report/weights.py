@@ -23,13 +23,14 @@ from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, no
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
-from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
 from pt2mx.pt2e.packed_weights import parameter_name, stored_weights
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.torchao_pt2e import is_fake
+from pt2mx.spec import MXSpec
 
 #: the meta of nodes that a report reads
 _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
@@ -139,8 +140,8 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
 
 def nonfinite_weights(converted: GraphModule) -> list[str]:
     """Return the names of the weights of a converted model that held a NaN or an Inf."""
-    weights = [(codes, scales) for codes, scales, _ in stored_weights(converted)]
-    folded = [parameter_name(name_of(codes)) for codes, scales in weights if _holds_nan_blocks(scales)]
+    weights = stored_weights(converted)
+    folded = [parameter_name(name_of(codes)) for codes, scales, read in weights if _holds_nan_blocks(scales, read.spec)]
     kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
     return list(dict.fromkeys([*folded, *kept]))
 
@@ -170,6 +171,6 @@ def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
                 yield node_arg(node_arg(scale)), node
 
 
-def _holds_nan_blocks(scales: Node) -> bool:
+def _holds_nan_blocks(scales: Node, spec: MXSpec) -> bool:
     scale = tensor_of(model_of(scales.graph), scales)
-    return not is_fake(scale) and bool((scale == NAN_SCALE).any())
+    return not is_fake(scale) and bool(is_nan(scale, spec.scale_format).any())

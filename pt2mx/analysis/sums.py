@@ -71,19 +71,32 @@ def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple
     """Return the E8M0 byte of the power of two at or below the scale of each block, (..., blocks, ...) int64, and the
     scale of each value, (..., n, ...), NaN for blocks with an Inf or a NaN."""
     stored = scales(x, spec, tensor_scale)
+    byte = exponent_bytes(stored, spec, tensor_scale)
     if spec.scale_format.is_power_of_two:
-        byte = stored.to(torch.int64)
         # in float64, where 2**-127 is normal, and an element's largest value times 2**127 is finite
         powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
         scale = torch.tensor(powers, dtype=torch.float64).to(x.device)[byte]
     else:
         scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as those of codes do
-        power = torch.frexp(scale).exponent.to(torch.int64) - 1
-        byte = torch.where(scale.isnan(), NAN_SCALE, (power + 127).clamp(0, NAN_SCALE - 1))
     for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):
         if axis is not None:
             scale = scale.repeat_interleave(min(block, x.shape[axis]), axis).narrow(axis, 0, x.shape[axis])
     return byte, scale
+
+
+def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:
+    """Return the E8M0 byte of the power of two at or below each scale, int64; `NAN_SCALE` for NaN.
+
+    Args:
+        stored: scales, as `quantize_mx` gives them.
+        spec: their format.
+        tensor_scale: () float32, of formats that have one; it multiplies the scales.
+    """
+    if spec.scale_format.is_power_of_two:
+        return stored.to(torch.int64)
+    scale = multiplier_of(stored, spec, tensor_scale)
+    power = torch.frexp(scale).exponent.to(torch.int64) - 1
+    return torch.where(scale.isnan(), NAN_SCALE, (power + 127).clamp(0, NAN_SCALE - 1))
 
 
 def _row_axis(x: Tensor, spec: MXSpec) -> int | None:

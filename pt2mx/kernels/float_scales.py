@@ -152,6 +152,11 @@ def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, pri
     return factor if unit == 1 else factor / unit
 
 
+def is_nan(stored: Tensor, scale: ScaleFormat) -> Tensor:
+    """stored: scales of any format -> whether each is NaN, bool."""
+    return stored.isnan() if scale.dtype.is_floating_point else stored == scale.nan
+
+
 def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
     amax = finite_amax(x)

@@ -8,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_bytes, packed_weights, parameter_name
 from tests.compare import differing
 from tests.flow import convert, prepare
 from tests.fresh_process import run_program
@@ -199,6 +199,25 @@ def test_lowered(name):
             stored = stored.T if weight.name.endswith("_t") else stored
             stored = stored[: len(first)] if weight.name.endswith("_joined") else stored
             assert torch.equal(stored, first), weight.name
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{32x32}(f32)", "int4{32}(bf16)"])
+def test_scale_formats(name):
+    """In converted, lowered and exported programs."""
+    model, x, spec = mlp(), torch.randn(8, 64), pt2mx.parse(name)
+    converted = convert(model, (x,), MXQuantizer().set_global(pt2mx.MXQuantizationConfig(weight=name)))
+    lowered = pt2mx.lower_to_inductor(converted)
+    for program in (converted, lowered, torch.export.export(converted, (x,)), torch.export.export(lowered, (x,))):
+        weights = list(packed_weights(program))
+        assert [weight.name for weight in weights] == ["0.weight", "2.weight"]
+        for weight in weights:
+            parameter = model.get_parameter(weight.name).detach()
+            assert weight.spec.scale_args() == spec.scale_args() and weight.spec.block_size == spec.block_size
+            assert torch.equal(weight.dequantized(), pt2mx.fake_quantize_mx(parameter, spec))
+            stored = [t for t in (weight.codes, weight.scales, weight.tensor_scale) if t is not None]
+            assert packed_bytes(weight.shape, weight.spec) == sum(t.nbytes for t in stored)
+    report = pt2mx.quantization_report(converted)
+    assert report.bytes_after == sum(tensor.nbytes for tensor in converted.state_dict().values())
 
 
 def test_the_modes_of_a_converted_model():

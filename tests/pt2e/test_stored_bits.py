@@ -43,7 +43,10 @@ def _is_more(bits, spec):
         ((32, 1, 3, 3), "int5", f"16 bits a value: codes of 5 bits take 8, 1 value {SHORT}"),
         ((8, 64), "int9", "16.25 bits a value: codes of 9 bits take 16"),
         ((8, 40), "fp4", None),
+        ((8, 64), "nvfp4", None),
+        ((8, 64), "fp8_e4m3{8x64}(f32)", None),
+        ((32, 1, 3, 3), "nvfp4", f"16.11 bits a value: 1 value {SHORT}"),
     ],
 )  # fmt: skip
 def test_the_reasons(shape, element, note):
-    assert storage_note(shape, MXSpec(element, axis=1)) == note
+    assert storage_note(shape, pt2mx.parse(element, axis=1)) == note

@@ -70,6 +70,23 @@ def test_the_table(files, capsys):
     assert lines[-1].startswith("2 packed weights: 18,500 values, 9,830 bytes, 4.25 bits a value; 2 other tensors")
 
 
+def test_other_scales(tmp_path, capsys):
+    quantizer = MXQuantizer().set_global(pt2mx.MXQuantizationConfig("nvfp4", "nvfp4", tensor_scale="dynamic"))
+    x = torch.randn(8, 64)
+    program = torch.export.export(convert(mlp(), (x,), quantizer), (x,))
+    pt2mx.save_program(program, tmp_path / "program.pt2")
+    (result,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert result["activations"] == {"nvfp4_e2m1{16}": 2} and len(result["tensors"]) == 2
+    for weight, held in zip(packed_weights(program), result["weights"], strict=True):
+        assert held["format"] == "nvfp4_e2m1{16}" and held["bytes"] == weight.codes.nbytes + weight.scales.nbytes + 4
+        scales = weight.scales.view(torch.float8_e4m3fn).float() * weight.tensor_scale
+        exponents = scales.log2().floor().int().flatten()
+        assert held["scales"] == {str(e): int((exponents == e).sum()) for e in exponents.unique().tolist()}
+    lines = run(tmp_path / "program.pt2", capsys=capsys).out.splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("0.weight")]
+    assert row[:2] == ["0.weight", "nvfp4_e2m1{16}"] and row[-4:] == ["250x64", "1", "9,004", "4.50"]
+
+
 def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
     model = nn.Sequential(nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 3, groups=32)).eval()
     x = torch.randn(2, 32, 8, 8)
