@@ -21,7 +21,7 @@ from pt2mx.ops import linear
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx, linear_fake_quantize_mx
 from tests.compare import relative_error
-from tests.flow import convert
+from tests.flow import calibrated, convert, exported
 from tests.graph import called, count
 from tests.models import Logits
 
@@ -65,8 +65,8 @@ class Errors(TorchDispatchMode):
             self.__torch_dispatch__(conv2d_mx, types, args[:10])
         if operator in (linear.linear_mx, linear.grouped_linear_mx):
             x, data, scale, third, name, block_size, *_ = args
-            x = x.to(y.dtype)
-            weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[-1])
+            x, scales = x.to(y.dtype), scales_of(operator, args)
+            weight = ops.dequantize_mx(data, scale, name, block_size, x.dtype, -1, x.shape[-1], *scales)
             if operator is linear.linear_mx:
                 plain = F.linear(x, weight, third)
                 exact = F.linear(x.double(), weight.double(), third if third is None else third.double())
@@ -85,6 +85,12 @@ class Errors(TorchDispatchMode):
             both = (y.permute(0, 3, 1, 2), F.conv2d(x, weight, bias, *moves))
             self.found.append([relative_error(z, exact) for z in both])
         return y
+
+
+def scales_of(operator, args):
+    """The trailing arguments of a matmul with another scale than E8M0."""
+    named = dict(zip((argument.name for argument in operator._schema.arguments), args, strict=False))
+    return [named.get(name) for name in ("scale_format", "block_rows", "tensor_scale")]
 
 
 def assert_as_exact(lowered, args, matmuls):
@@ -123,6 +129,70 @@ def test_language_models(name, recipe):
     held, before = (sum(t.nbytes for t in {t.data_ptr(): t for t in m.state_dict().values()}.values())
                     for m in (lowered, converted))  # fmt: skip
     assert held == before
+
+
+#: weight, activation, tensor scales of activations
+SCALE_FORMATS = (
+    ("nvfp4", "nvfp4", "static"),
+    ("nvfp4(four_six)", "nvfp4", "dynamic"),
+    ("nvfp4(mse)", None, "static"),
+    ("fp8_e4m3{32x32}(f32)", "fp8_e4m3{32}(f32)", "static"),
+    ("int4{32}(bf16)", "int8{32}(bf16)", "static"),
+)
+
+
+#: the models and formats of weights that the quick tests take
+QUICK = (("mixtral, float32", "nvfp4"), ("resnet", "fp8_e4m3{32x32}(f32)"))
+
+
+class SmallResNet(nn.Module):
+    """Convolutions with a batch norm, a residual, one channel a group, and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 64, 3, stride=2)
+        self.c, self.d, self.head = nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, groups=64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = F.relu(self.b(F.relu(self.norm(self.a(x)))))
+        return self.head(F.relu(self.d(x + self.c(x))).mean((2, 3)))
+
+
+def of_architecture(name):
+    kind, sizes, *_ = ARCHITECTURES[name]
+    kind = getattr(import_extra("transformers", "hf"), kind)
+    return Logits(kind(kind.config_class(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)).eval()), (IDS,)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "activation", "tensor_scale"),
+    [
+        pytest.param(name, *formats, marks=() if (name, formats[0]) in QUICK else pytest.mark.slow)
+        for name in ("llama", "mixtral, float32", "resnet")
+        for formats in SCALE_FORMATS
+    ],
+)
+def test_scales_other_than_e8m0(name, weight, activation, tensor_scale):
+    """Passes that know E8M0 scales alone leave these models unchanged; the others keep their values."""
+    torch.manual_seed(0)
+    model, args = of_architecture(name) if name != "resnet" else (SmallResNet().eval(), (torch.randn(2, 3, 12, 12),))
+    quantizer = MXQuantizer().set_global(
+        pt2mx.MXQuantizationConfig(weight=weight, activation=activation, tensor_scale=tensor_scale)
+    )
+    prepared = calibrated(exported(model, *args), quantizer, *args)
+    pt2mx.disable_observer(prepared)
+    pt2mx.enable_fake_quant(prepared)
+    with torch.no_grad():
+        want, converted = prepared(*args), pt2mx.convert_pt2e(prepared)
+        assert torch.equal(converted(*args), want)
+        assert relative_error(lower_to_inductor(converted, unpack=True)(*args), want) < 1e-6
+        lowered = lower_to_inductor(converted)
+        # a value of an activation may change over a rounding boundary
+        assert relative_error(lowered(*args), want) < (1e-6 if activation is None else 0.05)
+    assert_same_bits(converted, args)
+    counts = Counter(called(lowered))
+    assert not counts[ops.quantize_mx] and bool(counts[ops.fake_quantize_mx]) == (activation is not None)
+    assert_as_exact(lowered, args, counts[linear.linear_mx] + counts[linear.grouped_linear_mx])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])

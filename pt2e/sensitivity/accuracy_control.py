@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import call, several
+from pt2mx.pt2e.debug.batches import calibrate_tensor_scales, call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -98,7 +98,7 @@ def quantize_with_accuracy_control(
         raise MXError("the quantizer quantizes nothing of the model in a module with a name: there is nothing to lift")
     if order is None:
         alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
-        scores = {name: _score(evaluate, _converted(model, one, ())) for name, one in alone.items()}
+        scores = {name: _score(evaluate, _converted(model, one, batches, False)) for name, one in alone.items()}
         order = sorted(modules, key=scores.__getitem__)
     elif unknown := [name for name in order if name not in modules]:
         raise MXError(f"the quantizer quantizes no module {unknown[0]!r}: order names some of {', '.join(modules)}")
@@ -130,8 +130,14 @@ def _without(quantizer: MXQuantizer, modules: Sequence[str]) -> MXQuantizer:
     return reduced
 
 
-def _converted(model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any]) -> GraphModule:
+def _converted(
+    model: GraphModule, quantizer: MXQuantizer, batches: Sequence[Any], statistics: bool = True
+) -> GraphModule:
+    """Return the model converted; without statistics, batches run only for tensor scales."""
     prepared = prepare_pt2e(model, quantizer)
+    if not statistics:
+        calibrate_tensor_scales(prepared, batches)
+        return convert_pt2e(prepared)
     with torch.no_grad():
         for batch in batches:
             call(prepared, batch)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.pt2e.debug.batches import calibrate_tensor_scales
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -30,9 +32,10 @@ class Candidate:
     modules: dict[str, ObservedModule]
 
     @classmethod
-    def of(cls, model: GraphModule, config: MXQuantizationConfig) -> Candidate:
-        """Prepare the model with a config."""
+    def of(cls, model: GraphModule, config: MXQuantizationConfig, batches: Sequence[Any]) -> Candidate:
+        """Prepare the model with a config. Static tensor scales follow from the batches."""
         prepared = prepare_pt2e(model, MXQuantizer().set_global(config))
+        calibrate_tensor_scales(prepared, batches)
         for graph in graph_modules(prepared):
             _separate_observers(graph)
         disable_observer(prepared)

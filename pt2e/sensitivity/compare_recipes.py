@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
+from pt2mx.pt2e.debug.batches import arguments_of, calibrate_tensor_scales, call, copied, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -74,7 +74,8 @@ def compare_recipes(
             None: all that pt2mx ships, and the formats without a recipe.
         metric: "cosine" for embeddings, "kl" for logits, "noise" below signal; or a function of the outputs and those
             of the float model that is smaller for a better model: a distance, or a loss.
-        calibration: batches for recipes with algorithms; others need none.
+        calibration: batches for recipes with algorithms and with static tensor scales; others need none. Without any,
+            static tensor scales follow from `batches`.
         speed: True also measures the milliseconds of the first batch, compiled, which takes a minute per recipe.
         stage: is called with the name of each recipe as it begins.
 
@@ -110,7 +111,7 @@ def compare_recipes(
             with warnings.catch_warnings():
                 if name in recipe.names():
                     warnings.filterwarnings("ignore", _FOR_OTHERS)
-                row = evaluation.row(_quantized(model, quantizer, calibration))
+                row = evaluation.row(_quantized(model, quantizer, calibration, batches))
         except Exception as error:  # the other recipes go on
             row = RecipeRow(name, note=str(error) if isinstance(error, MXError) else one_line(error))
         rows.append(replace(row, name=name))
@@ -161,9 +162,13 @@ def optimized_by(model: GraphModule, quantizer: MXQuantizer, calibration: Sequen
         return optimize(model, quantizer, calibration, padding_mask=named_padding_mask(model))
 
 
-def _quantized(model: GraphModule, quantizer: MXQuantizer, calibration: Sequence[Any]) -> GraphModule:
+def _quantized(
+    model: GraphModule, quantizer: MXQuantizer, calibration: Sequence[Any], batches: Sequence[Any]
+) -> GraphModule:
     """Return the model converted with a recipe."""
-    converted = convert_pt2e(prepare_pt2e(optimized_by(model, quantizer, calibration), quantizer))
+    prepared = prepare_pt2e(optimized_by(model, quantizer, calibration), quantizer)
+    calibrate_tensor_scales(prepared, calibration or batches)
+    converted = convert_pt2e(prepared)
     if not any(operator.quantized for operator in quantization_report(converted).operators):
         raise MXError("it selects no operator of the model")
     return converted

@@ -84,7 +84,7 @@ def sensitivity(
     batches = list(several(batches))
     if not batches:
         raise MXError("there is no batch to be sensitive to")
-    prepared = {name: Candidate.of(model, config) for name, config in _configs(candidates).items()}
+    prepared = {name: Candidate.of(model, config, batches) for name, config in _configs(candidates).items()}
     for name, candidate in prepared.items():
         if not candidate.modules:
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
+from pt2mx.pt2e.debug.batches import calibrate_tensor_scales
 from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
@@ -40,7 +41,9 @@ def converted(case: Case, chosen: MXQuantizer) -> GraphModule:
     model = case.model
     if chosen.algorithms is not None:
         model = pt2mx.optimize(model, chosen, case.batches, padding_mask=case.padding_mask)
-    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, chosen))
+    prepared = pt2mx.prepare_pt2e(model, chosen)
+    calibrate_tensor_scales(prepared, case.batches)
+    return pt2mx.convert_pt2e(prepared)
 
 
 def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXFakeQuantize, MXQuantizationConfig, MXQuantizer
+from pt2mx.compat import PRESETS
 from tests.flow import calibrated, exported
+from tests.pt2mx.test_nvfp4 import INPUTS, TWO_LEVELS, bits, recorded
 
 #: weight, activation
 FORMATS = (
@@ -109,6 +111,42 @@ def test_a_step_of_training_and_conversion(ste):
     net.load_state_dict(dict(model.named_parameters()))
     with torch.no_grad():
         assert torch.equal(pt2mx.convert_pt2e(model)(X), fake_quantized(net, X, "nvfp4", "nvfp4"))
+
+
+class Layers(nn.Module):
+    """A layer for each recorded tensor, which is its weight and its input."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(x.shape[1], x.shape[0], bias=False) for x in tensors)
+        for layer, x in zip(self.layers, tensors, strict=True):
+            layer.weight.data.copy_(x)
+
+    def forward(self, *inputs):
+        return tuple(layer(x) for layer, x in zip(self.layers, inputs, strict=True))
+
+
+@pytest.mark.parametrize("library", TWO_LEVELS)
+def test_the_numbers_of_three_libraries(library):
+    """Codes and scales of weights, and quantized inputs, of a config with a library's preset, equal its own."""
+    preset, (folder, tensor) = PRESETS[library], TWO_LEVELS[library]
+    inputs = [recorded(name, "float32", "x") for name in INPUTS]
+    spec = preset.spec("nvfp4")
+    quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight=spec, activation=spec))
+    converted = pt2mx.convert_pt2e(calibrated(exported(Layers(inputs).eval(), *inputs), quantizer, *inputs))
+    with torch.no_grad():
+        results = converted(*inputs)
+    for i, name in enumerate(INPUTS):
+        part = f"layers.{i}.weight"
+        scales = [converted.get_buffer(f"{part}_tensor_scale"), converted.get_buffer(f"inputs_{i}_tensor_scale")]
+        assert all(bits(t) == bits(recorded(name, "float32", f"{folder}/{tensor}")) for t in scales)
+        scale, codes = converted.get_buffer(f"{part}_scale"), converted.get_buffer(f"{part}_data")
+        assert bits(scale) == bits(recorded(name, "float32", f"{folder}/scale"))
+        if (want := recorded(name, "float32", f"{folder}/codes")) is not None:
+            assert torch.equal(codes, want)
+        values = recorded(name, "float32", f"{folder}/dequantized")
+        values = preset.fake_quantize(inputs[i], "nvfp4") if values is None else values
+        assert torch.equal(results[i], F.linear(values, values))
 
 
 def test_a_weight_without_rows_for_its_blocks():
