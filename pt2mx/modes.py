@@ -139,7 +139,8 @@ def _beyond(units: Tensor) -> Tensor:
 
 def _away_from_zero(units: Tensor, where: Tensor) -> Tensor:
     """Return the neighbour away from zero, elsewhere that toward zero."""
-    return torch.where(where, units.trunc() + torch.where(units < 0, -1.0, 1.0), units.trunc())
+    away = torch.where(units < 0, -1.0, torch.ones_like(units))  # of two numbers the result has torch's default dtype
+    return torch.where(where, units.trunc() + away, units.trunc())
 
 
 def _stochastic(units: Tensor, random: Tensor | None) -> Tensor:

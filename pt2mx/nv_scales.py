@@ -78,7 +78,7 @@ def mx_to_nv_scales(
     relative = torch.where(used, relative, 0).clamp(least, grid.emax)
     codes = code_of(torch.exp2(relative.to(torch.float64)).to(torch.float32), target.scale_format)
     codes = torch.where(fine == NAN_SCALE, target.scale_format.nan, codes).to(torch.uint8)
-    return codes, torch.full((), 2.0**shift, device=scale.device)
+    return codes, torch.full((), 2.0**shift, dtype=torch.float32, device=scale.device)
 
 
 def nv_to_mx_scales(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.float_scales import code_of
+from pt2mx.kernels.float_scales import code_range
 from pt2mx.kernels.scale_search import squared_error_bits
 from pt2mx.modes import SCALE_MODES, FloatScaleMode, ScaleMode
 from pt2mx.scale_formats import ScaleFormat
@@ -51,8 +51,7 @@ def float_scale_constants(element: ElementFormat, scale: ScaleFormat, mode: Floa
     `most`, `unit`: the largest value of the element in units of its unit, and the unit. `smallest`, `largest`: the
     codes of the smallest and largest scale that quantization gives. `magnitude`, `sign`: masks of these bits of a code.
     """
-    sign = 1 << (scale.grid.bits - 1)
-    smallest, largest = (int(code_of(torch.tensor(v), scale)) for v in (scale.min_value, scale.max_value))
+    sign, (smallest, largest) = 1 << (scale.grid.bits - 1), code_range(scale)
     return {
         **{name: getattr(scale.grid, name) for name in ("mantissa_bits", "bias", "emin", "max_code")},
         **{name: getattr(scale, name) for name in ("dtype", "nan", "tensor", "max_value")},

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.packing import trim_axis
@@ -116,6 +118,13 @@ def decode(
         value = torch.where(magnitude > element.max_code + element.has_inf, float("nan"), value)
     # Triton negates by subtracting from zero, which loses the sign of one
     return torch.where(codes < sign_bit, value, value * -1.0)
+
+
+@functools.cache
+def values_of_codes(element: ElementFormat) -> list[float]:
+    """Return the value of each code of an element, in order. A compiler that traces the caller does not see this."""
+    with _disable_current_modes():
+        return decode(torch.arange(1 << element.bits, dtype=torch.int32, device="cpu"), element).tolist()
 
 
 class Prims(Protocol):

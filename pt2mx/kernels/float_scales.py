@@ -121,9 +121,8 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     steps = TENSOR_SCALES[scale.tensor]
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t, prims.divide)
     codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
-    smallest, largest = (code_of(_constant(v, amax), scale) for v in (scale.min_value, scale.max_value))
     codes = [
-        (code + offset).clamp(smallest, largest) if offset else code for code in codes for offset in mode.code_offsets
+        (code + offset).clamp(*code_range(scale)) if offset else code for code in codes for offset in mode.code_offsets
     ]
     code = codes[0]
     if len(codes) > 1:
@@ -199,6 +198,12 @@ def code_of(value: Tensor, scale: ScaleFormat) -> Tensor:
     if not scale.dtype.is_floating_point:
         return encode(round_to_element(value, scale.grid, "even"), scale.grid)
     return codes_of(value.to(scale.dtype))
+
+
+def code_range(scale: ScaleFormat) -> tuple[int, int]:
+    """Return the codes of the smallest and the largest scale that quantization gives."""
+    grid = scale.grid
+    return round(scale.min_value / 2.0 ** (grid.emin - grid.mantissa_bits)), grid.max_code
 
 
 def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor:

@@ -57,7 +57,8 @@ def _linear(call: LinearMX[Tensor]) -> Tensor:
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    if dtype is not None and cpu_linear.has_isa(MXSpec(call.element, call.block_size), x.shape[-1]):
+    spec = MXSpec(call.element, call.block_size, scale_format=call.scale_format or "e8m0")
+    if dtype is not None and cpu_linear.has_isa(spec, x.shape[-1]):
         return NotImplemented
     weight = call.weight(dtype or x.dtype, x.shape[-1])
     x = hadamard(x, call.rotation, -1) if call.rotation else x

@@ -51,7 +51,7 @@ def attend(
     tensors = [tensor.contiguous() for tensor in (query, *key, *value)]
     hidden = None if mask is None else mask.expand(batch, heads, queries, slots)
     call = AttentionCall(
-        table=table_of(spec.element.name).data_ptr(),
+        table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
         dtype=DTYPES.index(query.dtype),
         heads=key_heads,

@@ -143,7 +143,7 @@ def use_built(
 
     compiler = cpp_builder.get_cpp_compiler()
     flags = flags_of(capability or torch.backends.cpu.get_cpu_capability())
-    content = [Path(path).read_bytes() for path in (*headers, *sources)]
+    content = _contents(headers, sources)
     version = cpp_builder.get_compiler_version_info(compiler)
     key = _digest(repr((content, flags, more, compiler, version, platform.machine())).encode())
     cache = cache_folder()
@@ -154,9 +154,15 @@ def use_built(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{name}.so"
         _build(compiler, (*flags, *sources, *more), path)
+        if _contents(headers, sources) != content:  # installed anew meanwhile: the key is that of the older files
+            return use_built(name, sources, headers, use, more, capability)
         with contextlib.suppress(OSError):  # the folder may not be writable
             return use(_keep(path, cache, f"{name}-{key}"))
         return use(path)
+
+
+def _contents(headers: Sequence[str], sources: Sequence[str]) -> list[bytes]:
+    return [Path(path).read_bytes() for path in (*headers, *sources)]
 
 
 def _digest(content: bytes) -> str:

@@ -113,6 +113,7 @@ def grouped_linear(
     instructions multiply many fp32 rows if bfloat16 represents their values, as it does for quantized values."""
     dtype = dtype or x.dtype
     out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
+    tensor_scales = None if tensor_scale is None else tensor_scale.expand(len(data))
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
     if dtype != torch.float32:
         x = x.to(dtype)
@@ -121,8 +122,8 @@ def grouped_linear(
     for expert, last in enumerate(offs.tolist()):
         if first < last:
             weight = data[expert], scale[expert]
-            more = () if tensor_scale is None else (tensor_scale[expert] if tensor_scale.dim() else tensor_scale,)
-            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype, *more)
+            t = None if tensor_scales is None else tensor_scales[expert]
+            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype, t)
         first = last
     return out
 
@@ -166,7 +167,7 @@ def call_of(
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
     task = _task(rows, n, k * taps, torch.get_num_threads()) if isa else (0, 0)
     return LinearCall(
-        table=table_of(spec.element.name).data_ptr(),
+        table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
         bits=spec.element.bits,
         codes_per_group=codes_per_group,
@@ -225,11 +226,10 @@ def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
 
 
 @functools.cache
-def table_of(name: str) -> Tensor:
-    """Return the value of the code in each of the 256 possible bytes, (256,) fp32."""
+def table_of(name: str) -> ctypes.Array[ctypes.c_float]:
+    """Return the value of the code in each of the 256 possible bytes."""
     element = ELEMENTS[name]
-    codes = torch.arange(256, dtype=torch.int32) & ((1 << element.bits) - 1)
-    return elements.decode(codes, element)
+    return (ctypes.c_float * 256)(*elements.values_of_codes(element) * (256 >> element.bits))
 
 
 def isa_for(spec: MXSpec, k: int) -> int:
@@ -247,7 +247,7 @@ def isa_for(spec: MXSpec, k: int) -> int:
 
 @functools.cache
 def _isa(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_isa(decoder, table_of(name).data_ptr()))
+    return int(load()[0].pt2mx_isa(decoder, ctypes.addressof(table_of(name))))
 
 
 def has_isa(spec: MXSpec, k: int) -> bool:

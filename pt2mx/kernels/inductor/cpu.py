@@ -6,13 +6,10 @@ values shared by a block are viewed as bits. A GPU needs none of this, because v
 it, because Triton fuses `a * b - c`.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from torch._inductor import inductor_prims, lowering
 from torch._inductor.ir import Pointwise, StorageBox, TensorBox
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
@@ -114,14 +111,9 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
     """codes: int32 in [0, 2**bits) -> their values in fp32. Codes that share bytes are decoded one by one, because no
     vector instruction reads their bytes; there a table is faster than arithmetic."""
     if element.bits < 8:
-        return torch.tensor(_table(element), device=codes.device)[codes]
+        values = elements.values_of_codes(element)
+        return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes]
     return elements.decode(codes, element, _finite_magnitude)
-
-
-@functools.cache
-def _table(element: ElementFormat) -> list[float]:
-    with unset_fake_temporarily():
-        return elements.decode(torch.arange(1 << element.bits, dtype=torch.int32), element).tolist()
 
 
 def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:

@@ -42,6 +42,8 @@ NOINLINE void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const
 // kRows rows of the weight from `row` on.
 template <class Decoder>
 class Rows {
+  static constexpr bool kIsDecoded = std::is_same<Decoder, Decoded>::value;  // a decoded row needs no factors
+
  public:
   // decoded: their values, from decode_row, or null
   Rows(const Linear& linear, i64 row, const float* decoded) : linear_(linear), row_(row), decoder_(linear.call) {
@@ -93,7 +95,7 @@ class Rows {
         }
         multiply<Decoder, R>(decoder_, data, 0, factors, x + full * kGroup, stride, 1, sums);
       };
-      if (c.float_scale) {
+      if (c.float_scale && !kIsDecoded) {
         HalfFactors halves[kRows][kChunk];
         const HalfFactors* factors[kRows];
         for (int q = 0; q < kRows; ++q) {

@@ -116,6 +116,22 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
     assert not any(path.exists() for path in builds), "the folder of a build is removed"
 
 
+def test_sources_that_change_while_they_are_compiled(cache, tmp_path, monkeypatch):
+    """The cache keeps no library of newer sources under the key of older ones."""
+    where, builds = cache
+    source, build = tmp_path / "a.cpp", cpu_build._build
+    source.write_text("old")
+
+    def build_and_edit(compiler, flags, path):
+        build(compiler, flags, path)
+        source.write_text("new")
+
+    monkeypatch.setattr(cpu_build, "_build", build_and_edit)
+    kept = cpu_build.use_built("name", (str(source),), (), lambda path: path)
+    assert len(builds) == 2 and list(where.iterdir()) == [kept]
+    assert cpu_build.use_built("name", (str(source),), (), lambda path: path) == kept and len(builds) == 2
+
+
 def test_at_the_same_time(cache):
     where, builds = cache
     with ThreadPoolExecutor(8) as threads:

@@ -51,6 +51,12 @@ def test_every_kind_of_block(name, scale_format, block):
             check(torch.randn(rows, k).to(dtype), spec, 37, torch.randn(37).to(dtype) if j % 2 else None)
 
 
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_more_scales_than_a_chunk_of_factors(block):
+    for rows in (1, 6):
+        check(torch.randn(rows, 4112), MXSpec("fp4_e2m1", block, 1, scale_format="e4m3"), 7)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_without_matrix_registers(rows, monkeypatch):
     isa_for = cpu_linear.isa_for
@@ -119,10 +125,10 @@ def test_grouped(dtype):
     x, spec = torch.randn(20, 70).to(dtype), NVFP4.replace(axis=2)
     experts = [packed(37, 70, NVFP4) for _ in range(3)]
     data, scale, t = (torch.stack(parts) for parts in list(zip(*experts, strict=True))[:3])
-    for scales in (t, t[0]):
+    for scales in (t, t[0], t[:1]):
         y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([1, 8, 20]).int(), spec, tensor_scale=scales)
         for expert, (first, last) in enumerate([(0, 1), (1, 8), (8, 20)]):
-            one = scales[expert] if scales.dim() else scales
+            one = scales.expand(3)[expert]
             rows = x[first:last]
             expected = cpu_linear.linear(rows, data[expert], scale[expert], None, NVFP4, tensor_scale=one)
             assert torch.equal(y[first:last], expected)
