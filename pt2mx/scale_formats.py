@@ -96,6 +96,10 @@ _TABLE = (
     _float(torch.float16, "f16", 5, 10, 0x7E00),
 )
 
+#: The least and the largest scale of a tensor. They leave room for a block's scale in float32: the product of both, its
+#: reciprocal, and a quotient. Quantizing with a scale beyond them gives NaN.
+TENSOR_SCALE_RANGE = 2.0**-120, 2.0**120
+
 #: Every scale format, by canonical name.
 SCALE_FORMATS: dict[str, ScaleFormat] = {f.name: f for f in _TABLE}
 

@@ -18,11 +18,9 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.elements import Prims, decode, divide, encode, round_to_element
 from pt2mx.kernels.scale_search import least_squares
 from pt2mx.modes import FLOAT_SCALE_MODES, FloatScaleMode
-from pt2mx.scale_formats import ScaleFormat
+from pt2mx.scale_formats import TENSOR_SCALE_RANGE, ScaleFormat
 from pt2mx.spec import MXSpec
 
-#: the range of a tensor scale, within which its reciprocal is a normal number
-_LEAST_TENSOR_SCALE = 2.0**-126
 #: a magnitude beyond every element, whose quantum is a normal number
 _LARGEST_UNITS = 2.0**126
 #: bytes of a float -> integers of that size, and the bits that they use
@@ -116,10 +114,11 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     scale, mode = spec.scale_format, FLOAT_SCALE_MODES[spec.scale_mode]
     t = tensor_scale_of(tensor_scale, spec, blocks)
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True)
-    finite = (amax < torch.inf) & (t > 0) & (t < torch.inf)
-    most = _constant(spec.element.max_normal / spec.element.unit, amax)
+    least, most = TENSOR_SCALE_RANGE
+    finite = (amax < torch.inf) & (t >= least) & (t <= most)
+    of_element = _constant(spec.element.max_normal / spec.element.unit, amax)
     steps = TENSOR_SCALES[scale.tensor]
-    quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, most, t, prims.divide)
+    quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, of_element, t, prims.divide)
     codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
     codes = [
         (code + offset).clamp(*code_range(scale)) if offset else code for code in codes for offset in mode.code_offsets
@@ -162,7 +161,7 @@ def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
     largest = _constant(spec.element.max_normal / spec.element.unit * room, amax)
     t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest, prims.divide)
-    return torch.where(amax == 0, 1.0, t.clamp(_LEAST_TENSOR_SCALE, 1 / _LEAST_TENSOR_SCALE))
+    return torch.where(amax == 0, 1.0, t.clamp(*TENSOR_SCALE_RANGE))
 
 
 def finite_amax(x: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ _BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
 
-#: `tensor` of a scale format -> the range of tensor scales that give each block a finite divisor, larger than zero
-_RANGES = {"": (1.0, 1.0), "factor": (2.0**-100, 2.0**126), "divisor": (2.0**-126, 2.0**100)}
+#: the range of tensor scales for which no product with a block's scale and a power of two of a decoder overflows
+_TENSOR_SCALE_RANGE = 2.0**-100, 2.0**100
 
 
 def quantize(
@@ -151,7 +151,7 @@ def _run(
 def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     """Return whether the C++ kernels support the scales of a spec."""
     widths = (spec.scale_exp_bits, spec.scale_sig_bits) == (8, 0)
-    least, most = _RANGES[spec.scale_format.tensor]
+    least, most = _TENSOR_SCALE_RANGE
     return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
 
 

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from pt2mx.scale_formats import TENSOR_SCALE_RANGE
+
 _INFINITY = tl.constexpr(float("inf"))
+_LEAST, _MOST = map(tl.constexpr, TENSOR_SCALE_RANGE)
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,9 @@ def ratio_of(candidate, first, C: tl.constexpr):
 
 @triton.jit
 def finite_scale(amax, t):
-    """Return whether each block, and the scale of the tensor, is finite."""
+    """Return whether each block is finite, and the scale of the tensor in its range."""
     t = t + tl.zeros_like(amax)
-    return (amax < _INFINITY) & (t > 0) & (t < _INFINITY)
+    return (amax < _INFINITY) & (t >= _LEAST) & (t <= _MOST)
 
 
 @triton.jit

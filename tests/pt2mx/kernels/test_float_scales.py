@@ -12,6 +12,7 @@ from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec, dequantize_mx, fake_quantize_
 from pt2mx.kernels import reference, reference_chunked
 from pt2mx.kernels.float_scales import codes_of
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
+from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from tests.float_scale_oracle import quantize_block
 
 FLOATS = [name for name, f in SCALE_FORMATS.items() if not f.is_power_of_two]
@@ -173,9 +174,25 @@ def test_compiled_code_gives_the_same_bits(text, compiler):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("mode", FLOAT_SCALE_MODES)
+@pytest.mark.parametrize("text", ["nvfp4", "int4{16}(e4m3_f32_divisor)"])
+def test_values_far_below_a_tensor_scale(text, mode):
+    """The scale of a tensor of tiny values is the least one: zeros stay zeros, and codes are those of the values."""
+    spec = parse(text, axis=1, scale_mode=mode)
+    x = torch.tensor([[0.0] * 16, [1e-45, -1e-45, 0.0, 1e-44] * 4])
+    t = tensor_scale_mx(x, spec)
+    assert t.item() in TENSOR_SCALE_RANGE
+    fake = reference.fake_quantize(x, spec, tensor_scale=t)
+    scale, data = reference.quantize(x, spec, tensor_scale=t)
+    assert torch.equal(fake, reference.dequantize(data, scale, spec, torch.float32, 16, tensor_scale=t))
+    assert not fake[0].any() and (fake[1] * x[1] >= 0).all()
+    for outside in (t / 2 if t < 1 else 2 * t, torch.tensor(0.0), -t):
+        assert reference.fake_quantize(x, spec, tensor_scale=outside).isnan().all()
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest_reciprocal"])
 def test_values_far_beyond_a_static_tensor_scale_saturate(mode):
-    spec, t = parse("nvfp4", axis=0, scale_mode=mode), torch.tensor(1e-37)
+    spec, t = parse("nvfp4", axis=0, scale_mode=mode), torch.tensor(1e-36)
     x = torch.tensor([3e38, -3e38, 1e30, 0.0] * 4)  # over the scale of its block Inf, in float32
     largest = 6 * (448 * t)
     for y in (reference.fake_quantize(x, spec, tensor_scale=t), fake_quantize_mx(x, spec, tensor_scale=t)):
