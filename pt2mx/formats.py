@@ -176,13 +176,7 @@ def parse_element(spelling: object) -> ElementFormat:
     """
     if isinstance(spelling, ElementFormat):
         return spelling
-    if isinstance(spelling, tuple):
-        name = _SPLITS.get(spelling) if all(isinstance(bits, int) for bits in spelling) else None
-    else:
-        # of an object the name, where it has one: torch.compile makes a constant of `str` of it, and would not see that
-        # another object comes in
-        text = str(getattr(spelling, "name", spelling))
-        name = _canonical_name(text.strip().lower().removeprefix("torch."))
+    name = _name_of(spelling)
     if name not in ELEMENTS:
         spellings = [*FORMATS, *(f"mx{name}" for name in FORMATS), *(f"mx{width}" for width in _DEFAULT_OF_WIDTH)]
         raise MXError(
@@ -190,6 +184,19 @@ def parse_element(spelling: object) -> ElementFormat:
             f"fp<bits>_eXmY with 1 to {_WIDEST_EXPONENT} exponent bits and at most {_WIDEST} bits"
         )
     return ELEMENTS[name]
+
+
+def is_element(spelling: object) -> bool:
+    """Return whether `parse_element` takes a spelling."""
+    return isinstance(spelling, ElementFormat) or _name_of(spelling) in ELEMENTS
+
+
+def _name_of(spelling: object) -> str | None:
+    if isinstance(spelling, tuple):
+        return _SPLITS.get(spelling) if all(isinstance(bits, int) for bits in spelling) else None
+    # of an object the name, where it has one: torch.compile makes a constant of `str` of it, and would not see that
+    # another object comes in
+    return _canonical_name(str(getattr(spelling, "name", spelling)).strip().lower().removeprefix("torch."))
 
 
 def _canonical_name(text: str) -> str | None:

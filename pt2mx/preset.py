@@ -296,6 +296,5 @@ def _fill_blocks(x: Tensor, spec: MXSpec, where: Callable[[Tensor], Tensor], val
     axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
     if not rows.numel():
         return x
-    blocks = rows.split(spec.block_size, axis)
-    parts = [block.masked_fill(where(block.abs().amax(axis, keepdim=True)), value) for block in blocks]
+    parts = [b.masked_fill(where(b.abs().amax(axis, keepdim=True)), value) for b in rows.split(spec.block_size, axis)]
     return torch.cat(parts, axis).reshape(x.shape)

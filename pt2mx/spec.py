@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ElementFormat, parse_element
-from pt2mx.modes import ROUNDINGS, scale_modes
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, scale_modes
 from pt2mx.scale_formats import ScaleFormat, parse_scale_format
 from pt2mx.spec_text import ROW, fields_of_text, text_of
 
@@ -26,8 +26,7 @@ class MXSpec:
             two, of `FLOAT_SCALE_MODES` for others; None: the default of the scale format.
         rounding: how values are rounded to the element's grid; a key of `ROUNDINGS`.
         scale_exp_bits: width of the shared exponent, 1 to 11; it is clamped to +-(2**(scale_exp_bits - 1) - 1).
-        scale_sig_bits: bits of a scale's significand, 0 to 23. As in pychop they are stored and counted, and the scale
-            stays a power of two.
+        scale_sig_bits: bits of a significand, 0 to 23; as in pychop they are counted, and scales stay powers of two.
         scale_format: the format of scales; a `ScaleFormat` or any spelling that `parse_scale_format` takes.
         block_rows: rows that share one scale, at least 1: a block has `block_rows * block_size` values. Rows are
             counted along `row_axis`.
@@ -41,8 +40,6 @@ class MXSpec:
     Example:
         >>> import pt2mx
         >>> spec = pt2mx.MXSpec("fp4_e2m1", block_size=16, rounding="stochastic")
-        >>> spec.element.max_normal, spec.axis, spec.scale_mode
-        (6.0, -1, 'floor')
         >>> print(spec)
         mxfp4_e2m1{16}(stochastic)
     """
@@ -73,10 +70,8 @@ class MXSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if not isinstance(self.element, ElementFormat):
-            object.__setattr__(self, "element", parse_element(self.element))
-        if not isinstance(self.scale_format, ScaleFormat):
-            object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
+        object.__setattr__(self, "element", parse_element(self.element))
+        object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
         if self.scale_mode is None:
             object.__setattr__(self, "scale_mode", self.scale_format.scale_mode)
         for field, (least, most, described) in _INTEGERS.items():
@@ -86,13 +81,11 @@ class MXSpec:
         for field, allowed in (("scale_mode", scale_modes(self.scale_format)), ("rounding", ROUNDINGS)):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in allowed:
-                scales = f" of {self.scale_format} scales" if field == "scale_mode" and not self._is_e8m0 else ""
+                scales = f" of {self.scale_format} scales" if allowed is FLOAT_SCALE_MODES else ""
                 raise MXError(f"unknown {field} {value!r}{scales}: {nearest(value, allowed)}")
-        if not self._is_e8m0 and (self.scale_exp_bits, self.scale_sig_bits) != (8, 0):
-            raise MXError(
-                f"scale_exp_bits={self.scale_exp_bits} and scale_sig_bits={self.scale_sig_bits} are widths of e8m0 "
-                f"scales: {self.scale_format} has its own"
-            )
+        if not self.scale_format.is_power_of_two and (self.scale_exp_bits, self.scale_sig_bits) != (8, 0):
+            widths = f"scale_exp_bits={self.scale_exp_bits} and scale_sig_bits={self.scale_sig_bits}"
+            raise MXError(f"{widths} are widths of e8m0 scales: {self.scale_format} has its own")
 
     def replace(self, **changes: Any) -> MXSpec:
         """Return this spec with some fields changed, checked again.
@@ -117,8 +110,8 @@ class MXSpec:
         return dataclasses.replace(self, **changes) if changes else self
 
     def row_axis(self, rank: int) -> int:
-        """Return the dimension of a block's rows, counted from the front: of the last two dimensions the one that is
-        not `axis`; where `axis` is another, the dimension before it.
+        """Return the dimension along which the rows of a block are counted, from the front: the other of the last two
+        dimensions, where `axis` is one of these, and else the dimension before `axis`.
 
         Args:
             rank: dimensions of the tensor.
@@ -127,7 +120,7 @@ class MXSpec:
             The dimension.
 
         Raises:
-            MXError: for a tensor without one.
+            MXError: for a tensor without such a dimension.
 
         Example:
             >>> import pt2mx
@@ -135,20 +128,23 @@ class MXSpec:
             >>> weight.row_axis(2), weight.replace(axis=-2).row_axis(2), weight.replace(axis=1).row_axis(4)
             (0, 1, 0)
         """
-        axis = self.axis % rank
+        axis = self.axis % max(rank, 1)
         rows = rank - 1 if axis == rank - 2 else axis - 1
         if rows < 0:
-            raise MXError(f"{self}: a tensor of {rank} dimensions has no rows beside dimension {self.axis}")
+            raise MXError(
+                f"{self}: blocks of {self.block_rows} rows along axis={self.axis} need a second dimension, which a "
+                f"tensor of rank {rank} does not have there: pass another axis, or block_rows=1"
+            )
         return rows
 
     def op_args(self) -> tuple[str, int, int, str, str]:
-        """Return the arguments by which operators `torch.ops.pt2mx.*` without a scale format take this spec.
+        """Return `quantize_args` for operators `torch.ops.pt2mx.*` and files without a scale format.
 
         Returns:
             The element's name, block size, axis, scale mode and rounding.
 
         Raises:
-            MXError: for scales that are not E8M0 and blocks of several rows.
+            MXError: for scales that are not E8M0, and for blocks of several rows.
 
         Example:
             >>> import pt2mx
@@ -157,14 +153,13 @@ class MXSpec:
         """
         if not self.has_plain_scale:
             raise MXError(
-                f"{self}: codes, operators and the export flow take E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) "
-                "of one row; use fake_quantize_mx in eager mode for other scales and blocks"
+                f"{self}: this takes E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) of one row only; quantize_mx, "
+                "dequantize_mx, fake_quantize_mx and weights of linear layers take other scale formats and block_rows"
             )
-        return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
+        return self.quantize_args()
 
     def quantize_args(self) -> tuple[str, int, int, str, str]:
-        """Return the first arguments of this spec for `quantize_mx` and other operators with a scale format; they take
-        `scale_args` too.
+        """Return the first arguments that operators with a scale format take of this spec; `scale_args` are the last.
 
         Returns:
             The element's name, block size, axis, scale mode and rounding.
@@ -174,15 +169,13 @@ class MXSpec:
 
         Example:
             >>> import torch, pt2mx
-            >>> spec, x = pt2mx.parse("fp8_e4m3{2x2}(f32)"), torch.full((2, 2), 448.0)
-            >>> torch.ops.pt2mx.fake_quantize_mx(x, *spec.quantize_args(), None, "identity", *spec.scale_args())
-            tensor([[448., 448.],
-                    [448., 448.]])
+            >>> spec, x = pt2mx.parse("fp8_e4m3{4}(f32)"), torch.full((4,), 448.0)
+            >>> scale, data = torch.ops.pt2mx.quantize_mx(x, *spec.quantize_args(), None, *spec.scale_args())
         """
         if not self.has_operators:
             raise MXError(
-                f"{self}: codes, operators and the export flow take E8M0 scales of scale_exp_bits=8 and "
-                "scale_sig_bits=0; use fake_quantize_mx in eager mode for other widths"
+                f"{self}: only eager calls of fake_quantize_mx take E8M0 scales of other widths than scale_exp_bits=8 "
+                "and scale_sig_bits=0"
             )
         return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
 
@@ -202,13 +195,9 @@ class MXSpec:
         return None if name == "e8m0" else name, None if self.block_rows == 1 else self.block_rows
 
     @property
-    def _is_e8m0(self) -> bool:
-        return self.scale_format.name == "e8m0"
-
-    @property
     def has_e8m0_scale(self) -> bool:
         """True if scales are the E8M0 bytes of the OCP specification (OCP MX v1.0, section 5.4.1)."""
-        return self._is_e8m0 and self.scale_exp_bits == 8 and self.scale_sig_bits == 0
+        return (self.scale_format.name, self.scale_exp_bits, self.scale_sig_bits) == ("e8m0", 8, 0)
 
     @property
     def has_plain_scale(self) -> bool:
@@ -217,15 +206,14 @@ class MXSpec:
 
     @property
     def has_operators(self) -> bool:
-        """True if operators support this spec, those with a scale format at least."""
-        return self.scale_format.name != "e8m0" or (self.scale_exp_bits, self.scale_sig_bits) == (8, 0)
+        """True if the operators with a scale format support this spec."""
+        return (self.scale_exp_bits, self.scale_sig_bits) == (8, 0)
 
     @property
     def scale_bits(self) -> int:
         """The bits of a block's scale."""
-        if self._is_e8m0:
-            return self.scale_exp_bits + self.scale_sig_bits
-        return self.scale_format.bits
+        scale = self.scale_format
+        return self.scale_exp_bits + self.scale_sig_bits if scale.is_power_of_two else scale.bits
 
     @property
     def effective_bits(self) -> float:
@@ -278,14 +266,13 @@ def parse(spelling: object, **overrides: Any) -> MXSpec:
     prefix the last word in parentheses may be a scale format; by default it is E8M0.
 
     Args:
-        spelling: an `MXSpec`; what `parse_element` takes; a string of an element with a block size and axis in braces
-            and modes in parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`,
-            `"nvfp4"`, `"fp8_e4m3{128x128}(f32)"`, `"fp8_e4m3{row}(f32)"`, `"int4{128}(bf16)"`); a block floating point
-            shorthand (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the
-            rounding N, S, U or D: nearest, stochastic, up or down); or d-Matrix's name of one. `"BFP16_64"` is
-            `BFP[8|8]{64}`: 16 counts the bits of an element and of the exponent; `"BFP16A_64"` has the full range of
-            two's complement; `"BFP16"` has blocks of 64, `"BFP12"` of 128. (pychop's bfp16 is another format: 16 bits
-            without the exponent.)
+        spelling: an `MXSpec`; what `parse_element` takes; an element with a block size and axis in braces and modes in
+            parentheses (`"MXFP8[E4M3]{32}"`, `"mxint8{64,-2}"`, `"mxfp4{32}(rceil,half_away)"`, `"nvfp4"`,
+            `"fp8_e4m3{128x128}(f32)"`, `"fp8_e4m3{row}(f32)"`, `"int4{128}(bf16)"`); a block floating point shorthand
+            (`"BFP[8|8]{64}(SN)"`: element bits, scale bits, block, symmetric or `_`, and the rounding N, S, U or D:
+            nearest, stochastic, up or down); or d-Matrix's name of one: `"BFP16_64"` is `BFP[8|8]{64}`, since 16 counts
+            the exponent too (pychop's bfp16 does not count it), `"BFP16A_64"` has the full range of two's complement,
+            `"BFP16"` has blocks of 64 and `"BFP12"` of 128.
         overrides: fields of `MXSpec`, which win over the spelling.
 
     Returns:

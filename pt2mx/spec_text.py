@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import FORMATS
+from pt2mx.formats import FORMATS, is_element
 from pt2mx.modes import ROUNDINGS, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, is_scale_format, parse_scale_format
 
@@ -72,6 +72,9 @@ def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:
         fields.update(_modes([word for word in (match["modes"] or "").split(",") if word], prefix))
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
+    if prefix == "nv" and not is_element(match["element"]):
+        known = ["nvfp4", *(f"nv{name}" for name in FORMATS)]
+        raise MXError(f"unknown element format in {spelling!r}: {nearest(text, known)}")
     # `parse_element` takes `mx` too, and its errors then name what was written
     return ("mx" if prefix == "mx" else "") + match["element"], fields
 
@@ -116,5 +119,8 @@ def _modes(words: list[str], prefix: str | None) -> dict[str, Any]:
     if len(words) == 1 and words[0] in ROUNDINGS and words[0] not in modes:
         return {**fields, "rounding": words[0]}
     if len(words) > 2:
-        raise MXError(f"at most a scale mode, a rounding and a scale eXmY go into the parentheses, not {words}")
+        raise MXError(f"at most a scale mode, a rounding and a scale format go into the parentheses, not {words}")
+    if last and not prefix and not fields and last not in {*modes, *ROUNDINGS}:
+        known = [*modes, *ROUNDINGS, *SCALE_FORMATS]
+        raise MXError(f"unknown mode or scale format {last!r}: {nearest(last, known)}")
     return {**fields, **dict(zip(("scale_mode", "rounding"), words, strict=False))}

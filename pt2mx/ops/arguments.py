@@ -62,8 +62,8 @@ class ScaleArguments(TrailingArguments[T]):
     scale_format: ScaleFormatName
     block_rows: Annotated[
         int | None,
-        "rows that share a scale, counted along the other of the last two dimensions, or "
-        "along the dimension before the axis where that is none of them; None: 1",
+        "rows of a block, along the one of the last two dimensions that is not the axis, or along the dimension before "
+        "the axis where the axis is neither; None: 1",
     ]
     tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of the whole tensor, of {TENSOR_SCALED}"]
 

@@ -24,7 +24,7 @@ from pt2mx.ops.arguments import (
     ScaleMode,
     TargetDtype,
 )
-from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_packed, check_quantization
+from pt2mx.ops.checks import broadcasts, check_operands, check_packed, check_quantization
 from pt2mx.ops.operator import As, Autocast, Operator, T, gradients_by_recomputing, operator
 from pt2mx.ops.quantization import dequantize_mx, fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -140,7 +140,7 @@ class MatmulBfloat16(Operator[T]):
     def check(self) -> torch.dtype:
         """Return the dtype of the result."""
         x, y = self.x, self.y
-        dtype = _check_operands(self.target_dtype, x=x, y=y)
+        dtype = check_operands(self.target_dtype, x=x, y=y)
         fits = x.dim() == y.dim() >= 2 and x.shape[:-2] == y.shape[:-2] and x.shape[-1] == y.shape[-2]
         if not fits:
             raise MXError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be (*batch, M, K) and (*batch, K, N)")
@@ -222,7 +222,7 @@ class AttentionBfloat16(Operator[T]):
 
     def _check_product(self) -> torch.dtype:
         query, key, value, mask = self.query, self.key, self.value, self.mask
-        dtype = _check_operands(self.target_dtype, query=query, key=key, value=value)
+        dtype = check_operands(self.target_dtype, query=query, key=key, value=value)
         fits = query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
         if not fits or query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
             raise MXError(
@@ -289,22 +289,6 @@ class AttentionBfloat16(Operator[T]):
             names.append("mask")
         attention = self.replace(element=None, out_dtype=None)
         return gradients_by_recomputing(attention, names, lambda call: (call.decompose(),), (grad,))
-
-
-def _check_operands(target_dtype: torch.dtype | None, **operands: Tensor) -> torch.dtype:
-    """Return the dtype of the result."""
-    first = next(iter(operands.values()))
-    if not {first.dtype, target_dtype or first.dtype} <= set(HIGH_PRECISION):
-        raise MXError(
-            f"operands are {first.dtype} and target_dtype is {target_dtype}: both must be float32, float16 or bfloat16"
-        )
-    for name, tensor in operands.items():
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise MXError(
-                f"{name} is {tensor.dtype} on {tensor.device} and {next(iter(operands))} {first.dtype} on "
-                f"{first.device}: all must have one dtype and device"
-            )
-    return target_dtype or first.dtype
 
 
 attention_mx = AttentionMX.overload

@@ -35,7 +35,8 @@ def _spec_of(
     """Return a spec whose axis counts from the front of `rank` dimensions; None where it has no such axis. One cache
     by plain arguments: hashing a spec takes as long as a kernel of a small tensor."""
     rows = 1 if block_rows is None else block_rows
-    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", rows)
+    scale_format = "e8m0" if scale_format is None else scale_format
+    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format, rows)
     if not -rank <= axis < rank:
         return None
     if spec.block_rows > 1:
@@ -87,7 +88,8 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
 
 
 def check_tensor_scale(spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, required: bool = True) -> None:
-    """Raise `MXError` for a tensor scale, of values or codes on x's device, that is not as the scale format has it."""
+    """Raise `MXError` for a tensor scale that the scale format does not have, or of another dtype, shape or device than
+    it has for the values or codes x."""
     if tensor_scale is None:
         if required and spec.scale_format.tensor:
             raise MXError(
@@ -99,12 +101,12 @@ def check_tensor_scale(spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, req
     if tuple(tensor_scale.shape) not in ((), (1,)) or tensor_scale.dtype != torch.float32:
         raise MXError(
             f"tensor_scale must be one float32 number, not of shape {tuple(tensor_scale.shape)} and "
-            f"{tensor_scale.dtype}"
+            f"{tensor_scale.dtype}: pass tensor_scale.float().reshape(())"
         )
     if tensor_scale.device != x.device:
         raise MXError(
-            f"tensor_scale is on {tensor_scale.device}, and what it scales on {x.device}: move one to the device of "
-            "the other"
+            f"tensor_scale is on {tensor_scale.device} and the tensor on {x.device}: move one to the device of the "
+            "other"
         )
 
 
@@ -148,7 +150,10 @@ def check_packed(
             raise MXError(
                 f"codes and scales are uint8, not {data.dtype} and {scale.dtype}: view them with .view(torch.uint8)"
             )
-        raise MXError(f"codes are uint8 and {spec.scale_format} scales {stored}, not {data.dtype} and {scale.dtype}")
+        raise MXError(
+            f"codes of {spec} are {torch.uint8} and scales {stored}, not {data.dtype} and {scale.dtype}: pass what "
+            "quantize_mx returns"
+        )
     if tensor_scale is not None or spec.scale_format.tensor:
         check_tensor_scale(spec, tensor_scale, data)
     if dtype not in HIGH_PRECISION:
@@ -186,6 +191,22 @@ def check_rotation(x: Tensor, size: int, axis: int = -1) -> None:
         raise MXError(
             f"blocks of {size} do not rotate {x.shape[axis]} values: the size must be a power of two that divides them"
         )
+
+
+def check_operands(target_dtype: torch.dtype | None, **operands: Tensor) -> torch.dtype:
+    """Return the dtype of a matmul's result; raise `MXError` for operands of several dtypes or devices."""
+    first = next(iter(operands.values()))
+    if not {first.dtype, target_dtype or first.dtype} <= set(HIGH_PRECISION):
+        raise MXError(
+            f"operands are {first.dtype} and target_dtype is {target_dtype}: both must be float32, float16 or bfloat16"
+        )
+    for name, tensor in operands.items():
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise MXError(
+                f"{name} is {tensor.dtype} on {tensor.device} and {next(iter(operands))} {first.dtype} on "
+                f"{first.device}: all must have one dtype and device"
+            )
+    return target_dtype or first.dtype
 
 
 def check_target_dtype(target_dtype: torch.dtype | None, x: Tensor) -> torch.dtype:

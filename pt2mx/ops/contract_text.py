@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
+from math import log2
 
 from pt2mx.formats import FORMATS, ElementFormat
 from pt2mx.kernels.packing import group_of
 from pt2mx.ops.contract import OPERATORS, schema_of
-from pt2mx.scale_formats import SCALE_FORMATS
+from pt2mx.scale_formats import SCALE_FORMATS, TENSOR_SCALE_RANGE
 
+_LEAST, _MOST = TENSOR_SCALE_RANGE
 _BEGINNING = """\
 # The operators, for authors of compilers
 
@@ -35,24 +37,24 @@ or of two. A code of b bits is sign, exponent and mantissa from its highest bit 
 whose value is that integer times `2**(2 - b)`: [the formats](../README.md#formats).
 
 By default a scale is an E8M0 byte e, which multiplies the values of its block by `2**(e - 127)`; 255 marks a block
-with an Inf or a NaN, and all of whose values are NaN. How it follows from a block, and how values are rounded:
-[scale modes and roundings](../README.md#scale-modes-and-roundings).
+with an Inf or a NaN, all of whose values dequantize to NaN. How a scale follows from a block, and how values are
+rounded: [scale modes and roundings](../README.md#scale-modes-and-roundings).
 
 ## Scale formats
 
-The argument `scale_format` names another format. A scale is positive; a scale of a byte has the bits of an
-unsigned float of that exponent and mantissa, others are tensors of their dtype.
+The argument `scale_format` names another format. Scales are positive. A scale of one byte has the exponent and mantissa
+bits of a float without a sign; the other scales are floats of torch's dtype.
 """
 
-_BEHIND_SCALES = """\
-Some formats have a scale of the whole tensor too, t: `tensor_scale`, one float32 number, which `tensor_scale_mx`
-computes of values. In float32, each operation rounded, a code of value v in a block of scale s stands for `(s * t) * v`
-with a factor, `(s / t) * v` with a divisor, and `s * v` without. A NaN, and a t that is not positive and finite, give
-NaN.
+_BEHIND_SCALES = f"""\
+Some formats also have one scale t for the whole tensor: `tensor_scale`, a float32 number that `tensor_scale_mx`
+computes from the values. In float32, each operation rounded, a code of value v in a block of scale s dequantizes to
+`(s * t) * v` with a factor, `(s / t) * v` with a divisor, and `s * v` without t. The scale of a block with an Inf or a
+NaN is NaN, and so are all scales if t is not from 2**{int(log2(_LEAST))} to 2**{int(log2(_MOST))}.
 
-A block has `block_rows` rows of `block_size` values, which share a scale: a scale tensor then has
-`ceil(rows / block_rows)` numbers along the rows. The rows are counted along the other of the last two dimensions, where
-the axis is one of these, and else along the dimension before the axis.
+The values of `block_rows` rows of `block_size` values share a scale. A scale tensor then has `ceil(rows / block_rows)`
+numbers along the dimension of the rows: of the last two dimensions the one that is not the axis, or, where the axis is
+neither of them, the dimension before the axis.
 
 Results of quantizing and dequantizing are dense and keep the input's dimension order in memory; matmul results are
 contiguous. All but matmuls have the same bits on every device, eager or compiled.

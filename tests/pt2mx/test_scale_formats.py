@@ -113,8 +113,10 @@ def test_defaults_follow_the_scale_format():
         ("fp8{0x128}", "block_rows=0 must be an integer of at least 1"),
         ("fp8{128x0}", "block_size=0 must be an integer of at least 1"),
         ("fp8{rowx128}", "unknown MX format 'fp8{rowx128}'"),
-        ("fp4(f33)", "unknown scale_mode 'f33': allowed: floor"),
-        ("nvfp9", "unknown MX element format 'fp9'"),
+        ("fp4(f33)", "unknown mode or scale format 'f33': did you mean 'f32'? allowed: floor"),
+        ("fp4(f33,f32)", "unknown scale_mode 'f33' of f32 scales"),
+        ("nvfp5", "unknown element format in 'nvfp5': did you mean 'nvfp4'? allowed: nvfp4,"),
+        ("nvfp9", "unknown element format in 'nvfp9'"),
         ("nvnvfp4", "unknown MX format 'nvnvfp4'"),
         ("nvmxfp4", "unknown MX format 'nvmxfp4'"),
     ],
@@ -145,9 +147,11 @@ def test_errors_of_fields(fields, message):
 
 def test_rows_need_a_dimension():
     for x, axis in ((torch.ones(32), 0), (torch.ones(4, 4, 4), 0)):
-        with pytest.raises(MXError, match="has no rows beside dimension 0"):
+        with pytest.raises(MXError, match=r"blocks of 2 rows along axis=0 need a second dimension, .* or block_rows=1"):
             fake_quantize_mx(x, "mxfp4{2x32}", axis=axis)
-    with pytest.raises(MXError, match="of one row"):
+    with pytest.raises(MXError, match="a tensor of rank 0 does not have"):
+        parse("mxfp4{2x32}").row_axis(0)
+    with pytest.raises(MXError, match=r"of one row only; quantize_mx, .* take other scale formats"):
         parse("mxfp8{128x128}").op_args()
 
 
