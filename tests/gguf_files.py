@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import pt2mx
+from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
+
 #: transformers' type of model -> llama.cpp's architecture
 _ARCHITECTURES = {"mixtral": "llama", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 
@@ -47,7 +50,7 @@ def write_gguf(
         chosen = next((to for pattern, to in (types or {}).items() if re.fullmatch(pattern, stored)), "F32")
         to = gguf.GGMLQuantizationType[chosen]
         if stored != left_out:
-            writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(values), to), raw_dtype=to)
+            writer.add_tensor(stored, _blocks(np.ascontiguousarray(values), to), raw_dtype=to)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -55,6 +58,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks(values: np.ndarray, to) -> np.ndarray:
+    """Return the bytes of values in a type; gguf has no quantizer of NVFP4."""
+    import gguf
+
+    if to.name != "NVFP4":
+        return gguf.quantize(values, to)
+    scale, data = pt2mx.quantize_mx(torch.from_numpy(values), "nvfp4", tensor_scale=torch.tensor(2.0**-8))
+    return BLOCK_TYPES[to.name].to_blocks("weight", data, scale).numpy()
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -93,6 +106,7 @@ def _add_metadata(writer, config) -> None:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
     writer.add_bos_token_id(config.bos_token_id)
     writer.add_eos_token_id(config.eos_token_id)
     for field, add in {

@@ -148,10 +148,10 @@ def divisible_decoder(family: str, **fields):
     return model
 
 
-def tokenizer_of_bytes():
-    """A tokenizer of bytes, with tokens for the beginning and the end of a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+def tokenizer_of_bytes(merges: Sequence[tuple[str, str]] = ()):
+    """A tokenizer of bytes, with tokens for the beginning and the end of a text, and for pairs that it merges."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.formats import ELEMENTS
-from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, spec_of
+from pt2mx.spec import MXSpec
+
+#: the type that may have a scale of the whole tensor
+NVFP4_TYPE = "NVFP4"
 
 
 @dataclass(frozen=True)
@@ -21,36 +24,27 @@ class BlockType:
 
     Args:
         name: the name of the type.
-        element: the element of the codes.
-        group: values that share a scale.
+        form: the format of the weight, as in `weight_formats`; a group is a block of it.
         groups: groups in a block of the file.
-        scale_format: the name of the scale format.
         flipped: bits of each code that the file holds inverted.
         other_scales: codes of scales, from the first to the last, that mean other numbers in the file and here.
     """
 
     name: str
-    element: str
-    group: int
-    groups: int
-    scale_format: str
+    form: str
+    groups: int = 1
     flipped: int = 0
     other_scales: tuple[int, int] | None = None
 
     @property
-    def scale(self) -> ScaleFormat:
-        """The scale format."""
-        return SCALE_FORMATS[self.scale_format]
-
-    @property
-    def has_nibbles(self) -> bool:
-        """True for codes of four bits."""
-        return ELEMENTS[self.element].bits == 4
+    def spec(self) -> MXSpec:
+        """The format of the weight."""
+        return spec_of(self.form)
 
     @property
     def values(self) -> int:
         """Values in a block of the file."""
-        return self.group * self.groups
+        return self.spec.block_size * self.groups
 
     def to_codes(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes and scales of a tensor.
@@ -65,12 +59,13 @@ class BlockType:
         Raises:
             MXError: for a scale that means another number in the file.
         """
-        split = self.groups * self.scale.dtype.itemsize
+        dtype = self.spec.scale_format.dtype
+        split = self.groups * dtype.itemsize
         whole = blocks.unflatten(-1, (-1, split + self._code_bytes * self.groups))
-        scale = whole[..., :split].flatten(-2).contiguous().view(self.scale.dtype)
+        scale = whole[..., :split].flatten(-2).contiguous().view(dtype)
         self._check(name, scale)
         codes = whole[..., split:].unflatten(-1, (self.groups, self._code_bytes))
-        if self.has_nibbles:
+        if self.spec.element.bits == 4:
             codes = _pack(torch.cat((codes & 15, codes >> 4), -1) ^ self.flipped)
         return codes.flatten(-3).contiguous(), scale
 
@@ -87,7 +82,7 @@ class BlockType:
             )
         self._check(name, scale)
         codes = data.unflatten(-1, (-1, self.groups, self._code_bytes))
-        if self.has_nibbles:
+        if self.spec.element.bits == 4:
             nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2) ^ self.flipped
             low, high = nibbles.chunk(2, -1)
             codes = low | high << 4
@@ -97,7 +92,7 @@ class BlockType:
     @property
     def _code_bytes(self) -> int:
         """Bytes of codes in a group."""
-        return self.group * ELEMENTS[self.element].bits // 8
+        return self.spec.block_size * self.spec.element.bits // 8
 
     def _check(self, name: str, scale: Tensor) -> None:
         if scale.dtype.is_floating_point:
@@ -108,7 +103,7 @@ class BlockType:
         if bool(differs.any()):
             raise MXError(
                 f"{name} has a block with the scale {scale[differs][0].item()}, which means another number in "
-                f"{self.name} than in {self.scale_format}: make the weight finite"
+                f"{self.name} than in {self.form}: make the weight finite"
             )
 
 
@@ -122,10 +117,10 @@ BLOCK_TYPES: dict[str, BlockType] = {
     row.name: row
     for row in (
         # 255 is NaN here, and 2**128 in the file
-        BlockType("MXFP4", "fp4_e2m1", 32, 1, "e8m0", other_scales=(255, 255)),
+        BlockType("MXFP4", "fp4_e2m1", other_scales=(255, 255)),
         # 127 is NaN here, and 0 in the file, which ignores the sign
-        BlockType("NVFP4", "fp4_e2m1", 16, 4, "e4m3_f32", other_scales=(127, 255)),
-        BlockType("Q8_0", "int8", 32, 1, "f16"),
-        BlockType("Q4_0", "int4_full", 32, 1, "f16", flipped=8),
+        BlockType(NVFP4_TYPE, NVFP4, groups=4, other_scales=(127, 255)),
+        BlockType("Q8_0", "int8{32}(f16)"),
+        BlockType("Q4_0", "int4_full{32}(f16)", flipped=8),
     )
 }

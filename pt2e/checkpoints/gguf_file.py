@@ -106,11 +106,19 @@ class GGUFFile:
         Raises:
             MXError: for a type that `gguf` cannot dequantize.
         """
+        return self.values_of(name, self.blocks(name))
+
+    def values_of(self, name: str, blocks: Tensor) -> Tensor:
+        """Return the values of some of the rows that `blocks` returns.
+
+        Raises:
+            MXError: for a type that `gguf` cannot dequantize.
+        """
         entry, gguf = self.entries[name], import_extra("gguf", "gguf")
         if entry.type in DTYPES:
-            return self.blocks(name)
+            return blocks
         try:
-            values = gguf.dequantize(self.blocks(name).numpy(), gguf.GGMLQuantizationType[entry.type])
+            values = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[entry.type])
         except NotImplementedError:
             raise MXError(
                 f"{name} is {entry.type}, which gguf cannot dequantize: convert the file with `llama-quantize "

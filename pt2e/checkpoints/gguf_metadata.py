@@ -89,8 +89,8 @@ def add_metadata(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or scale)
 
 
-def rope_tensors(config: Any) -> dict[str, tuple[str, Tensor]]:
-    """Return the tensors that scale the frequencies of RoPE, each with its type.
+def rope_tensors(config: Any) -> dict[str, Tensor]:
+    """Return the tensors that scale the frequencies of RoPE, in float32.
 
     Raises:
         MXError: for a scaling that GGUF has not.
@@ -109,7 +109,7 @@ def rope_tensors(config: Any) -> dict[str, tuple[str, Tensor]]:
         factors = {ROPE_TENSORS[0]: frequencies / ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0].double()}
     else:
         raise MXError(f"GGUF has no RoPE of the type {kind!r}: it has default, linear, yarn, longrope and llama3")
-    return {name: ("F32", torch.as_tensor(values, dtype=torch.float32)) for name, values in factors.items()}
+    return {name: torch.as_tensor(values, dtype=torch.float32) for name, values in factors.items()}
 
 
 def check_config(path: Path, config: Any) -> None:

@@ -17,7 +17,7 @@ from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, SUFFIX, GGUFFile
 from pt2mx.pt2e.user_errors import user_errors
 
 ARCHITECTURE = "general.architecture"
-#: types whose values are exact in bfloat16 and float16 models
+#: types whose values without a scale of the whole tensor are exact in bfloat16 and float16 models
 _PACKED = ("MXFP4", "NVFP4")
 #: tensors that are no parameters: factors of the frequencies of RoPE
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -146,6 +146,8 @@ def tokenizer_of(path: Path) -> Any:
 
 def _dtype(file: GGUFFile) -> torch.dtype:
     """Return the half type of the file's floats where they are exact in it; float32 for others."""
+    if any(name.endswith(".scale") for name in file.entries):
+        return torch.float32
     types = {entry.type for entry in file.entries.values()} - {*_PACKED, "F32"}
     return DTYPES[types.pop()] if len(types) == 1 and types <= {"F16", "BF16"} else torch.float32
 

@@ -28,15 +28,25 @@ class Source:
 
     Args:
         name: the tensor of the file.
+        parameter: the parameter of the model that the tensor is, or is a part of.
         expert: its index along the first dimension; None: the tensor itself.
         rows: row i of the model is row `rows[i]` of the file; None: the same order.
         offset: what the file adds to the values.
     """
 
     name: str
+    parameter: str
     expert: int | None = None
     rows: Tensor | None = None
     offset: float = 0.0
+
+    @property
+    def scales(self) -> tuple[str, str]:
+        """The tensors of the file with scales of whole tensors, (1,) or (E,) float32: of the tensor, and of inputs.
+
+        llama.cpp has them for NVFP4, and may leave them out."""
+        stem = self.name.rpartition(".")[0]
+        return f"{stem}.scale", f"{stem}.input_scale"
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the rows of the model, of values, codes or scales of the file's tensor."""
@@ -79,5 +89,5 @@ def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) 
                 count = len(part_rows) if suffix == "weight" else model.get_parameter(name).shape[0]
                 rows = torch.arange(count).view(heads[kind[1]], -1, 2).transpose(1, 2).flatten()
             offset = row.norm_offset if stored.endswith("norm.weight") else 0.0
-            sources[part] = Source(stored, None if expert is None else int(expert[1]), rows, offset)
+            sources[part] = Source(stored, name, None if expert is None else int(expert[1]), rows, offset)
     return sources

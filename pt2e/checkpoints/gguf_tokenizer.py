@@ -55,10 +55,10 @@ def add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
     model = state.get("model", {})
-    if model.get("type") != "BPE":
-        raise MXError(f"a GGUF file cannot hold a {type(tokenizer).__name__}: it has no merges of byte pairs")
     # a byte-level vocabulary has each text; others are SentencePiece's
-    is_byte_level = '"ByteLevel"' in json.dumps(state["pre_tokenizer"])
+    is_byte_level = '"ByteLevel"' in json.dumps(state.get("pre_tokenizer"))
+    if model.get("type") != "BPE" or (is_byte_level and not model["merges"]):
+        raise MXError(f"a GGUF file cannot hold a {type(tokenizer).__name__}: it has no merges of byte pairs")
     types, by_id = _types(model, state["added_tokens"], has_unknown=not is_byte_level), {}
     for token, number in (*model["vocab"].items(), *((one["content"], one["id"]) for one in state["added_tokens"])):
         by_id[number] = token

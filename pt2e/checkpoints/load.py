@@ -62,7 +62,8 @@ def is_mx_checkpoint(folder: str | os.PathLike[str]) -> bool:
         folder: the folder of a checkpoint, or a GGUF file.
 
     Returns:
-        True where the file holds weights in MXFP4, or the configuration names a layout of codes and scales.
+        True where the GGUF file holds weights in blocks of codes and scales, or the configuration names a layout of
+        them.
 
     Raises:
         MXError: where its config.json cannot be read.
@@ -93,9 +94,10 @@ def load_checkpoint(
     """Load a checkpoint in MX formats with its codes and scales to the bit, without a float copy of the model.
 
     The function loads compressed-tensors (MXFP4, MXFP6, MXFP8, NVFP4, mixed), gpt-oss (MXFP4), Quark, ModelOpt (MXFP8,
-    NVFP4), FP8 in blocks with E8M0 or float scales, such as DeepSeek's, with experts in FP4, and GGUF (MXFP4; weights
-    of other types become floats). The checkpoint decides the formats of inputs. In the last two inputs stay in high
-    precision, for FP8 as in transformers without its kernel; elsewhere those of experts with a tensor scale each.
+    NVFP4), FP8 in blocks with E8M0 or float scales, such as DeepSeek's, with experts in FP4, and GGUF (MXFP4, NVFP4,
+    Q8_0, Q4_0; weights of other types become floats). The checkpoint decides the formats of inputs. In the last two
+    inputs stay in high precision, for FP8 as in transformers without its kernel; elsewhere those of experts with a
+    tensor scale each.
 
     Args:
         folder: the folder of the checkpoint, or a GGUF file.

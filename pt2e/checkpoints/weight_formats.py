@@ -156,13 +156,15 @@ def check_whole_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
 def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
     """Raise an `MXError` for scales that are negative, and for a scale of zero with codes that are not zero.
 
+    Integers may have any scale: GGUF's Q4_0 gives the largest value of a block the code -8, whatever its sign.
+
     Args:
         name: the name of the scales.
         spec: the format.
         data: (..., N, bytes of K) uint8.
         scale: (..., blocks of N, blocks of K).
     """
-    if spec.scale_format.is_power_of_two:
+    if spec.scale_format.is_power_of_two or spec.element.is_int:
         return
     value = scale if scale.dtype.is_floating_point else scale.view(torch.float8_e4m3fn).float()
     if bool((value.signbit() & ~value.isnan()).any()):

@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.packing import unpack
 from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
 
@@ -19,7 +18,7 @@ def _blocks(name, rows=3, columns=4):
     size = gguf.GGML_QUANT_SIZES[kind][1]
     row = BLOCK_TYPES[name]
     blocks = torch.randint(256, (rows, columns, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    scales = blocks[..., : row.groups * row.scale.dtype.itemsize]
+    scales = blocks[..., : row.groups * row.spec.scale_format.dtype.itemsize]
     if name in _SCALE_BYTES:
         low, high = _SCALE_BYTES[name]
         scales.copy_(torch.arange(scales.numel()).view(scales.shape) * 5 % (high - low + 1) + low)
@@ -30,13 +29,13 @@ def _blocks(name, rows=3, columns=4):
 
 def _values(row, data, scale):
     """Return the values of codes and scales by their definition."""
-    element = ELEMENTS[row.element]
+    element = row.spec.element
     codes = (unpack(data, data.dim() - 1, 4) if element.bits == 4 else data).flatten().tolist()
     table = {code: _value(element, code) for code in set(codes)}
-    values = torch.tensor([table[code] for code in codes]).view(*scale.shape, row.group)
-    if row.scale.dtype.is_floating_point:
+    values = torch.tensor([table[code] for code in codes]).view(*scale.shape, row.spec.block_size)
+    if scale.dtype.is_floating_point:
         factor = scale.float()
-    elif row.scale_format == "e8m0":
+    elif row.spec.has_e8m0_scale:
         factor = torch.exp2(scale.double() - 127).float()
     else:
         factor = scale.view(torch.float8_e4m3fn).float()
@@ -54,7 +53,7 @@ def _value(element, code):
 def test_codes_and_scales_have_the_values_of_gguf(name):
     row, blocks = BLOCK_TYPES[name], _blocks(name)
     data, scale = row.to_codes("weight", blocks)
-    assert scale.dtype == row.scale.dtype and scale.shape == (3, 4 * row.groups)
+    assert scale.dtype == row.spec.scale_format.dtype and scale.shape == (3, 4 * row.groups)
     expected = gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[name])
     # gguf has no negative zero
     assert np.array_equal(_values(row, data, scale).numpy(), expected)

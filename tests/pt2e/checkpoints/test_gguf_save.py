@@ -7,8 +7,9 @@ import torch
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
-from pt2mx.pt2e.checkpoints.load import load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from tests.gguf_files import write_gguf
 from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 
 gguf = pytest.importorskip("gguf")
@@ -85,16 +86,39 @@ def test_blocks_are_those_of_gguf(tmp_path):
 
 def test_the_tokenizer(tmp_path):
     quantized = quantized_decoder("llama", _quantizer())
-    tokenizer = tokenizer_of_bytes()
+    tokenizer = tokenizer_of_bytes(merges=[("a", "b")])
     save_checkpoint(quantized, tiny_decoder("llama"), tmp_path / "model.gguf", "gguf", tokenizer=tokenizer)
     metadata = GGUFFile(tmp_path / "model.gguf").metadata
     tokens = metadata["tokenizer.ggml.tokens"]
-    assert len(tokens) == 300 and tokens[256:260] == ["<s>", "</s>", "[PAD258]", "[PAD259]"]
-    assert all(tokenizer.convert_tokens_to_ids(token) == i for i, token in enumerate(tokens[:258]))
-    assert metadata["tokenizer.ggml.token_type"][255:259] == [1, 3, 3, 5]
+    assert len(tokens) == 300 and tokens[256:260] == ["ab", "<s>", "</s>", "[PAD259]"]
+    assert all(tokenizer.convert_tokens_to_ids(token) == i for i, token in enumerate(tokens[:259]))
+    assert metadata["tokenizer.ggml.token_type"][256:260] == [1, 3, 3, 5]
+    assert metadata["tokenizer.ggml.merges"] == ["a b"]
     assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert metadata["tokenizer.ggml.bos_token_id"] == 256 and metadata["tokenizer.ggml.eos_token_id"] == 257
     assert metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+
+
+def test_llama_cpp_reads_no_tokenizer_without_merges(tmp_path):
+    quantized, model = quantized_decoder("llama", _quantizer()), tiny_decoder("llama")
+    with pytest.raises(MXError, match="it has no merges of byte pairs"):
+        save_checkpoint(quantized, model, tmp_path / "model.gguf", "gguf", tokenizer=tokenizer_of_bytes())
+    assert not list(tmp_path.iterdir())
+
+
+def test_codes_of_a_file_are_written_again(tmp_path):
+    """A program of all types of blocks gives the bytes of the file that it was read from."""
+    model = tiny_decoder("llama", num_hidden_layers=1, intermediate_size=128)
+    types = {"token_embd.weight|.*attn_q.weight": "Q8_0", ".*attn_(k|v).weight": "Q4_0", "output.weight": "MXFP4",
+             ".*ffn_(gate|up|down).weight": "NVFP4"}  # fmt: skip
+    extra = {"blk.0.ffn_up.scale": torch.tensor([0.3])}
+    path = write_gguf(model, tmp_path / "read.gguf", types, extra)
+    save_checkpoint(load_checkpoint(path), model, tmp_path / "written.gguf", "gguf")
+    read, written = GGUFFile(path), GGUFFile(tmp_path / "written.gguf")
+    assert {name: entry[:2] for name, entry in read.entries.items()} == {
+        name: entry[:2] for name, entry in written.entries.items()
+    }
+    assert all(torch.equal(read.blocks(name), written.blocks(name)) for name in read.entries)
 
 
 @pytest.mark.parametrize(

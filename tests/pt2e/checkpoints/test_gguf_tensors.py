@@ -4,24 +4,29 @@ import numpy as np
 import pytest
 import torch
 
-from pt2mx import MXError, ops
+import pt2mx
+from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint, load_packed_model
+from pt2mx.pt2e.language import decoder
 from tests.gguf_files import write_gguf
 from tests.language_models import tiny_decoder
 
 gguf = pytest.importorskip("gguf")
 
+#: whole blocks of NVFP4
+_SIZES = {"intermediate_size": 128}
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen2_moe")
-MXFP4 = {r"blk\..*(attn_[qkvo].*|qkv|ffn_(gate|up|down)(_exps)?)\.weight": "MXFP4"}
+_WEIGHTS = r"blk\..*(attn_[qkvo].*|qkv|ffn_(gate|up|down)(_exps)?)\.weight"
+MXFP4, NVFP4 = {_WEIGHTS: "MXFP4"}, {_WEIGHTS: "NVFP4"}
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def _model(family):
+def _model(family, **fields):
     """Return a tiny model with the settings that llama.cpp has for all models but one, whose norms are no constants."""
-    fields = {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}
+    fields |= {"query_pre_attn_scalar": 16} if family.startswith("gemma") else {}
     fields |= {"shared_expert_intermediate_size": 64} if family == "qwen2_moe" else {}
     model = tiny_decoder(family, **fields)
     with torch.no_grad():
@@ -42,33 +47,86 @@ def test_a_float_file_is_the_model(family, tmp_path):
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "phi3"])
-def test_codes_have_the_values_of_gguf(family, tmp_path):
-    """Each weight in MXFP4 has its codes in the model, with the rows in transformers' order."""
-    path = write_gguf(_model(family), tmp_path / "model.gguf", MXFP4)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "MXFP4"), ("mixtral", "MXFP4"), ("phi3", "MXFP4"), ("llama", "Q8_0"), ("mixtral", "Q4_0"),
+     ("mixtral", "NVFP4")],
+)  # fmt: skip
+def test_codes_have_the_values_of_gguf(family, kind, tmp_path):
+    """Each weight of blocks has its codes in the model, with the rows in transformers' order."""
+    path = write_gguf(_model(family, **_SIZES), tmp_path / "model.gguf", {_WEIGHTS: kind})
     assert is_mx_checkpoint(path)
     values = load_float_gguf(path).state_dict()
     packed = load_packed_model(path)
     count = 0
-    for name, data in packed.named_buffers():
+    for name, _ in packed.named_buffers():
         if name.endswith("_data"):
             stem = name.removesuffix("_data")
-            scale = packed.get_buffer(f"{stem}_scale")
-            axis, length = data.dim() - 1, values[stem].shape[-1]
-            decoded = ops.dequantize_mx(data, scale, "fp4_e2m1", 32, torch.float32, axis, length)
-            assert torch.equal(decoded, values[stem]), name
+            module, _, attribute = stem.rpartition(".")
+            assert torch.equal(getattr(packed.get_submodule(module), attribute), values[stem]), name
             count += 1
     assert count == 2 * {"llama": 7, "mixtral": 6, "phi3": 4}[family]
+    file = GGUFFile(path)
+    stored = file.blocks("blk.0.attn_output.weight")
+    expected = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(values["model.layers.0.self_attn.o_proj.weight"].numpy(), expected)
+
+
+def test_nvfp4_has_a_scale_of_the_tensor(tmp_path):
+    """llama.cpp has it beside the blocks, of experts one each; and one of inputs, which stay in high precision."""
+    scales = torch.tensor([0.5, 3.0, 0.7, 1.0])
+    extra = {"blk.0.attn_q.scale": torch.tensor([0.3]), "blk.1.ffn_down_exps.scale": scales,
+             "blk.0.attn_q.input_scale": torch.tensor([2.0])}  # fmt: skip
+    path = write_gguf(_model("mixtral", **_SIZES), tmp_path / "model.gguf", NVFP4, extra)
+    file, packed, values = GGUFFile(path), load_packed_model(path), load_float_gguf(path)
+    assert values.dtype == torch.float32
+    for name, factor in (
+        ("layers.0.self_attn.o_proj.weight", torch.ones(1)),
+        ("layers.1.mlp.experts.down_proj", scales.view(4, 1, 1)),
+    ):
+        module, _, attribute = f"model.{name}".rpartition(".")
+        stored = {"weight": "blk.0.attn_output.weight"}.get(attribute, "blk.1.ffn_down_exps.weight")
+        decoded = getattr(packed.get_submodule(module), attribute)
+        assert torch.equal(decoded, values.get_parameter(f"model.{name}"))
+        assert torch.allclose(decoded, file.values(stored) * factor, rtol=2e-7, atol=0)
+    tensor_scale = packed.get_buffer("model.layers.0.self_attn.q_proj.weight_tensor_scale")
+    assert torch.equal(tensor_scale, torch.tensor(0.3))
+    for value in (float("nan"), 0.0, -1.0):
+        write_gguf(
+            _model("mixtral", **_SIZES),
+            path,
+            NVFP4,
+            {"blk.0.attn_q.scale": torch.tensor([value])},
+        )
+        with pytest.raises(MXError, match=r"^blk.0.attn_q.scale is .*: a tensor scale is a positive number"):
+            load_packed_model(path)
+
+
+def test_a_weight_of_several_types_becomes_values(tmp_path):
+    kinds = {"blk.0.ffn_gate_exps.weight": "Q8_0", "blk.0.ffn_up_exps.weight": "Q4_0", **MXFP4}
+    path = write_gguf(_model("mixtral"), tmp_path / "model.gguf", kinds)
+    packed, values = load_packed_model(path), load_float_gguf(path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(packed.get_parameter(name), values.get_parameter(name))
+    assert packed.get_buffer("model.layers.1.mlp.experts.gate_up_proj_data").dtype == torch.uint8
 
 
 @pytest.mark.slow
-def test_a_program_of_codes(tmp_path):
-    path = write_gguf(_model("llama"), tmp_path / "model.gguf", MXFP4)
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4", "Q8_0", "Q4_0"])
+def test_a_program_of_codes(kind, tmp_path):
+    """The program generates the text of the values; lowered, its layers multiply codes."""
+    path = write_gguf(_model("llama", **_SIZES), tmp_path / "model.gguf", {_WEIGHTS: kind})
     loaded = load_checkpoint(path)
     assert loaded.coverage.held == loaded.coverage.values
     expected = load_float_gguf(path)
     tokens = loaded.generate(IDS[:1], max_new_tokens=8, do_sample=False)
     assert torch.equal(tokens, expected.generate(IDS[:1], max_new_tokens=8, do_sample=False))
+    lowered = pt2mx.lower_to_inductor(loaded.program.module())
+    calls = [node.target for node in lowered.graph.nodes]
+    assert calls.count(torch.ops.pt2mx.linear_mx.default) == 8
+    inputs = decoder.inputs(loaded.layers, loaded.device, IDS)
+    with torch.no_grad():
+        assert torch.allclose(lowered(**inputs)[0], expected(IDS).logits, atol=1e-5)
 
 
 def test_dtypes(tmp_path):
