@@ -10,7 +10,13 @@ import pt2mx
 from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
 
 #: transformers' type of model -> llama.cpp's architecture
-_ARCHITECTURES = {"mixtral": "llama", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {
+    "gpt_oss": "gpt-oss",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 
 
 def write_gguf(
@@ -39,7 +45,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in _tensors(model).items():
         stem, suffix = name.rsplit(".", 1)
-        stored = f"{names.get_name(stem)}.{suffix}"
+        stored = f"{names.get_name(stem)}.{suffix}" if names.get_name(stem) else f"{names.get_name(name)}.weight"
         values = tensor.detach().numpy()
         if architecture == "llama" and (projection := re.search(r"attn_([qk])\.", stored)):
             heads = config.num_attention_heads if projection[1] == "q" else config.num_key_value_heads
@@ -79,6 +85,9 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue
         if model.config.model_type == "mixtral":
             name = name.replace(".mlp.", ".block_sparse_moe.")
+        if model.config.model_type == "gpt_oss" and ".experts." in name:
+            tensors |= _experts_of_gpt_oss(name, tensor)
+            continue
         names = ("w1", "w3", "w2") if "block_sparse_moe" in name else ("gate_proj", "up_proj", "down_proj")
         if name.endswith("experts.gate_up_proj"):
             halves = tensor.chunk(2, 1)
@@ -91,7 +100,19 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _experts_of_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a weight (E, K, N), or a bias (E, N), as the weights (E, N, K) or the biases of projections."""
+    suffix, tensor = ("bias", tensor) if name.endswith("_bias") else ("weight", tensor.mT)
+    stem = name.removesuffix("_bias")
+    if not stem.endswith("gate_up_proj"):
+        return {f"{stem}.{suffix}": tensor}
+    path = stem.removesuffix("gate_up_proj")
+    return {f"{path}gate_proj.{suffix}": tensor[:, 0::2], f"{path}up_proj.{suffix}": tensor[:, 1::2]}
+
+
 def _add_metadata(writer, config) -> None:
+    import gguf
+
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -105,6 +126,10 @@ def _add_metadata(writer, config) -> None:
     writer.add_value_length(head)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     writer.add_bos_token_id(config.bos_token_id)
@@ -121,5 +146,5 @@ def _add_metadata(writer, config) -> None:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts is not None:
         writer.add_expert_count(experts)
-    if config.model_type.startswith("gemma"):
+    if config.model_type.startswith(("gemma", "gpt_oss")):
         writer.add_sliding_window(config.sliding_window)

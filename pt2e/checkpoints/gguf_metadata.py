@@ -70,6 +70,8 @@ def add_metadata(writer: Any, config: Any) -> None:
         value = value[0] if isinstance(value, list) else value
         if value is not None and not (field == "sliding_window" and config.model_type in _LLAMAS):
             getattr(writer, method)(value)
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     head = _head(config)
     writer.add_key_length(head)
     writer.add_value_length(head)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +33,59 @@ class Architecture:
         permuted: True where the rows of queries and keys alternate between the halves that RoPE rotates.
         norm_offset: what the file adds to the weights of norms.
         layers_of_wide_scale: the number of layers of the one model whose attention is scaled by the width of all heads.
+        experts: the field of the configuration with the number of experts.
+        of_experts: other fields of models with experts.
+        yarn: what its configurations say of YaRN besides the factor and the original length.
     """
 
     model_type: str
     permuted: bool = False
     norm_offset: float = 0.0
     layers_of_wide_scale: int | None = None
+    experts: str = "num_experts"
+    of_experts: Mapping[str, Any] = field(default_factory=dict)
+    yarn: dict[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True),  # with experts a Mixtral
+    "llama": Architecture("llama", permuted=True, experts="num_local_experts", of_experts={"model_type": "mixtral"}),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe"),
+    "qwen3moe": Architecture("qwen3_moe", of_experts={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", norm_offset=1.0, layers_of_wide_scale=46),
     "gemma3": Architecture("gemma3_text", norm_offset=1.0, layers_of_wide_scale=62),
     "phi3": Architecture("phi3"),
+    "gpt-oss": Architecture(
+        "gpt_oss", experts="num_local_experts", yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    ),
 }
 
-#: key of the metadata after the architecture -> field of a configuration, where transformers does not read it
+#: key of the metadata, after the architecture where it begins so -> field of a configuration
 _FIELDS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
+_TOKENS = "tokenizer.ggml.tokens"
 
 
 def gguf_in(name: str | os.PathLike[str]) -> Path | None:
@@ -106,14 +129,15 @@ def config_of(file: GGUFFile) -> Any:
     transformers = import_extra("transformers", "hf")
     import_extra("gguf", "gguf")
     row, name = architecture_of(file), file.text(ARCHITECTURE)
-    with user_errors(f"read the configuration in {str(file.path)!r}"):
-        fields, _ = transformers.PretrainedConfig.get_config_dict(file.path.parent, gguf_file=file.path.name)
     values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
-    fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
     # tokens that the file has not are none of the model, whatever the defaults of its configuration
-    fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields, "model_type": row.model_type}
-    if row.model_type == "llama" and values.get("expert_count"):
-        fields |= {"model_type": "mixtral", "num_local_experts": values["expert_count"]}
+    fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    fields |= {"model_type": row.model_type, "tie_word_embeddings": "output.weight" not in file.entries}
+    fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
+    if _TOKENS in values:
+        fields.setdefault("vocab_size", len(values[_TOKENS]))
+    if values.get("expert_count"):
+        fields |= {row.experts: values["expert_count"], **row.of_experts}
     fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     if row.model_type == "phi3" and "rope.dimension_count" in values:
@@ -122,9 +146,7 @@ def config_of(file: GGUFFile) -> Any:
         is_wide = fields["num_hidden_layers"] == row.layers_of_wide_scale
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"] if is_wide else head
     if (scaling := _rope_scaling(file, values, head, fields.get("rope_theta"))) is not None:
-        fields["rope_scaling"] = scaling
-    for key in ("quantization_config", "_model_name_or_path"):
-        fields.pop(key, None)
+        fields["rope_scaling"] = scaling | (row.yarn if scaling["rope_type"] == "yarn" else {})
     with user_errors(f"read the configuration in {str(file.path)!r}"):
         config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     config.dtype = _dtype(file)
@@ -138,7 +160,7 @@ def tokenizer_of(path: Path) -> Any:
         MXError: where transformers cannot read it.
     """
     transformers = import_extra("transformers", "hf")
-    if "tokenizer.ggml.tokens" not in GGUFFile(path).metadata:
+    if _TOKENS not in GGUFFile(path).metadata:
         return None
     with user_errors(f"read the tokenizer in {str(path)!r}"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

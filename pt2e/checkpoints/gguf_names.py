@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_names import parts_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import linear_parts, parts_of
 from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURES
+from pt2mx.pt2e.checkpoints.module_schemes import is_transposed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,11 +78,16 @@ def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) 
     names = [name for name, _ in parameters if untied or name not in tied]
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sources = {}
-    for name, parts in parts_of(model, names).items():
+    for name in names:
+        parts = linear_parts(model, name) if is_transposed(model, name) else parts_of(model, [name])[name]
         for part, part_rows in parts.items():
             expert = _EXPERT.search(part)
-            stem, _, suffix = _EXPERT.sub(".experts.", part).rpartition(".")
-            stored = table.get_name(stem)
+            whole = _EXPERT.sub(".experts.", part)
+            stem, _, suffix = whole.rpartition(".")
+            # a parameter that no layer has alone is called a weight there
+            stored, suffix = (
+                (table.get_name(stem), suffix) if table.get_name(stem) else (table.get_name(whole), "weight")
+            )
             if stored is None:
                 raise MXError(f"gguf has no name for {name} in models of the architecture {architecture!r}")
             stored, rows = f"{stored}.{suffix}", None

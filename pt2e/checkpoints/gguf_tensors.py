@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,14 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
-from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE
+from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
+from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE, BlockType
 from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURE, ROPE_TENSORS, architecture_of, config_of
 from pt2mx.pt2e.checkpoints.gguf_names import Source, sources_of
 from pt2mx.pt2e.checkpoints.layouts import Layout, Stored
-from pt2mx.pt2e.checkpoints.module_schemes import Rules, Scheme, Schemes
+from pt2mx.pt2e.checkpoints.module_schemes import Rules, Scheme, Schemes, is_transposed
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ GGUF = Layout(
         for row in BLOCK_TYPES.values()
     },
     dtypes=tuple(DTYPES.values()),
+    linear_experts=True,
 )
 
 
@@ -45,70 +48,115 @@ class GGUFTensors(Mapping[str, Tensor]):
     """The tensors of a GGUF file by their names in a checkpoint of transformers.
 
     A weight whose codes are kept is there as `<name>_mxfp4` (or the name of another type) and `<name>_scale`, in NVFP4
-    also as `<name>_tensor_scale`.
-    A weight of the model that is made of tensors of several types becomes values.
+    also as `<name>_tensor_scale`. A weight of the model that is made of tensors of several types becomes values.
 
     Args:
         file: the file.
         model: the model that it holds, on any device, also meta.
-        keep_codes: True for codes of weights in `BLOCK_TYPES`; False: all tensors are values.
+        keeps: a predicate of parameters and formats of `BLOCK_TYPES`: True for weights whose codes are kept.
 
     Raises:
         MXError: where the file lacks a tensor of the model, or holds one that the model has not.
     """
 
-    def __init__(self, file: GGUFFile, model: PreTrainedModel, keep_codes: bool) -> None:
+    def __init__(self, file: GGUFFile, model: PreTrainedModel, keeps: Callable[[str, str], bool]) -> None:
         self._file, self._sources = file, sources_of(model, file.text(ARCHITECTURE))
+        self._check(type(model).__name__)
+        parts, types = defaultdict(list), defaultdict(set)
+        for part, source in self._sources.items():
+            entry = file.entries[source.name]
+            parts[source.parameter].append(part)
+            types[source.parameter].add(entry.type if len(entry.shape) > 1 else "values")
+        kept = {
+            parameter
+            for parameter, (kind, *others) in types.items()
+            if not others and kind in BLOCK_TYPES and keeps(parameter, BLOCK_TYPES[kind].form)
+        }
+        #: tensor of the checkpoint -> the type of its codes
+        self.packed: dict[str, BlockType] = {}
+        #: the dtypes and shapes of all tensors by name
+        self.entries: dict[str, Entry] = {}
+        # name -> the part of a parameter, or the rows of each part
+        self._names: dict[str, str | Parts] = {}
+        for parameter, names in parts.items():
+            if parameter in kept:
+                for part in names:
+                    self._pack(part)
+            elif is_transposed(model, parameter) and parameter.removesuffix("_bias") not in kept:
+                self._names[parameter] = linear_parts(model, parameter)
+                dtype = self._entry(names[0]).dtype
+                self.entries[parameter] = Entry(dtype, tuple(model.get_parameter(parameter).shape))
+            else:
+                self._names |= {part: part for part in names}
+                self.entries |= {part: self._entry(part) for part in names}
+
+    def _check(self, model: str) -> None:
+        entries, path = self._file.entries, str(self._file.path)
         read = {name for source in self._sources.values() for name in (source.name, *source.scales)}
         for part, source in self._sources.items():
-            if source.name not in file.entries:
-                raise MXError(
-                    f"{str(file.path)!r} lacks {source.name}, which the model has as {part}: convert it again"
-                )
-        if unknown := sorted(file.entries.keys() - read - {*ROPE_TENSORS}):
-            raise MXError(
-                f"{str(file.path)!r} holds {unknown[0]}, which {type(model).__name__} has not: give the checkpoint of "
-                "Hugging Face"
-            )
-        types: dict[str, set[str]] = defaultdict(set)
-        for source in self._sources.values():
-            entry = file.entries[source.name]
-            types[source.parameter].add(entry.type if len(entry.shape) > 1 else "values")
-        #: tensor of the checkpoint -> the type of its codes
-        self.packed = {
-            part: BLOCK_TYPES[file.entries[source.name].type]
-            for part, source in self._sources.items()
-            if keep_codes and len(types[source.parameter]) == 1 and types[source.parameter] <= BLOCK_TYPES.keys()
-        }
-        #: the dtypes of codes and scales by name
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._names: dict[str, str] = {}
-        for part in self._sources:
-            if part not in self.packed:
-                self._names[part] = part
-                continue
-            form = self.packed[part].form
-            names, stored = GGUF.names(part, form), GGUF.stored[form]
-            self._names |= dict.fromkeys(names, part)
-            self.dtypes |= dict(zip(names, (stored.dtype, stored.scale_dtype, torch.float32), strict=False))
+            if source.name not in entries:
+                raise MXError(f"{path!r} lacks {source.name}, which the model has as {part}: convert it again")
+        if unknown := sorted(entries.keys() - read - {*ROPE_TENSORS}):
+            raise MXError(f"{path!r} holds {unknown[0]}, which {model} has not: give the checkpoint of Hugging Face")
+
+    def _pack(self, part: str) -> None:
+        row = self.packed[part] = BLOCK_TYPES[self._file.entries[self._sources[part].name].type]
+        names, stored, spec = GGUF.names(part, row.form), GGUF.stored[row.form], row.spec
+        *rows, columns = self._entry(part).shape
+        entries = (
+            Entry(stored.dtype, (*rows, columns * spec.element.bits // 8)),
+            Entry(stored.scale_dtype, (*rows, columns // spec.block_size)),
+            Entry(torch.float32, ()),
+        )
+        self._names |= dict.fromkeys(names, part)
+        self.entries |= dict(zip(names, entries, strict=False))
+
+    def _entry(self, part: str) -> Entry:
+        """Return the dtype and the shape of the values of a part."""
+        source = self._sources[part]
+        kind, shape, *_ = self._file.entries[source.name]
+        return Entry(DTYPES.get(kind, torch.float32), shape if source.expert is None else shape[1:])
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of all tensors by name."""
+        return {name: entry.dtype for name, entry in self.entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._names[name]
+        if not isinstance(part, str):
+            return self._merged(part)
         source = self._sources[part]
-        # of many experts only one is read
-        blocks = source.read(self._file.blocks(source.name))
-        if part in self.packed:
-            row = self.packed[part]
-            names = GGUF.names(part, row.form)
-            if name == names[-1] and row.spec.scale_format.tensor:
-                return self._tensor_scale(source)
-            return row.to_codes(source.name, blocks)[names.index(name)]
+        if part not in self.packed:
+            return self._values(source)
+        row = self.packed[part]
+        names = GGUF.names(part, row.form)
+        if name == names[-1] and row.spec.scale_format.tensor:
+            return self._tensor_scale(source)
+        return row.to_codes(source.name, self._blocks(source))[names.index(name)]
+
+    def _blocks(self, source: Source) -> Tensor:
+        """Return the blocks of a part; of many experts only one is read."""
+        return source.read(self._file.blocks(source.name))
+
+    def _values(self, source: Source) -> Tensor:
         if self._file.entries[source.name].type == NVFP4_TYPE:
             row = BLOCK_TYPES[NVFP4_TYPE]
-            data, scale = row.to_codes(source.name, blocks)
+            data, scale = row.to_codes(source.name, self._blocks(source))
             return dequantize_mx(data, scale, row.spec, tensor_scale=self._tensor_scale(source))
-        values = self._file.values_of(source.name, blocks)
+        values = self._file.values_of(source.name, self._blocks(source))
         return values - source.offset if source.offset else values
+
+    def _merged(self, parts: Parts) -> Tensor:
+        """Return a parameter of gpt-oss's experts, (E, K, N) or (E, N), of values of its parts."""
+        experts = len({self._sources[part].expert for part in parts})
+        values = {part: self._values(self._sources[part]) for part in parts}
+        first = next(iter(values.values()))
+        merged = first.new_empty(sum(map(len, parts.values())), *first.shape[1:])
+        for part, rows in parts.items():
+            merged[rows] = values[part]
+        merged = merged.unflatten(0, (experts, -1))
+        return merged.mT if merged.dim() == 3 else merged
 
     def _tensor_scale(self, source: Source) -> Tensor:
         """Return the scale of a tensor in NVFP4, () float32; a file without it means 1."""
@@ -132,12 +180,10 @@ def has_codes(path: Path) -> bool:
 def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict[str, int]]:
     """Return the model without its weights, and of the file its schemes, its tensors and their numbers of values."""
     file, skeleton = _open(path)
-    tensors = GGUFTensors(file, skeleton, keep_codes=True)
+    tensors = GGUFTensors(file, skeleton, lambda parameter, form: True)
     # experts are looked up by the names of their tensors, other weights by those of their modules
     rules: Rules = [(partial(_is_of, part), Scheme(row.form)) for part, row in tensors.packed.items()]
-    tied = skeleton.all_tied_weights_keys or {}
-    sizes = {name: parameter.numel() for name, parameter in skeleton.named_parameters() if name not in tied}
-    return skeleton, Schemes(GGUF, rules), tensors, sizes
+    return skeleton, Schemes(GGUF, rules), tensors, {name: entry.values for name, entry in tensors.entries.items()}
 
 
 def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -151,7 +197,7 @@ def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedM
         MXError: where the file cannot be read or holds an architecture or types that are not supported.
     """
     file, skeleton = _open(path)
-    tensors = GGUFTensors(file, skeleton, keep_codes=False)
+    tensors = GGUFTensors(file, skeleton, lambda parameter, form: False)
     return with_tensors(skeleton, dtype or skeleton.dtype, tensors, f"{str(path)!r} holds another model")
 
 

@@ -22,7 +22,7 @@ FIELDS = {
 }
 
 
-OTHERS = ("mistral", "mixtral", "qwen2", "qwen3", "gemma3", "phi3", "qwen2_moe")
+OTHERS = ("mistral", "mixtral", "qwen2", "qwen3", "gemma3", "phi3", "qwen2_moe", "gpt_oss")
 
 pytestmark = pytest.mark.filterwarnings("ignore:the setting module_name_regex")
 

@@ -18,7 +18,7 @@ gguf = pytest.importorskip("gguf")
 
 #: whole blocks of NVFP4
 _SIZES = {"intermediate_size": 128}
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen2_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mixtral", "qwen2_moe", "gpt_oss")
 _WEIGHTS = r"blk\..*(attn_[qkvo].*|qkv|ffn_(gate|up|down)(_exps)?)\.weight"
 MXFP4, NVFP4 = {_WEIGHTS: "MXFP4"}, {_WEIGHTS: "NVFP4"}
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -49,8 +49,8 @@ def test_a_float_file_is_the_model(family, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("llama", "MXFP4"), ("mixtral", "MXFP4"), ("phi3", "MXFP4"), ("llama", "Q8_0"), ("mixtral", "Q4_0"),
-     ("mixtral", "NVFP4")],
+    [("llama", "MXFP4"), ("mixtral", "MXFP4"), ("phi3", "MXFP4"), ("gpt_oss", "MXFP4"), ("llama", "Q8_0"),
+     ("mixtral", "Q4_0"), ("mixtral", "NVFP4")],
 )  # fmt: skip
 def test_codes_have_the_values_of_gguf(family, kind, tmp_path):
     """Each weight of blocks has its codes in the model, with the rows in transformers' order."""
@@ -65,7 +65,7 @@ def test_codes_have_the_values_of_gguf(family, kind, tmp_path):
             module, _, attribute = stem.rpartition(".")
             assert torch.equal(getattr(packed.get_submodule(module), attribute), values[stem]), name
             count += 1
-    assert count == 2 * {"llama": 7, "mixtral": 6, "phi3": 4}[family]
+    assert count == 2 * {"llama": 7, "mixtral": 6, "phi3": 4, "gpt_oss": 6}[family]
     file = GGUFFile(path)
     stored = file.blocks("blk.0.attn_output.weight")
     expected = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
