@@ -1,22 +1,30 @@
-"""Save and load exported programs."""
+"""Save and load exported programs, and make one of a changed graph."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import torch
+from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.constants import placeholders_first
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import write_out_arguments
+from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of, write_out_arguments
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
@@ -169,3 +177,65 @@ def _write_out(node: dict[str, Any]) -> None:
         written.get(a.name) or {"name": a.name, "arg": _DEFAULTS.get(a.name, {"as_none": True}), "kind": _POSITIONAL}
         for a in _arguments(node)
     ]
+
+
+def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
+    """Return the program of a graph, as an export of the graph would, without tracing it.
+
+    Args:
+        model: a graph without subgraphs that was made of `program.module()`, with its inputs and outputs. It does not
+            change.
+        program: the other program.
+    """
+    model = copy_sharing_tensors(model)
+    graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
+    for node in graph.find_nodes(op="call_module", target="_guards_fn"):
+        graph.erase_node(node)
+    tensors = _lift_tensors(model)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "val" not in node.meta:
+            set_value(node)
+    (results,) = graph.output_node().args
+    outputs = [
+        dataclasses.replace(spec, arg=TensorArgument(node.name))
+        for spec, node in zip(signature.output_specs, results, strict=True)
+    ]
+    inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return ExportedProgram(
+        root=model,
+        graph=graph,
+        graph_signature=ExportGraphSignature([*tensors, *inputs], outputs),
+        state_dict=state,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=copy.deepcopy(program.module_call_graph),
+        example_inputs=program.example_inputs,
+        constants={spec.target: attrgetter(spec.target)(model) for spec in tensors if spec.target not in state},
+        verifiers=program.verifiers,
+    )
+
+
+def _lift_tensors(model: GraphModule) -> list[InputSpec]:
+    """Make the tensors that a graph reads its first inputs: parameters, buffers, constants. Return these inputs."""
+    placeholders_first(model)
+    first, buffers = model.graph.find_nodes(op="placeholder")[0], dict(model.named_buffers())
+    reads: dict[int, list[Node]] = {}  # a tied tensor has several names, and one input
+    for node in model.graph.find_nodes(op="get_attr"):
+        reads.setdefault(id(tensor_of(model, node)), []).append(node)
+
+    def kind_of(node: Node) -> InputKind:
+        if isinstance(tensor_of(model, node), nn.Parameter):
+            return InputKind.PARAMETER
+        return InputKind.BUFFER if name_of(node) in buffers else InputKind.CONSTANT_TENSOR
+
+    specs = []
+    for nodes in sorted(reads.values(), key=lambda nodes: kind_of(nodes[0]).value):
+        name, kind, tensor = name_of(nodes[0]), kind_of(nodes[0]), tensor_of(model, nodes[0])
+        with model.graph.inserting_before(first):
+            lifted = model.graph.placeholder(f"{kind.name[0].lower()}_{name.replace('.', '_')}")
+        lifted.meta["val"] = value_of(first).fake_mode.from_tensor(tensor, static_shapes=True)
+        for node in nodes:
+            node.replace_all_uses_with(lifted)
+            model.graph.erase_node(node)
+        persistent = name in model.state_dict() if kind is InputKind.BUFFER else None
+        specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
+    return specs

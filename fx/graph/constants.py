@@ -168,7 +168,7 @@ def _hoist_all(model: GraphModule, find: Callable[[GraphModule], list[list[Node]
     for graphs, group in groups:
         for graph in graphs:
             _hoist_all(graph, find)
-            _placeholders_first(graph)
+            placeholders_first(graph)
         for graph in graphs:
             for nodes in find(graph):
                 if not any(call.is_autocast for call in group) or _is_as_outside(nodes):
@@ -207,7 +207,7 @@ def _identity(operand: object) -> object:
     return ("get_attr", operand.target) if isinstance(operand, Node) and operand.op == "get_attr" else operand
 
 
-def _placeholders_first(graph: GraphModule) -> None:
+def placeholders_first(graph: GraphModule) -> None:
     """Move the placeholders before all other nodes, so that any node may use an appended placeholder."""
     for placeholder in reversed(placeholders(graph)):
         next(iter(graph.graph.nodes)).prepend(placeholder)

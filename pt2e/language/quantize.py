@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import computed_from
+from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
@@ -24,6 +25,7 @@ from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.weights import carry_notes
 
@@ -96,8 +98,11 @@ def quantize_language_model(
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     batches = [decoder.inputs(layers, model.device, text) for text in texts]
-    converted = pack_cache(quantize_graph(graph, quantizer, batches, stage))
-    program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device))
+    converted = quantize_graph(graph, quantizer, batches, stage)
+    if quantizer.kv_cache is None and not any(hop_calls(converted)):
+        program = program_of(converted, exported)
+    else:
+        program = decoder.export(pack_cache(converted), decoder.inputs(layers_in(converted), model.device))
     carry_notes(converted, program.graph_module)
     config = copy.deepcopy(model.config)
     if length is not None:

@@ -157,17 +157,15 @@ class Prefill(nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
-FORMATS = ("mxfp8", "mxfp4")
-
-
-def both(module, inputs, element):
-    """(the exported float model, the converted one), called with keyword arguments."""
-    config = pt2mx.get_default_mx_quantization_config(element, element)
-    program = torch.export.export(module, (), inputs)
-    prepared = pt2mx.prepare_pt2e(program.module(), pt2mx.MXQuantizer().set_global(config))
-    with torch.no_grad():
+def in_each_format(module, inputs):
+    """Yield the exported float model, and the one converted to each format; they take keyword arguments."""
+    graph = torch.export.export(module, (), inputs).module()
+    for element in ("mxfp8", "mxfp4"):
+        config = pt2mx.get_default_mx_quantization_config(element, element)
+        prepared = pt2mx.prepare_pt2e(graph, pt2mx.MXQuantizer().set_global(config))
         prepared(**inputs)
-    return program.module(), pt2mx.convert_pt2e(prepared)
+        yield pt2mx.convert_pt2e(prepared)
+    yield graph
 
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -179,21 +177,19 @@ def no_grad():
         yield
 
 
-@pytest.mark.parametrize("element", FORMATS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_later_token_changes_nothing_before_it(attention, element):
+def test_a_later_token_changes_nothing_before_it(attention):
     ids = torch.randint(64, (1, 40))
     other = ids.clone()
     other[0, -1] = (other[0, -1] + 1) % 64
-    for model in both(Prefill(decoder(attention)), {"input_ids": ids}, element):
+    for model in in_each_format(Prefill(decoder(attention)), {"input_ids": ids}):
         first, second = model(input_ids=ids), model(input_ids=other)
         assert torch.equal(first[:, :-1], second[:, :-1])
         assert not torch.equal(first[:, -1], second[:, -1])
 
 
-@pytest.mark.parametrize("element", FORMATS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_old_content_of_a_cache_changes_nothing(attention, element):
+def test_old_content_of_a_cache_changes_nothing(attention):
     model = decoder(attention)
     model.generation_config.cache_implementation = "static"
     from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
@@ -201,7 +197,7 @@ def test_old_content_of_a_cache_changes_nothing(attention, element):
     module = TorchExportableModuleWithStaticCache(model, batch_size=1, max_cache_len=48)
     first, second = torch.randint(64, (2, 1, 20))
     positions = torch.arange(20)
-    for model in both(module, {"input_ids": first, "cache_position": positions}, element):
+    for model in in_each_format(module, {"input_ids": first, "cache_position": positions}):
         caches = [buffer for buffer in model.buffers() if buffer.shape == (1, 1, 48, 32)]
         assert caches and not any(map(torch.any, caches)), "convert resets the writes of calibration"
         fresh = model(input_ids=second, cache_position=positions)
@@ -211,9 +207,8 @@ def test_old_content_of_a_cache_changes_nothing(attention, element):
         assert torch.equal(model(input_ids=second, cache_position=positions), fresh)
 
 
-@pytest.mark.parametrize("element", FORMATS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_padding_changes_nothing(attention, element):
+def test_padding_changes_nothing(attention):
     transformers = import_extra("transformers", "hf")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -226,7 +221,7 @@ def test_padding_changes_nothing(attention, element):
     mask[0, 21:] = 0
     other = ids.clone()
     other[0, 21:] = torch.randint(64, (19,))
-    for model in both(bert, {"input_ids": ids, "attention_mask": mask}, element):
+    for model in in_each_format(bert, {"input_ids": ids, "attention_mask": mask}):
         outputs = [model(input_ids=i, attention_mask=mask) for i in (ids, other)]
         assert torch.equal(outputs[0][0, :21], outputs[1][0, :21]) and torch.equal(outputs[0][1], outputs[1][1])
         assert not torch.equal(outputs[0][0, 21:], outputs[1][0, 21:])
