@@ -22,10 +22,13 @@ from torch.utils._pytree import tree_map_only
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import packed_length, resized
-from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.tensor.copies import have_one_tensor_scale, values_of
 from pt2mx.tensor.mx_tensor import MXTensor
 
 aten = torch.ops.aten
+
+#: views of blocks with several rows too
+_VIEWS_OF_ROWS = (aten.detach.default, aten.alias.default, aten.permute.default, aten.transpose.int, aten.t.default)
 
 #: codes, scales and block axis of a result
 Parts = tuple[Tensor, Tensor, int]
@@ -45,16 +48,20 @@ def _matmul(func: Callable, types: Sequence[type], args: tuple[Any, ...], kwargs
     return func(*args, **kwargs)
 
 
-def _values(x: MXTensor) -> Tensor:
-    """Return a tensor without memory that has the shape, strides and dtype of x's values."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
 def _splits(op: OpOverload, x: MXTensor, what: str) -> MXError:
     return MXError(
         f"{op}: {what} would split a block of {x.description}; blocks stay whole, so dequantize it first, with "
         ".to_dtype()"
     )
+
+
+def _check_rows(op: OpOverload, x: MXTensor) -> None:
+    """Raise for blocks of several rows, of an operator that has no rule for them."""
+    if x.block_rows > 1:
+        raise MXError(
+            f"{op}: {x.description} has blocks of several rows, which only transposes and copies move whole: "
+            "dequantize it first, with .to_dtype()"
+        )
 
 
 def _mode_of_views(x: MXTensor) -> AbstractContextManager:
@@ -73,7 +80,9 @@ def _view(*operators: OpOverload) -> Callable[[Callable[..., Parts]], Callable[.
         def handler(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
             x, *rest = args
             with _mode_of_views(x):
-                values = func(_values(x), *rest, **kwargs)
+                values = func(values_of(x), *rest, **kwargs)
+                if func not in _VIEWS_OF_ROWS:
+                    _check_rows(func, x)
                 result = x.with_parts(*rule(func, x, values, *rest, **kwargs), values)
             return return_and_correct_aliasing(func, args, kwargs, result)
 
@@ -90,7 +99,10 @@ def _same(op: OpOverload, x: MXTensor, values: Tensor) -> Parts:
 @_view(aten.permute.default)
 def _permute(op: OpOverload, x: MXTensor, values: Tensor, dims: list[int]) -> Parts:
     dims = [d % x.dim() for d in dims]
-    return x.qdata.permute(dims), x.scale.permute(dims), dims.index(x.axis)
+    axis, spec = dims.index(x.axis), x.spec
+    if x.block_rows > 1 and dims[spec.replace(axis=axis).row_axis(x.dim())] != spec.row_axis(x.dim()):
+        raise _splits(op, x, f"the order {dims} of its dimensions")
+    return x.qdata.permute(dims), x.scale.permute(dims), axis
 
 
 @_view(aten.transpose.int)
@@ -179,8 +191,9 @@ def _slice(
 def _split(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MXTensor]:
     """Return one slice or selection per part, or raise the error of the first that splits a block."""
     x, *rest = args
+    _check_rows(func, x)
     with _mode_of_views(x):
-        values = func(_values(x), *rest, **kwargs)
+        values = func(values_of(x), *rest, **kwargs)
         if func is aten.unbind.int:
             dim = _dimension(rest, 0)
             parts = [_select(func, x, v, dim, i) for i, v in enumerate(values)]
@@ -199,58 +212,6 @@ def _dimension(arguments: list, position: int) -> int:
     return arguments[position] if len(arguments) > position else 0
 
 
-@MXTensor.implements(aten.clone.default)
-def _clone(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
-    x = args[0]
-    parts = (func(part, **kwargs) for part in (x.qdata, x.scale))
-    return return_and_correct_aliasing(func, args, kwargs, x.with_parts(*parts, x.axis, func(_values(x), **kwargs)))
-
-
-@MXTensor.implements(aten._to_copy.default)
-def _to_copy(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
-    """Copy to another device. Another dtype changes only the dtype of the dequantized values, not the codes."""
-    x, dtype = args[0], kwargs.pop("dtype", None) or args[0].dtype
-    if dtype not in HIGH_PRECISION:
-        raise MXError(f"{func}: {x.description} cannot become {dtype}: dequantize it first, with .to_dtype()")
-    values = func(_values(x), **{**kwargs, "dtype": dtype, "device": "meta", "pin_memory": None})
-    parts = (func(part, **kwargs) for part in (x.qdata, x.scale))
-    return x.with_parts(*parts, x.axis, values)
-
-
-@MXTensor.implements(aten.is_pinned.default)
-def _is_pinned(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x, *rest = args
-    return all(func(part, *rest, **kwargs) for part in (x.qdata, x.scale))
-
-
-@MXTensor.implements(aten._pin_memory.default)
-def _pin_memory(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
-    x, *rest = args
-    return x.with_parts(*(func(part, *rest, **kwargs) for part in (x.qdata, x.scale)), x.axis, x)
-
-
-@MXTensor.implements(aten.record_stream.default)
-def _record_stream(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x, *rest = args
-    for part in (x.qdata, x.scale):
-        func(part, *rest, **kwargs)
-
-
-@MXTensor.implements(aten.copy_.default)
-def _copy_(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
-    target, source = args[:2]
-    same = isinstance(target, MXTensor) and isinstance(source, MXTensor) and target.shape == source.shape
-    if not same or target.spec != source.spec:
-        described = [t.description if isinstance(t, MXTensor) else f"a plain tensor of {t.dtype}" for t in args[:2]]
-        raise MXError(
-            f"{func}: cannot copy {described[1]} into {described[0]}: formats and shapes must agree; dequantize the "
-            "source with .to_dtype(), or quantize it with MXTensor.to_mx; load_state_dict takes assign=True"
-        )
-    target.qdata.copy_(source.qdata, *args[2:], **kwargs)
-    target.scale.copy_(source.scale, *args[2:], **kwargs)
-    return target
-
-
 @MXTensor.implements(aten.cat.default)
 def _cat(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MXTensor:
     """Along the block axis all but the last must end with a whole block."""
@@ -261,10 +222,16 @@ def _cat(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs:
             f"{func}: all tensors must have the format and dtype of {mx.description} in {mx.dtype}: dequantize them "
             "first, with .to_dtype()"
         )
+    _check_rows(func, mx)
+    if not have_one_tensor_scale(*tensors):
+        raise MXError(
+            f"{func}: all tensors must have the tensor scale of {mx.description}: dequantize them first, with "
+            ".to_dtype(), or quantize them with one tensor_scale"
+        )
     dim = _dimension(rest, 0) % mx.dim()
     if dim == mx.axis:
         for t in tensors[:-1]:
             if not t.holds_whole_blocks(t.shape[dim]):
                 raise _splits(func, t, f"joining others to it along dimension {dim}")
-    values = func([_values(t) for t in tensors], dim)
+    values = func([values_of(t) for t in tensors], dim)
     return mx.with_parts(func([t.qdata for t in tensors], dim), func([t.scale for t in tensors], dim), mx.axis, values)

@@ -14,10 +14,11 @@ from pt2mx.arrays import as_torch
 from pt2mx.errors import MXError
 from pt2mx.extras import without_log_warnings
 from pt2mx.formats import parse_element
-from pt2mx.functional import quantize_mx
+from pt2mx.functional import quantize_mx, tensor_scale_mx
 from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors
 from pt2mx.ops.memory_format import dense_strides, order_in_memory
-from pt2mx.spec import parse
+from pt2mx.scale_formats import parse_scale_format
+from pt2mx.spec import MXSpec, parse
 from pt2mx.tensor.storage import PackedStorage
 
 with without_log_warnings():
@@ -40,13 +41,16 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
 
     Args:
         qdata: (..., bytes, ...) uint8, packed along `axis`, as `quantize_mx` gives it.
-        scale: (..., ceil(n / block_size), ...) uint8, E8M0.
+        scale: (..., ceil(n / block_size), ...) uint8, E8M0, or as `quantize_mx` gives it for another scale format.
         elem_dtype: the element format, as `parse_element` takes it.
         block_size: values that share a scale.
         axis: the dimension along which blocks run.
         dtype: of the values: float32, float16 or bfloat16.
         length: n; by default every code that `qdata` holds.
         stride: of the values; by default dense, in the order of `qdata`'s dimensions.
+        scale_format: the format of scales, as `parse_scale_format` takes it.
+        block_rows: rows that share a scale, as `MXSpec` has them.
+        tensor_scale: () float32, of scale formats with one. Views share it.
 
     Raises:
         MXError: where these do not fit each other, and for an operator that does not take an `MXTensor`.
@@ -73,10 +77,14 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         dtype: torch.dtype = torch.float32,
         length: int | None = None,
         stride: Sequence[int] | None = None,
+        scale_format: object = "e8m0",
+        block_rows: int = 1,
+        tensor_scale: Tensor | None = None,
     ) -> MXTensor:
         check_tensors(qdata=qdata, scale=scale)
-        element = parse_element(elem_dtype)
-        spec, length = check_packed(qdata, scale, element.name, block_size, dtype, axis, length)
+        element, scales = parse_element(elem_dtype), parse_scale_format(scale_format)
+        packed = qdata, scale, element.name, block_size, dtype, axis, length
+        spec, length = check_packed(*packed, scales.name, block_rows, tensor_scale)
         shape = [*qdata.shape]
         shape[spec.axis] = length
         self = torch.Tensor._make_wrapper_subclass(
@@ -88,6 +96,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         )
         self.qdata, self.scale = qdata, scale
         self._element_name, self.block_size, self.axis = element.name, block_size, spec.axis
+        self._scale_name, self.block_rows, self.tensor_scale = scales.name, block_rows, tensor_scale
         return self
 
     @staticmethod
@@ -99,6 +108,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         scale_mode: str | None = None,
         rounding: str | None = None,
         seed: int | None = None,
+        tensor_scale: Tensor | None = None,
     ) -> MXTensor:
         """Quantize; the gradient passes straight through to `data_hp`.
 
@@ -112,6 +122,8 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             scale_mode: how the shared exponent follows from the block's values; by default "floor".
             rounding: how values are rounded to the element's grid; by default "even".
             seed: of `rounding="stochastic"`; None for another draw each call.
+            tensor_scale: () float32, of formats with a scale a tensor (`"nvfp4"`); by default `tensor_scale_mx` of
+                `data_hp`.
 
         Returns:
             The quantized tensor, in the shape, strides, dtype and device of `data_hp`.
@@ -133,7 +145,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, *spec.op_args(), seed)
+        return _quantized(data_hp, tensor_scale, *spec.quantize_args(), *spec.scale_args(), seed)
 
     def to_dtype(self, target_dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize; the gradient passes unchanged.
@@ -154,7 +166,9 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         """
         return _dequantized(self, self.dtype if target_dtype is None else target_dtype)
 
-    def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
+    def with_parts(
+        self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor, tensor_scale: Tensor | None = None
+    ) -> MXTensor:
         """Return other storage of the same format.
 
         Args:
@@ -162,6 +176,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             scale: the new scales.
             axis: the dimension along which their blocks run.
             values: any tensor with the shape, strides and dtype of the new values, a meta tensor for example.
+            tensor_scale: the new scale of the tensor; by default that of this one.
 
         Returns:
             The tensor.
@@ -172,28 +187,31 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             >>> x.with_parts(x.qdata[:2], x.scale[:2], 1, torch.empty(2, 4, device="meta")).shape
             torch.Size([2, 4])
         """
-        return MXTensor(
-            qdata, scale, self.elem_dtype, self.block_size, axis, values.dtype, values.shape[axis], values.stride()
-        )
+        if tensor_scale is None:
+            tensor_scale = self.tensor_scale
+        blocks = self.elem_dtype, self.block_size, axis, values.dtype, values.shape[axis], values.stride()
+        return MXTensor(qdata, scale, *blocks, self._scale_name, self.block_rows, tensor_scale)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, int, torch.dtype]]:
-        return ["qdata", "scale"], (self._element_name, self.block_size, self.axis, self.dtype)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple]:
+        scales = self._scale_name, self.block_rows
+        return [*self.parts], (self._element_name, self.block_size, self.axis, self.dtype, *scales)
 
     @classmethod
     def __tensor_unflatten__(
         cls,
         parts: dict[str, Tensor],
-        format: tuple[str, int, int, torch.dtype],
+        format: tuple,
         size: Sequence[int],
         stride: Sequence[int],
     ) -> MXTensor:
         # the length is not in `format`, which compiled code compares: it may be symbolic
-        element, block_size, axis, dtype = format
-        return cls(parts["qdata"], parts["scale"], element, block_size, axis, dtype, size[axis], stride)
+        element, block_size, axis, dtype, *scales = format
+        blocks = element, block_size, axis, dtype, size[axis], stride
+        return cls(parts["qdata"], parts["scale"], *blocks, *scales, parts.get("tensor_scale"))
 
     def _stable_hash_for_caching(self) -> str:
         """Return what torch.compile's caches must know of an input; without it they warn, and refuse symbolic sizes."""
-        layouts = [(part.shape, part.stride()) for part in (self, self.qdata, self.scale)]
+        layouts = [(part.shape, part.stride()) for part in (self, *self.parts.values())]
         return str((self.__tensor_flatten__(), layouts, self.device, self.requires_grad))
 
     @classmethod
@@ -212,15 +230,32 @@ class _ToMX(torch.autograd.Function):
     """Quantization with a straight-through gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, element: str, block_size: int, axis: int, *args: Any) -> MXTensor:
-        scale, qdata = quantize_mx(x, element, block_size, axis, *args)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        tensor_scale: Tensor | None,
+        element: str,
+        block_size: int,
+        axis: int,
+        scale_mode: str,
+        rounding: str,
+        scale_format: str | None,
+        block_rows: int | None,
+        seed: int | None,
+    ) -> MXTensor:
+        scales = scale_format or "e8m0", block_rows or 1
+        spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, *scales)
+        if spec.scale_format.tensor and tensor_scale is None:
+            tensor_scale = tensor_scale_mx(x, spec)
+        scale, qdata = quantize_mx(x, spec, seed=seed, tensor_scale=tensor_scale)
         # qdata has x's order, but tracing may know nothing of the symbols in its sizes; it knows x's sizes
         stride = dense_strides(x.shape, order_in_memory(x))
-        return MXTensor(qdata, scale, element, block_size, axis, x.dtype, x.shape[axis], stride)
+        blocks = element, block_size, axis, x.dtype, x.shape[axis], stride
+        return MXTensor(qdata, scale, *blocks, *scales, None if tensor_scale is None else tensor_scale.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad,) + (None,) * 6
+        return (grad,) + (None,) * 9
 
 
 class _FromMX(torch.autograd.Function):
@@ -231,8 +266,8 @@ class _FromMX(torch.autograd.Function):
         ctx.dtype = x.dtype
         # in the order of the codes: a matmul of transposed values then gives the bits of one of transposed plain
         # tensors
-        element, length = x.elem_dtype.name, x.shape[x.axis]
-        return ops.dequantize_mx(x.qdata, x.scale, element, x.block_size, dtype, x.axis, length)
+        blocks = x.elem_dtype.name, x.block_size, dtype, x.axis, x.shape[x.axis]
+        return ops.dequantize_mx(x.qdata, x.scale, *blocks, *x.spec.scale_args(), x.tensor_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.scale_formats import parse_scale_format
 from pt2mx.tensor.mx_tensor import MXTensor
 
-_PARTS = ("qdata", "scale")
 #: before the name of a tensor, in the metadata: what its parts do not tell
 _KEY = "pt2mx:"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION}
@@ -32,7 +32,8 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
         state: a state dict, of plain tensors and `MXTensor`s.
 
     Returns:
-        tensors: contiguous plain tensors, `name.qdata` and `name.scale` for each `MXTensor`.
+        tensors: contiguous plain tensors, `name.qdata`, `name.scale` and, where its format has one,
+            `name.tensor_scale` for each `MXTensor`.
         metadata: the formats of the latter.
 
     Raises:
@@ -53,10 +54,10 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
         if not isinstance(value, MXTensor):
             tensors[name] = value.contiguous()
             continue
-        for part in _PARTS:
+        for part, tensor in value.parts.items():
             if f"{name}.{part}" in state:
                 raise MXError(f"flatten_state: {name}.{part} is a tensor of the state already: rename it")
-            tensors[f"{name}.{part}"] = getattr(value, part).contiguous()
+            tensors[f"{name}.{part}"] = tensor.contiguous()
         fields = {
             "elem_dtype": value.elem_dtype.name,
             "block_size": value.block_size,
@@ -64,6 +65,8 @@ def flatten_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
             "dtype": str(value.dtype).removeprefix("torch."),
             "length": value.shape[value.axis],
         }
+        if not (spec := value.spec).has_plain_scale:
+            fields |= {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}
         metadata[_KEY + name] = json.dumps(fields)
     return tensors, metadata
 
@@ -86,10 +89,13 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] |
         if not key.startswith(_KEY):
             continue
         name, fields = key.removeprefix(_KEY), json.loads(text)
+        names = ["qdata", "scale"]
+        if parse_scale_format(fields.get("scale_format", "e8m0")).tensor:
+            names.append("tensor_scale")
         try:
-            qdata, scale = (state.pop(f"{name}.{part}") for part in _PARTS)
+            parts = {part: state.pop(f"{name}.{part}") for part in names}
         except KeyError as missing:
             raise MXError(f"unflatten_state: {name} is an MXTensor, and its part {missing} is missing") from None
         fields["dtype"] = _DTYPES[fields["dtype"]]
-        state[name] = MXTensor(qdata, scale, **fields)
+        state[name] = MXTensor(**parts, **fields)
     return state

@@ -10,6 +10,7 @@ from torch import Tensor
 from pt2mx.analysis.measure import MXStorage
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -23,7 +24,12 @@ class PackedStorage:
     scale: Tensor
     block_size: int
     axis: int
-    _element_name: str  # a string, so that a checkpoint holds plain types
+    # strings, so that a checkpoint holds plain types
+    _element_name: str
+    # the defaults are for checkpoints of older versions
+    _scale_name: str = "e8m0"
+    block_rows: int = 1
+    tensor_scale: Tensor | None = None
 
     shape: torch.Size
     dtype: torch.dtype
@@ -36,8 +42,15 @@ class PackedStorage:
 
     @property
     def spec(self) -> MXSpec:
-        """The element, block size and axis (counted from the front); codes do not tell how they were rounded."""
-        return MXSpec(self.elem_dtype, self.block_size, self.axis)
+        """The element, scale format, blocks and axis (from the front); codes do not tell how they were rounded."""
+        scales = {"scale_format": SCALE_FORMATS[self._scale_name], "block_rows": self.block_rows}
+        return MXSpec(self.elem_dtype, self.block_size, self.axis, **scales)
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The plain tensors by name: `qdata`, `scale`, and `tensor_scale` where the scale format has one."""
+        tensors = {"qdata": self.qdata, "scale": self.scale}
+        return tensors if self.tensor_scale is None else {**tensors, "tensor_scale": self.tensor_scale}
 
     def statistics(self) -> dict[str, object]:
         """Return size and compression, as pychop's `MXTensor.statistics()`; `pt2mx.mx_statistics` also measures the
@@ -67,7 +80,7 @@ class PackedStorage:
             >>> pt2mx.MXTensor.to_mx(torch.ones(4), "mxfp4").is_shared()
             False
         """
-        return self.qdata.is_shared() and self.scale.is_shared()
+        return all(part.is_shared() for part in self.parts.values())
 
     def share_memory_(self) -> Self:
         """Move codes and scales to shared memory, in place, as `torch.Tensor.share_memory_`.
@@ -80,8 +93,8 @@ class PackedStorage:
             >>> pt2mx.MXTensor.to_mx(torch.ones(4), "mxfp4").share_memory_().is_shared()
             True
         """
-        self.qdata.share_memory_()
-        self.scale.share_memory_()
+        for part in self.parts.values():
+            part.share_memory_()
         return self
 
     def holds_whole_blocks(self, length: int) -> bool:
@@ -104,14 +117,18 @@ class PackedStorage:
 
     @property
     def description(self) -> str:
-        """The shape, element, block size and axis, for messages."""
+        """The shape, element, blocks, axis and scale format, for messages."""
+        blocks = self.block_size if self.block_rows == 1 else f"{self.block_rows}x{self.block_size}"
+        scales = "" if self._scale_name == "e8m0" else f", {self._scale_name} scales"
         return (
-            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {self.block_size} along "
-            f"dimension {self.axis})"
+            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {blocks} along dimension "
+            f"{self.axis}{scales})"
         )
 
     def __repr__(self) -> str:
+        rows = "" if self.block_rows == 1 else f"block_rows={self.block_rows}, "
+        scales = "" if self._scale_name == "e8m0" else f"scale_format={self._scale_name}, "
         return (
             f"MXTensor(shape={tuple(self.shape)}, elem_dtype={self._element_name}, block_size={self.block_size}, "
-            f"axis={self.axis}, dtype={self.dtype}, device={str(self.device)!r})"
+            f"{rows}{scales}axis={self.axis}, dtype={self.dtype}, device={str(self.device)!r})"
         )

@@ -147,16 +147,18 @@ class MXTensor(core.MXTensor):
         scale, data = _TORCHMX.to_storage(self.scale, self.qdata, self.spec, self.shape[self.axis])
         return scale, as_stored(data, self.spec)
 
-    def with_parts(self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor) -> MXTensor:
+    def with_parts(
+        self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor, tensor_scale: Tensor | None = None
+    ) -> MXTensor:
         """Return other storage of the same format, as `pt2mx.MXTensor.with_parts` does.
 
         Args:
-            qdata, scale, axis, values: as there.
+            qdata, scale, axis, values, tensor_scale: as there.
 
         Returns:
             The tensor.
         """
-        return _from_core(super().with_parts(qdata, scale, axis, values))
+        return _from_core(super().with_parts(qdata, scale, axis, values, tensor_scale))
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], *layout: Any) -> MXTensor:
@@ -243,6 +245,7 @@ def _quantized(data_hp: object, *args: Any) -> MXTensor:
 
 
 def _from_core(x: core.MXTensor) -> MXTensor:
+    x.spec.op_args()  # raises for scales that TorchMX does not have
     return _in_dtype(x, x.dtype)
 
 

@@ -149,13 +149,13 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("elem", ["fp8_e4m3", "fp6_e2m3", "fp4_e2m1"])
+@pytest.mark.parametrize("elem", ["fp8_e4m3", "fp6_e2m3", "fp4_e2m1", "nvfp4{32}", "int8{32}(f32)"])
 @pytest.mark.parametrize("inference", [False, True])
 def test_views_move_whole_blocks(view, elem, inference):
     x = mx(4, 6, 128, elem=elem)
     with torch.inference_mode(inference):
         result, expected = VIEWS[view](x), VIEWS[view](x.to_dtype())
-        assert isinstance(result, MXTensor) and result.elem_dtype == x.elem_dtype
+        assert isinstance(result, MXTensor) and result.spec.replace(axis=x.axis) == x.spec
         assert result.shape == expected.shape and result.stride() == expected.stride()
         assert torch.equal(result.to_dtype(), expected)
         assert torch.equal(result.contiguous().to_dtype(), expected)
@@ -208,6 +208,32 @@ def test_splitting_a_block_is_an_error(what):
     message = str(error.value)
     assert message.startswith("aten.") and what in message and "would split a block of an MXTensor of shape" in message
     assert "in blocks of 32 along dimension" in message and message.endswith("dequantize it first, with .to_dtype()")
+
+
+def test_blocks_of_several_rows_are_transposed_and_copied_whole():
+    x = mx(64, 96, elem="fp8_e4m3{16x32}(f32)")
+    values = x.to_dtype()
+    for view in (lambda x: x.t(), lambda x: x.transpose(0, 1).contiguous(), lambda x: x.detach().clone()):
+        assert torch.equal(view(x).to_dtype(), view(values)) and view(x).scale.numel() == 12
+    y = torch.randn(3, 96)
+    assert torch.equal(F.linear(y, x), F.linear(y, values)) and torch.equal(y @ x.t(), y @ values.t())
+    for refused in (lambda x: x[:16], lambda x: x.view(2, 32, 96), lambda x: x.split(16), lambda x: torch.cat([x, x])):
+        with pytest.raises(MXError, match=r"blocks of 16x32 .* of several rows, which only transposes and copies move"):
+            refused(x)
+    with pytest.raises(MXError, match=r"the order .* of its dimensions would split a block"):
+        mx(4, 64, 96, elem="fp8_e4m3{16x32}(f32)").transpose(0, 1)
+
+
+def test_tensors_of_one_tensor_scale_are_joined():
+    x, y = mx(4, 64, elem="nvfp4"), mx(2, 64, elem="nvfp4")
+    with pytest.raises(MXError, match="must have the tensor scale of"):
+        torch.cat([x, y])
+    y = MXTensor.to_mx(y.to_dtype(), "nvfp4", tensor_scale=x.tensor_scale.clone())
+    both = torch.cat([x, y])
+    assert torch.equal(both.to_dtype(), torch.cat([x.to_dtype(), y.to_dtype()]))
+    both[4:].copy_(y)
+    with pytest.raises(MXError, match="codes of another tensor scale, which the rest of the tensor shares"):
+        both[4:].copy_(mx(2, 64, elem="nvfp4"))
 
 
 def test_slices_must_end_with_a_byte():

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pt2mx
 from pt2mx import MXError, MXTensor
+from tests.float_scale_operators import NAMES
 from tests.mx_tensors import mx, parameter_model, same
 
 ELEMENTS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "int4"]
@@ -34,6 +35,44 @@ def test_values_are_the_operators(elem, dtype, shape, axis):
     assert torch.equal(t.to_dtype(torch.float32), wide)
     again = MXTensor(data, scale, elem, 16, axis, dtype, shape[axis])
     assert same(again, t) and not t.requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_the_operators_in_every_scale_format(name, dtype):
+    x, spec = torch.randn(40, 70, dtype=dtype), pt2mx.parse(name)
+    t = pt2mx.tensor_scale_mx(x, name) if spec.scale_format.tensor else None
+    scale, data = pt2mx.quantize_mx(x, name, tensor_scale=t)
+    tensor = MXTensor.to_mx(x, name)
+    assert torch.equal(tensor.qdata, data) and torch.equal(tensor.scale, scale)
+    assert (tensor.tensor_scale is t is None) or torch.equal(tensor.tensor_scale, t)
+    assert tensor.spec == spec.replace(axis=1, scale_mode=spec.scale_format.scale_mode)
+    expected = pt2mx.fake_quantize_mx(x, name)
+    assert torch.equal(tensor.to_dtype(), expected)
+    assert tensor.statistics()["num_blocks"] == scale.numel()
+    y = torch.randn(3, 70, dtype=dtype)
+    assert torch.equal(nn.functional.linear(y, tensor), nn.functional.linear(y, expected))
+    for other in (tensor.clone(), copy.deepcopy(tensor), tensor.to(torch.float16), tensor.t().contiguous().t()):
+        assert torch.equal(other.to_dtype(torch.float32), tensor.to_dtype(torch.float32))
+    blocks = spec.element, spec.block_size, -1, dtype, 70, None
+    again = MXTensor(data, scale, *blocks, spec.scale_format, spec.block_rows, t)
+    assert same(again, tensor)
+
+
+def test_a_static_tensor_scale():
+    x, t = torch.randn(4, 64, requires_grad=True), torch.tensor([0.01])
+    tensor = MXTensor.to_mx(x, "nvfp4", tensor_scale=t)
+    assert torch.equal(tensor.to_dtype(), pt2mx.fake_quantize_mx(x, "nvfp4", tensor_scale=t))
+    tensor.to_dtype().sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 64))
+    assert repr(tensor) == (
+        "MXTensor(shape=(4, 64), elem_dtype=fp4_e2m1, block_size=16, scale_format=e4m3_f32, axis=1, "
+        "dtype=torch.float32, device='cpu')"
+    )
+    with pytest.raises(MXError, match="has no tensor scale, but tensor_scale was passed"):
+        MXTensor.to_mx(x, "mxfp4", tensor_scale=t)
+    with pytest.raises(MXError, match="has a tensor scale: pass tensor_scale"):
+        MXTensor(tensor.qdata, tensor.scale, "fp4_e2m1", 16, scale_format="e4m3_f32")
 
 
 def test_formats_of_any_spelling():
@@ -187,8 +226,9 @@ def test_to_another_dtype_or_device_keeps_the_codes():
     assert meta.to_dtype().shape == (70, 4) and x.to("cpu") is x
 
 
-def test_parameters():
-    model, x = parameter_model(), torch.randn(5, 70)
+@pytest.mark.parametrize("elem", ["mxfp4", "nvfp4"])
+def test_parameters(elem):
+    model, x = parameter_model(elem), torch.randn(5, 70)
     y = model(x)
     assert isinstance(model[0].weight, nn.Parameter) and isinstance(model[0].weight, MXTensor)
     clone = copy.deepcopy(model)
@@ -196,7 +236,7 @@ def test_parameters():
     assert copy.deepcopy(model).to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
     assert copy.deepcopy(model).to("meta")[0].weight.qdata.is_meta
     for assign in (False, True):
-        other = parameter_model()
+        other = parameter_model(elem)
         other.load_state_dict(model.state_dict(), assign=assign)
         assert same(other[0].weight, model[0].weight) and torch.equal(other(x), y)
     plain = nn.Sequential(nn.Linear(70, 8), nn.Linear(8, 3))
@@ -214,8 +254,9 @@ def test_fake_tensors():
         assert made.shape == (3, 2)
 
 
-def test_compiled_parameter(compiler):
-    model, x = parameter_model(), torch.randn(5, 70)
+@pytest.mark.parametrize("elem", ["mxfp4", "nvfp4"])
+def test_compiled_parameter(elem, compiler):
+    model, x = parameter_model(elem), torch.randn(5, 70)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
 
 
@@ -239,6 +280,15 @@ def test_compiled_quantization_with_gradients(compiler):
     assert graphs.frame_count == 1
 
 
+def test_compiled_quantization_with_a_tensor_scale(compiler):
+    def function(x, w):
+        return x @ MXTensor.to_mx(w, "nvfp4").t()
+
+    x, w = torch.randn(3, 70), torch.randn(5, 70)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, w), function(x, w))
+
+
 def test_compiled_with_tensors_that_come_and_go(compiler):
     def function(x):
         return x.transpose(0, 1).reshape(-1, 64)[2:10].unsqueeze(0), x.to_dtype() * 2
@@ -251,8 +301,9 @@ def test_compiled_with_tensors_that_come_and_go(compiler):
         assert torch.equal(values, expected)
 
 
-def test_export():
-    model, x = parameter_model(), torch.randn(5, 70)
+@pytest.mark.parametrize("elem", ["mxfp4", "nvfp4"])
+def test_export(elem):
+    model, x = parameter_model(elem), torch.randn(5, 70)
     program = torch.export.export(model, (x,))
     assert "pt2mx.dequantize_mx.default" in {str(node.target) for node in program.graph.nodes}
     assert torch.equal(program.module()(x), model(x))

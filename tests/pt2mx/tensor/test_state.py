@@ -14,7 +14,7 @@ from pt2mx.tensor.state import flatten_state, unflatten_state
 from tests.mx_tensors import mx, parameter_model, same
 
 
-@pytest.mark.parametrize("elem", ["fp8_e4m3", "fp6_e2m3", "fp4_e2m1"])
+@pytest.mark.parametrize("elem", ["fp8_e4m3", "fp6_e2m3", "fp4_e2m1", "nvfp4", "int4{32}(bf16)"])
 def test_persistence(elem):
     x = mx(3, 5, 37, elem=elem, dtype=torch.bfloat16).transpose(0, 1)
     for result in (copy.deepcopy(x), pickle.loads(pickle.dumps(x)), saved(x, weights_only=True)):
@@ -56,6 +56,11 @@ def test_safetensors(tmp_path):
     assert set(loaded) == set(state)
     assert same(loaded["0.weight"], state["0.weight"]) and torch.equal(loaded["1.bias"], state["1.bias"])
     assert same(loaded["t"], state["t"]) and torch.equal(loaded["t"].to_dtype(), state["t"].to_dtype())
+    nv = {"n": mx(6, 64, elem="nvfp4"), "f": mx(32, 64, elem="fp8_e4m3{16x32}(f32)")}
+    tensors_of_nv, metadata_of_nv = flatten_state(nv)
+    assert set(tensors_of_nv) == {"n.qdata", "n.scale", "n.tensor_scale", "f.qdata", "f.scale"}
+    back = unflatten_state(tensors_of_nv, metadata_of_nv)
+    assert all(same(back[name], tensor) for name, tensor in nv.items())
     with pytest.raises(MXError, match=r"its part 't\.scale' is missing"):
         unflatten_state({"t.qdata": tensors["t.qdata"]}, {"pt2mx:t": metadata["pt2mx:t"]})
     with pytest.raises(MXError, match=r"t\.scale is a tensor of the state already"):
