@@ -78,9 +78,12 @@ def differences(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict
 def operator(node: FakeQuantizeMX | DequantizeMX, *inputs: Tensor) -> Tensor:
     """Compute the output of a node with pt2mx's operator."""
     if isinstance(node, FakeQuantizeMX):
-        return pt2mx.fake_quantize_mx(*inputs, node.spec)
+        x, *tensor_scale = inputs
+        return pt2mx.fake_quantize_mx(x, node.spec, tensor_scale=next(iter(tensor_scale), None))
     dtype, length = DTYPES[node.dtype], None if node.length == -1 else node.length
-    return torch.ops.pt2mx.dequantize_mx(*inputs, node.element, node.block_size, dtype, node.axis, length)
+    codes, scale, *tensor_scale = inputs
+    scales = *node.spec.scale_args(), next(iter(tensor_scale), None)
+    return torch.ops.pt2mx.dequantize_mx(codes, scale, node.element, node.block_size, dtype, node.axis, length, *scales)
 
 
 def _tensor(array: np.ndarray) -> Tensor:

@@ -61,7 +61,7 @@ def export_onnx(
         dynamic_shapes: as `torch.export.export` takes them; by default the program's dynamic shapes, or none.
         opset: 18 to 25; by default the opset of torch's exporter.
         target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"quark"` for AMD Quark's nodes with functions,
-            `"standard"` for DequantizeLinear with E8M0 scales and native elements, for runtimes that have them.
+            `"standard"` for DequantizeLinear with native elements and scales, for runtimes that have them.
 
     Returns:
         The number of nodes for quantized activations and packed weights.

@@ -38,7 +38,7 @@ from pt2mx.pt2e.user_errors import user_errors
 aten = torch.ops.aten
 
 #: operators that become a node
-_NODES = (ops.fake_quantize_mx, ops.dequantize_mx)
+_NODES = (ops.fake_quantize_mx, ops.dequantize_mx, ops.tensor_scale_mx)
 
 
 @GraphPass

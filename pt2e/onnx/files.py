@@ -7,13 +7,17 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.onnx.nodes import graphs_in
 from pt2mx.pt2e.output import whole_file
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 onnx = import_extra("onnx", "onnx")
 
@@ -195,3 +199,20 @@ def _type(value: ValueInfoProto) -> TensorType:
     kind = value.type.tensor_type
     shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)
     return TensorType(kind.elem_type or None, shape if kind.HasField("shape") else None)
+
+
+def as_torch(constant: TensorProto) -> Tensor:
+    """Return the values of a constant."""
+    values = onnx.numpy_helper.to_array(constant)
+    if constant.data_type == onnx.TensorProto.BFLOAT16:  # NumPy has bfloat16 only as a dtype of ml_dtypes
+        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(values))
+
+
+def from_torch(values: Tensor, name: str) -> TensorProto:
+    """Return a constant with that name."""
+    values = values.contiguous()
+    if values.dtype != torch.bfloat16:
+        return onnx.numpy_helper.from_array(values.numpy(), name)
+    raw = values.view(torch.int16).numpy().tobytes()
+    return onnx.helper.make_tensor(name, onnx.TensorProto.BFLOAT16, values.shape, raw, raw=True)

@@ -2,9 +2,10 @@
 
 The attributes of a node describe it completely; the other dialects are written from them alone.
 
-`FakeQuantizeMX`: X float32, float16 or bfloat16 -> Y of X's type and shape, `fake_quantize_mx` of X to the bit.
-`DequantizeMX`: codes uint8, packed along the axis as `quantize_mx` stores them, and scales uint8, E8M0 -> Y,
-`dequantize_mx` of both to the bit.
+`FakeQuantizeMX`: X float32, float16 or bfloat16 -> Y of X's type and shape, `fake_quantize_mx` of X to the bit. Of a
+format with a scale a tensor, a second input is that scale, () float32; without it the scale is X's own.
+`DequantizeMX`: codes uint8, packed along the axis as `quantize_mx` stores them, scales in the type of their format, and
+the scale of the tensor where the format has one -> Y, `dequantize_mx` of them to the bit.
 
 | attribute | of | |
 |---|---|---|
@@ -12,7 +13,8 @@ The attributes of a node describe it completely; the other dialects are written 
 | `block_size` int | both | values that share a scale |
 | `axis` int | both | -1 for the last dimension, otherwise the dimension counted from the front |
 | `length` int | both | values along the axis; -1 where it is dynamic, or, for codes, all that the bytes contain |
-| `scale_mode`, `rounding` string | `FakeQuantizeMX` | keys of `SCALE_MODES` and `ROUNDINGS` |
+| `scale_format` string, `block_rows` int | both | a key of `pt2mx.SCALE_FORMATS`, `e8m0` by default; rows of a block |
+| `scale_mode`, `rounding` string | `FakeQuantizeMX` | keys of `SCALE_MODES` (`FLOAT_SCALE_MODES`) and `ROUNDINGS` |
 | `dtype` int | `DequantizeMX` | the type of Y, a `TensorProto.DataType` |
 
 `pt2mx.pt2e.onnx.function_bodies.add_bodies(model)` gives each node an ONNX function of standard operators. The name of
@@ -22,7 +24,7 @@ the function becomes the node's `op_type`: one of the two above, a dot, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pt2mx.extras import import_extra
@@ -48,11 +50,15 @@ class MXNode:
     block_size: int = 32
     axis: int = -1
     length: int = -1
+    scale_format: str = field(default="e8m0", kw_only=True)
+    block_rows: int = field(default=1, kw_only=True)
 
     @property
     def spec(self) -> MXSpec:
         """Return the spec of the codes. It has no scale mode and rounding: the codes are rounded already."""
-        return MXSpec(self.element, self.block_size, self.axis)
+        return MXSpec(
+            self.element, self.block_size, self.axis, scale_format=self.scale_format, block_rows=self.block_rows
+        )
 
     @classmethod
     def of(cls, node: onnx.NodeProto) -> Self | None:
@@ -70,7 +76,7 @@ class MXNode:
                     yield node, attributes
 
     def make(self, inputs: list[str], output: str, name: str = "") -> onnx.NodeProto:
-        """Return a node with these attributes. Its inputs are X, or codes and scales."""
+        """Return a node with these attributes. Its inputs are X, or codes and scales, and a scale of the tensor."""
         helper = import_extra("onnx", "onnx").helper
         return helper.make_node(self.op_type, inputs, [output], name, domain=DOMAIN, **asdict(self))
 
@@ -91,7 +97,8 @@ class FakeQuantizeMX(MXNode):
     @property
     def spec(self) -> MXSpec:
         """Return the spec that X is quantized to."""
-        return MXSpec(self.element, self.block_size, self.axis, self.scale_mode, self.rounding)
+        blocks = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
+        return MXSpec(*blocks, scale_format=self.scale_format, block_rows=self.block_rows)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""The target "standard": QuantizeLinear and DequantizeLinear with native elements and E8M0 scales (opset 24).
+"""The target "standard": QuantizeLinear and DequantizeLinear with native elements and scales (opset 24).
 
 It is for runtimes with kernels for these operators. onnx's reference evaluator has the kernels, onnxruntime's CPU
 provider lacks them.
 
 FP4 and FP8 codes are tensors of FLOAT4E2M1, FLOAT8E4M3FN and FLOAT8E5M2 with FLOAT8E8M0 scales. Integers are INT8 with
-float scales, because their unit is 2**-6. A function of standard operators computes the scale of an activation. Nodes
-without an exact equivalent stay in the domain `pt2mx` with their functions: FP6, which no type of opset 24 or 25 has;
-activations with another rounding than even, or in symmetric integers (QuantizeLinear reaches -128); and vectors, for
-which ONNX has no blocks.
+float scales, because their unit is 2**-6. NVFP4's scales are FLOAT8E4M3FN, which DequantizeLinear takes as values only:
+a first one multiplies them by the scale of the tensor. Other scales are float. A function of standard operators
+computes the scale of an activation.
+
+Nodes without an exact equivalent stay in the domain `pt2mx` with their functions: FP6, which no type of opset 24 or 25
+has; blocks of several rows; activations with another rounding than even, in symmetric integers (QuantizeLinear reaches
+-128), or multiplied by the reciprocal of a scale; and vectors, for which ONNX has no blocks.
 """
 
 from __future__ import annotations
@@ -20,10 +23,22 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.float_scales import codes_of, value_of
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.pt2e.onnx.files import TensorType, fresh_name, opset_of, raise_opset, remove_unused, tensor_types, used_names
+from pt2mx.modes import scale_modes
+from pt2mx.pt2e.onnx.block_scales import tensor_scale, unit_of
+from pt2mx.pt2e.onnx.files import (
+    TensorType,
+    as_torch,
+    fresh_name,
+    opset_of,
+    raise_opset,
+    remove_unused,
+    tensor_types,
+    used_names,
+)
 from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
-from pt2mx.pt2e.onnx.function_bodies import add_bodies, unit_of
+from pt2mx.pt2e.onnx.function_bodies import add_bodies, float_scales, scales_name
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.spec import MXSpec
 
@@ -72,15 +87,38 @@ def _dequantize_weights(graph: Any, used: set[str]) -> None:
         gathers = [g for name in node.input if (g := producers.get(name)) is not None and _gathers_rows(g)]
         rows = gathers[0].input[1] if len(gathers) == 2 else ""
         names = [g.input[0] for g in gathers] if rows else list(node.input)
+        names += node.input[2:] if rows else []  # the scale of the tensor
         packed = [constants.packed[name] for name in names if name in constants.packed]
-        if attributes is None or attributes.element not in _NATIVE or len(packed) != 2 or len(packed[0].dims) < 2:
+        if attributes is None or not _is_native(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
             nodes.append(node)
             continue
-        inputs = [constants.codes(names[0], attributes), constants.scales(names[1], attributes)]
-        nodes += _dequantize(node, attributes, inputs, rows, used)
+        scale = constants.scales(names[1], attributes, *names[2:])
+        if names[2:]:
+            scale = _times_tensor_scale(node, scale, names[2], attributes, used, nodes)
+        nodes += _dequantize(node, attributes, [constants.codes(names[0], attributes), scale], rows, used)
     del graph.node[:]
     graph.node.extend(nodes)
     remove_unused(graph)
+
+
+def _is_native(attributes: DequantizeMX) -> bool:
+    return attributes.element in _NATIVE and attributes.block_rows == 1
+
+
+def _times_tensor_scale(
+    node: Any, scale: str, tensor_scale: str, attributes: DequantizeMX, used: set[str], nodes: list[Any]
+) -> str:
+    """Append the nodes that multiply scales by the scale of the tensor, or divide them by it; return the result."""
+    if attributes.spec.scale_format.tensor == "factor":
+        steps = [("DequantizeLinear", [scale, tensor_scale])]
+    else:
+        steps = [("Cast", [scale]), ("Div", ["", tensor_scale])]
+    for op_type, inputs in steps:
+        inputs = [name or nodes[-1].output[0] for name in inputs]
+        output = fresh_name(f"{scale}_{op_type}", used)
+        to = {"to": _TYPE.FLOAT} if op_type == "Cast" else {}
+        nodes.append(onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_scale_{op_type}", **to))
+    return nodes[-1].output[0]
 
 
 def _gathers_rows(node: Any) -> bool:
@@ -119,7 +157,7 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
         if attributes is None or not _is_exact(attributes, known):
             nodes.append(node)
             continue
-        function = _scale_function(attributes.spec, opset_of(model))
+        function = _scale_function(attributes.spec, opset_of(model), len(node.input) > 1)
         if function.name not in functions:
             functions.add(function.name)
             model.functions.append(function)
@@ -131,17 +169,19 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
     """Return whether QuantizeLinear rounds and saturates as the node does, and has blocks for its tensor."""
     is_vector = known.shape is not None and len(known.shape) < 2
-    return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector
+    mode = scale_modes(attributes.spec.scale_format)[attributes.scale_mode]
+    divides = attributes.block_rows == 1 and not getattr(mode, "reciprocal", False)
+    return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector and divides
 
 
 def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[str], cast: bool) -> list[Any]:
     """Return the nodes that replace a `FakeQuantizeMX`. With `cast`, others convert X to float32 and Y back."""
-    (x,), (y,) = node.input, node.output
+    (x, *tensor_scale), (y,) = node.input, node.output
     scale, codes = (fresh_name(f"{y}_{name}", used) for name in ("scale", "codes"))
     values, result = (fresh_name(f"{y}_{name}", used) for name in ("x", "values")) if cast else (x, y)
     blocks, element = _blocks(attributes), {"output_dtype": _NATIVE[attributes.element], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
-        (function, [x], scale, {"domain": DOMAIN}),
+        (function, [x, *tensor_scale], scale, {"domain": DOMAIN}),
         ("QuantizeLinear", [values, scale], codes, blocks | element),
         ("DequantizeLinear", [codes, scale], result, blocks | {"output_dtype": _TYPE.FLOAT}),
     ]
@@ -153,11 +193,19 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[st
     ]
 
 
-def _scale_function(spec: MXSpec, opset: int) -> Any:
-    """Return the function that computes the scale of each block of X, as QuantizeLinear takes it."""
+def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
+    """Return the function that computes the scale of each block of X, as QuantizeLinear takes it; with `static` the
+    scale of the tensor is a second input."""
     blocks, element = Blocks.of(spec, -1), spec.element
-    f = Function(f"ScaleMX.{element}_{spec.scale_mode}_{blocks.name}", ["X"], [])
-    values = blocks.split(f, f.op("Cast", "X", to=_TYPE.FLOAT))
+    name = f"ScaleMX.{element}_{scales_name(spec)}{spec.scale_mode}_{blocks.name}"
+    inputs = ["X", "tensor_scale"] if static else ["X"]
+    f = Function(name + "_static" * static, inputs, [])
+    x = f.op("Cast", "X", to=_TYPE.FLOAT)
+    values = blocks.split(f, x)
+    if not spec.scale_format.is_power_of_two:
+        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.scale_format.tensor else 1.0
+        f.op("Squeeze", float_scales(f, values, blocks, spec, t)[1], [blocks.inner], output="Y")
+        return f.proto(opset)
     unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
     # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
     unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", f.op("Div", values, unit), [blocks.inner]), 0.0))
@@ -184,15 +232,20 @@ class _NativeConstants:
         key = (attributes.element, attributes.axis, attributes.length)
         return self._native(name, key, lambda packed: _codes(packed, attributes))
 
-    def scales(self, name: str, attributes: DequantizeMX) -> str:
-        """Return the name of the native scales of a weight with these attributes."""
+    def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "") -> str:
+        """Return the name of the native scales of a weight with these attributes. With a tensor scale they are not yet
+        multiplied by it."""
+        if tensor_scale:
+            return self._native(name, (), _e4m3_scales)
+        if not attributes.spec.scale_format.is_power_of_two:
+            return self._native(name, (), lambda s: _float_scales(s, attributes))
         element = attributes.spec.element
         return self._native(name, (element.mantissa_bits,) if element.is_int else (), lambda s: _scales(s, attributes))
 
     def _native(self, name: str, key: tuple[object, ...], convert: Callable[[Tensor], Any]) -> str:
         key = (name, *key)
         if key not in self._names:
-            tensor = convert(torch.from_numpy(np.array(onnx.numpy_helper.to_array(self.packed[name]))))
+            tensor = convert(as_torch(self.packed[name]))
             tensor.name = self._names[key] = fresh_name(f"{name}_native", self._used)
             self._graph.initializer.append(tensor)
         return self._names[key]
@@ -208,6 +261,16 @@ def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
     if element.bits == 4:  # ONNX packs two codes into a byte in row-major order, the first in the low bits
         raw = pack(raw.to(torch.int32), 0, element.bits)
     return onnx.helper.make_tensor("", _NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
+
+
+def _e4m3_scales(scales: Tensor) -> Any:
+    return onnx.helper.make_tensor("", _TYPE.FLOAT8E4M3FN, scales.shape, scales.numpy().tobytes(), raw=True)
+
+
+def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
+    """Return scales with a significand as float32."""
+    scale = attributes.spec.scale_format
+    return onnx.numpy_helper.from_array(value_of(codes_of(scales), scale).numpy())
 
 
 def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:

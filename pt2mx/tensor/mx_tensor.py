@@ -189,8 +189,19 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         """
         if tensor_scale is None:
             tensor_scale = self.tensor_scale
-        blocks = self.elem_dtype, self.block_size, axis, values.dtype, values.shape[axis], values.stride()
-        return MXTensor(qdata, scale, *blocks, self._scale_name, self.block_rows, tensor_scale)
+        return MXTensor(
+            qdata,
+            scale,
+            self.elem_dtype,
+            self.block_size,
+            axis,
+            values.dtype,
+            values.shape[axis],
+            values.stride(),
+            self._scale_name,
+            self.block_rows,
+            tensor_scale,
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         scales = self._scale_name, self.block_rows
@@ -205,13 +216,14 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         stride: Sequence[int],
     ) -> MXTensor:
         # the length is not in `format`, which compiled code compares: it may be symbolic
-        element, block_size, axis, dtype, *scales = format
-        blocks = element, block_size, axis, dtype, size[axis], stride
-        return cls(parts["qdata"], parts["scale"], *blocks, *scales, parts.get("tensor_scale"))
+        element, block_size, axis, dtype, scale_format, block_rows = format
+        values, scales = (dtype, size[axis], stride), (scale_format, block_rows, parts.get("tensor_scale"))
+        return cls(parts["qdata"], parts["scale"], element, block_size, axis, *values, *scales)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what torch.compile's caches must know of an input; without it they warn, and refuse symbolic sizes."""
-        layouts = [(part.shape, part.stride()) for part in (self, *self.parts.values())]
+        tensors: list[Tensor] = [self, *self.parts.values()]
+        layouts = [(part.shape, part.stride()) for part in tensors]
         return str((self.__tensor_flatten__(), layouts, self.device, self.requires_grad))
 
     @classmethod
@@ -250,8 +262,8 @@ class _ToMX(torch.autograd.Function):
         scale, qdata = quantize_mx(x, spec, seed=seed, tensor_scale=tensor_scale)
         # qdata has x's order, but tracing may know nothing of the symbols in its sizes; it knows x's sizes
         stride = dense_strides(x.shape, order_in_memory(x))
-        blocks = element, block_size, axis, x.dtype, x.shape[axis], stride
-        return MXTensor(qdata, scale, *blocks, *scales, None if tensor_scale is None else tensor_scale.detach())
+        values, t = (x.dtype, x.shape[axis], stride), None if tensor_scale is None else tensor_scale.detach()
+        return MXTensor(qdata, scale, element, block_size, axis, *values, *scales, t)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -93,9 +93,10 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] |
         if parse_scale_format(fields.get("scale_format", "e8m0")).tensor:
             names.append("tensor_scale")
         try:
-            parts = {part: state.pop(f"{name}.{part}") for part in names}
+            parts = [state.pop(f"{name}.{part}") for part in names]
         except KeyError as missing:
             raise MXError(f"unflatten_state: {name} is an MXTensor, and its part {missing} is missing") from None
         fields["dtype"] = _DTYPES[fields["dtype"]]
-        state[name] = MXTensor(**parts, **fields)
+        qdata, stored, *tensor_scale = parts
+        state[name] = MXTensor(qdata, stored, **fields, tensor_scale=next(iter(tensor_scale), None))
     return state

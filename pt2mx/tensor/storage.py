@@ -43,8 +43,8 @@ class PackedStorage:
     @property
     def spec(self) -> MXSpec:
         """The element, scale format, blocks and axis (from the front); codes do not tell how they were rounded."""
-        scales = {"scale_format": SCALE_FORMATS[self._scale_name], "block_rows": self.block_rows}
-        return MXSpec(self.elem_dtype, self.block_size, self.axis, **scales)
+        scales, blocks = SCALE_FORMATS[self._scale_name], (self.block_size, self.axis)
+        return MXSpec(self.elem_dtype, *blocks, scale_format=scales, block_rows=self.block_rows)
 
     @property
     def parts(self) -> dict[str, Tensor]:

@@ -91,11 +91,13 @@ class MXTensor(core.MXTensor):
         scale_mode: str | None = None,
         rounding: str | None = None,
         seed: int | None = None,
+        tensor_scale: Tensor | None = None,
     ) -> MXTensor:
         """Quantize; the gradient passes straight through to `data_hp`.
 
         Args:
             data_hp, elem_dtype, block_size, axis, scale_mode, rounding, seed: as in `pt2mx.MXTensor.to_mx`.
+            tensor_scale: None: TorchMX has no formats with a scale a tensor.
 
         Returns:
             The quantized tensor, in the shape and dtype of `data_hp`.
@@ -105,7 +107,7 @@ class MXTensor(core.MXTensor):
         """
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, *spec.op_args(), seed)
+        return _quantized(data_hp, *spec.op_args(), seed, tensor_scale)
 
     @property
     def _scale_e8m0(self) -> Tensor:

@@ -15,13 +15,13 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.onnx.export import rewriter_of
-from pt2mx.pt2e.onnx.files import first_line, serialized, write_model
+from pt2mx.pt2e.onnx.files import as_torch, first_line, serialized, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies
 from pt2mx.pt2e.onnx.nodes import subgraphs_of
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, read_float
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, OTHER_MATMULS
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand, plan, quantizer_of
-from pt2mx.pt2e.onnx.quantize.rewrite import Rewriter, as_torch
+from pt2mx.pt2e.onnx.quantize.rewrite import Rewriter
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.packed_weights import packed_bytes, storage_note
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity

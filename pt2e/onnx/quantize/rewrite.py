@@ -6,12 +6,12 @@ are dequantized. Float constants that become unused are removed.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from typing import Any
 
-from pt2mx.functional import quantize_mx
-from pt2mx.pt2e.onnx.files import fresh_name, remove_unused, used_names
+from onnx import NodeProto, TensorProto, helper
+
+from pt2mx.functional import quantize_mx, tensor_scale_mx
+from pt2mx.pt2e.onnx.files import as_torch, fresh_name, from_torch, remove_unused, used_names
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand
@@ -25,7 +25,7 @@ class Rewriter:
         self._graph = graph
         self._used = used_names(graph.graph)
         #: constant, spec -> names of its codes and scales
-        self._packed: dict[tuple[str, MXSpec], tuple[str, str]] = {}
+        self._packed: dict[tuple[str, MXSpec], list[str]] = {}
         #: tensor, spec -> name of the tensor that replaces it
         self._quantized: dict[tuple[str, MXSpec], str] = {}
         #: the nodes of the new graph, in order
@@ -80,6 +80,7 @@ class Rewriter:
             -1 if length is None else length,
             spec.scale_mode,
             spec.rounding,
+            **scale_attributes(spec),
         )
 
     def _dequantized(self, source: Source, spec: MXSpec) -> str:
@@ -87,7 +88,7 @@ class Rewriter:
         constant = source.constant
         if (constant.name, spec) not in self._quantized:
             output = fresh_name(f"{constant.name}_mx", self._used)
-            self._add(_dequantize(constant, spec), list(self._codes(constant, spec)), output)
+            self._add(_dequantize(constant, spec), self._codes(constant, spec), output)
             self._quantized[constant.name, spec] = output
         return self._quantized[constant.name, spec]
 
@@ -108,37 +109,43 @@ class Rewriter:
         """Gather rows of codes and of scales, and dequantize these."""
         assert operand.source is not None  # the rows of an embedding are constant
         constant, rows = operand.source.constant, []
-        for packed in self._codes(constant, operand.spec):
+        codes, scale, *tensor_scale = self._codes(constant, operand.spec)
+        for packed in (codes, scale):
             rows.append(fresh_name(f"{node.output[0]}_{packed}", self._used))
             name = fresh_name(f"{node.name}_{packed}", self._used)
             self._nodes.append(helper.make_node("Gather", [packed, node.input[1]], rows[-1:], name, axis=0))
-        self._add(_dequantize(constant, operand.spec), rows, node.output[0])
+        self._add(_dequantize(constant, operand.spec), [*rows, *tensor_scale], node.output[0])
 
-    def _codes(self, constant: TensorProto, spec: MXSpec) -> tuple[str, str]:
-        """Return the names of the initializers with a constant's codes and scales."""
+    def _codes(self, constant: TensorProto, spec: MXSpec) -> list[str]:
+        """Return the names of the initializers with a constant's codes, scales and, where its format has one, tensor
+        scale."""
         if (constant.name, spec) not in self._packed:
-            scale, codes = quantize_mx(as_torch(constant), spec)
+            values = as_torch(constant)
+            parts = {"tensor_scale": tensor_scale_mx(values, spec)} if spec.scale_format.tensor else {}
+            scale, codes = quantize_mx(values, spec, tensor_scale=parts.get("tensor_scale"))
             names = []
-            for suffix, values in (("codes", codes), ("scale", scale)):
+            for suffix, values in {"codes": codes, "scale": scale, **parts}.items():
                 names.append(fresh_name(f"{constant.name}_{suffix}", self._used))
-                self._graph.graph.initializer.append(numpy_helper.from_array(values.contiguous().numpy(), names[-1]))
-            self._packed[constant.name, spec] = names[0], names[1]
+                self._graph.graph.initializer.append(from_torch(values, names[-1]))
+            self._packed[constant.name, spec] = names
         return self._packed[constant.name, spec]
 
     def _add(self, node: FakeQuantizeMX | DequantizeMX, inputs: list[str], output: str) -> None:
         self._nodes.append(node.make(inputs, output, fresh_name(f"{output}_node", self._used)))
 
 
-def as_torch(constant: TensorProto) -> torch.Tensor:
-    """Return the values of a float constant."""
-    values = numpy_helper.to_array(constant)
-    if constant.data_type == TensorProto.BFLOAT16:  # NumPy has bfloat16 only as a dtype of ml_dtypes
-        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(np.array(values))
-
-
 def _dequantize(constant: TensorProto, spec: MXSpec) -> DequantizeMX:
     last = spec.axis == len(constant.dims) - 1
     return DequantizeMX(
-        spec.element.name, spec.block_size, -1 if last else spec.axis, constant.dims[spec.axis], constant.data_type
+        spec.element.name,
+        spec.block_size,
+        -1 if last else spec.axis,
+        constant.dims[spec.axis],
+        constant.data_type,
+        **scale_attributes(spec),
     )
+
+
+def scale_attributes(spec: MXSpec) -> dict[str, Any]:
+    """Return the attributes of a node that say the scales of a spec."""
+    return {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}

@@ -10,41 +10,12 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize, quantize_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.weight_layout import use_mma_layout
+from tests.float_scale_models import IDS, Net, quantized
 from tests.flow import exported
 from tests.graph import calls
 
-IDS = torch.arange(6).reshape(2, 3)
 NAMES = ("nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)", "int4{32}(bf16)", "fp8_e4m3{16x32}(f32)", "fp8_e4m3{32x32}")
 ops = torch.ops.pt2mx
-
-
-class Net(torch.nn.Module):
-    """An embedding, a linear layer with a GELU, and two layers of its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.e, self.a = torch.nn.Embedding(10, 64), torch.nn.Linear(64, 96)
-        self.b, self.c = torch.nn.Linear(96, 32, bias=False), torch.nn.Linear(96, 48, bias=False)
-
-    def forward(self, ids):
-        x = F.gelu(self.a(self.e(ids)))
-        return self.b(x).relu(), self.c(x).relu()
-
-
-def quantized(model, *args, name="nvfp4"):
-    """Return the exported model with pairs at its weights and at the inputs of its matmuls."""
-    spec, graph_module = pt2mx.parse(name), exported(model, *args)
-    pairs: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in list(graph_module.graph.nodes):
-        operands = {"aten.linear.default": (0, 1), "aten.embedding.default": (0,)}.get(str(node.target), ())
-        for index in operands:
-            operand, is_weight = node.args[index], node.args[index].op == "get_attr"
-            spec_of_operand = spec if is_weight else spec.replace(block_rows=1)
-            if operand not in pairs:
-                pairs[operand] = insert_quantize_dequantize(operand, spec_of_operand, node)
-            node.update_arg(index, pairs[operand])
-    graph_module.recompile()
-    return graph_module
 
 
 @pytest.mark.parametrize("unpack", [False, True])

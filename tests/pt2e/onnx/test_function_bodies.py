@@ -8,11 +8,14 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 import pt2mx
-from pt2mx import MXError, MXSpec
+from pt2mx import MXError, MXSpec, parse
 from pt2mx.kernels.packing import group_of
+from pt2mx.modes import FLOAT_SCALE_MODES
+from pt2mx.pt2e.onnx.files import from_torch
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, dequantize, fake_quantize
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
 from tests.compare import differing, same
+from tests.float_scale_operators import NAMES, values
 from tests.onnx_nodes import DTYPES, model_of, operator, run
 from tests.random_values import random_values
 
@@ -233,11 +236,56 @@ def test_reference_evaluator_gives_the_same_bits():
         ),
         ({"scale_mode": "mse"}, "and the roundings even, half_away, half_up; quantize activations with those"),
         ({"scale_exp_bits": 5}, "take E8M0 scales"),
+        ({"scale_format": "e4m3_f32", "scale_mode": "four_six"}, "the scale modes nearest, nearest_reciprocal, "),
+        ({"scale_format": "bf16", "scale_mode": "rceil"}, "nearest_flush and the roundings even"),
+        ({"block_rows": 2}, "activations in blocks of one row"),
     ],
 )
 def test_specs_without_a_function_are_refused(changes, message):
     with pytest.raises(MXError, match=re.escape(message)):
         fake_quantize(MXSpec("mxfp8", **changes), 18)
+
+
+FLOAT_SCALES = [
+    (name, mode)
+    for name in NAMES
+    for mode, rule in FLOAT_SCALE_MODES.items()
+    if not (spec := parse(name)).scale_format.is_power_of_two
+    and spec.block_rows == 1
+    and mode not in ("four_six", "mse")
+    and not (rule.rounds_up and spec.scale_format.bits == 16)
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), FLOAT_SCALES)
+def test_fake_quantize_with_scales_of_a_significand_gives_the_bits(name, mode):
+    spec, x = parse(name, scale_mode=mode), torch.cat([values(), torch.randn(40, 70)])
+    node = FakeQuantizeMX(spec.element.name, spec.block_size, -1, 70, mode, scale_format=spec.scale_format.name)
+    nodes, inputs = [node.make(["X"], "Y")], {"X": (TensorProto.FLOAT, [None, 70])}
+    (y,) = run(model_of(nodes, inputs), x)
+    assert not differing(y, pt2mx.fake_quantize_mx(x, spec)).any()
+    for t in (1.0, 1e-3, 1e-38, 0.0, torch.inf, torch.nan) if spec.scale_format.tensor else ():
+        t = torch.tensor(t)
+        static = model_of([node.make(["X", "t"], "Y")], {**inputs, "t": (TensorProto.FLOAT, [])})
+        assert not differing(run(static, x, t)[0], pt2mx.fake_quantize_mx(x, spec, tensor_scale=t)).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantize_in_every_scale_format(name):
+    spec, x = parse(name), values()
+    t = {"t": pt2mx.tensor_scale_mx(x, spec)} if spec.scale_format.tensor else {}
+    scale, codes = pt2mx.quantize_mx(x, spec, tensor_scale=t.get("t"))
+    scales = {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}
+    node = DequantizeMX(spec.element.name, spec.block_size, -1, 70, **scales).make(["c", "s", *t], "Y")
+    model = model_of([node], {})
+    model.graph.initializer.extend(from_torch(value, name) for name, value in {"c": codes, "s": scale, **t}.items())
+    (y,) = run(model)
+    assert not differing(y, pt2mx.dequantize_mx(codes, scale, spec, length=70, tensor_scale=t.get("t"))).any()
+
+
+def test_blocks_of_several_rows_run_along_the_last_dimension():
+    with pytest.raises(MXError, match="blocks of several rows along the last dimension only, not 0"):
+        dequantize(parse("fp8_e4m3{2x2}(f32)", axis=0), 18)
 
 
 def test_codes_of_two_bytes_are_refused():

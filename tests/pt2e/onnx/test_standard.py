@@ -8,14 +8,17 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import pt2mx
-from pt2mx import MXSpec
+from pt2mx import MXError, MXSpec
+from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.modes import SCALE_MODES
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from pt2mx.pt2e.onnx.standard import to_standard
 from tests.compare import same
+from tests.float_scale_models import IDS, Net, quantized
 from tests.onnx_float_files import old_network, recurrent_network
+from tests.onnx_nodes import differences, run
 from tests.random_values import random_values
 
 NATIVE = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
@@ -189,3 +192,45 @@ def test_an_exported_program(tmp_path):
     assert kinds == sorted(2 * ["DequantizeLinear", "DequantizeLinear", "Gemm", "QuantizeLinear", "ScaleMX"])
     assert len({node.input[1] for node in model.graph.node if node.input[0].endswith("data_native")}) == 1
     assert torch.allclose(evaluated(model, input=x.numpy()), converted(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)", "fp8_e4m3{16}(f32)", "fp8_e4m3{16}(e5m3)"])
+@pytest.mark.parametrize("static", [False, True])
+def test_scales_with_a_significand(name, static):
+    spec, x, w = pt2mx.parse(name), torch.randn(6, 70), torch.randn(5, 70)
+    t = {"t": pt2mx.tensor_scale_mx(w, spec)} if spec.scale_format.tensor else {}
+    scale, codes = pt2mx.quantize_mx(w, spec, tensor_scale=t.get("t"))
+    element, scales = spec.element.name, {"scale_format": spec.scale_format.name}
+    dequantize = DequantizeMX(element, 16, -1, 70, **scales).make(["c", "s", *t], "w", "dq")
+    fake = FakeQuantizeMX(element, 16, -1, 70, "nearest", **scales).make(["x", *(t if static else {})], "q", "fq")
+    nodes = [dequantize, fake, helper.make_node("Einsum", ["q", "w"], ["y"], equation="mk,nk->mnk")]
+    model = to_standard(model_of(nodes, [value("x", [6, 70])], value("y", [6, 5, 70]), {"c": codes, "s": scale, **t}))
+    steps = {"": [], "factor": ["DequantizeLinear"], "divisor": ["Cast", "Div"]}[spec.scale_format.tensor]
+    kinds = [node.op_type.partition(".")[0] for node in model.graph.node]
+    assert kinds == [*steps, "DequantizeLinear", "ScaleMX", "QuantizeLinear", "DequantizeLinear", "Einsum"]
+    if spec.scale_format.tensor:
+        native = {tensor.name: tensor for tensor in model.graph.initializer}["s_native"]
+        assert native.data_type == TensorProto.FLOAT8E4M3FN and native.raw_data == scale.numpy().tobytes()
+    q = pt2mx.fake_quantize_mx(x, spec, tensor_scale=t.get("t") if static else None)
+    values = pt2mx.dequantize_mx(codes, scale, spec, length=70, tensor_scale=t.get("t"))
+    assert same(evaluated(model, x=x.numpy()), q[:, None] * values)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
+def test_an_exported_program_with_scales_of_a_significand(name, tmp_path):
+    """The file of functions runs in onnxruntime, and the target's in the evaluator."""
+    torch.manual_seed(0)
+    converted = fold_all_weights(quantized(Net().eval(), IDS, name=name))
+    with torch.no_grad():
+        want = converted(IDS)
+    export_onnx(converted, tmp_path / "functions.onnx", (IDS,))
+    assert not any(differences(onnx.load(tmp_path / "functions.onnx"), {"ids": IDS.numpy()}).values())
+    for got, y in zip(run(str(tmp_path / "functions.onnx"), IDS), want, strict=True):
+        torch.testing.assert_close(got, y, rtol=1e-4, atol=1e-5)
+    export_onnx(converted, tmp_path / "standard.onnx", (IDS,), target="standard")
+    for got, y in zip(
+        ReferenceEvaluator(str(tmp_path / "standard.onnx")).run(None, {"ids": IDS.numpy()}), want, strict=True
+    ):
+        torch.testing.assert_close(torch.from_numpy(got), y, rtol=1e-4, atol=1e-5)
+    with pytest.raises(MXError, match="Quark has no node of"):
+        export_onnx(converted, tmp_path / "quark.onnx", (IDS,), target="quark")

@@ -1,0 +1,140 @@
+"""The scales of blocks in ONNX functions, for scales that are powers of two and for scales with a significand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pt2mx.kernels.float_scales import TENSOR_SCALES, TensorScale, value_of
+from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
+from pt2mx.pt2e.onnx.function import Function, Input, onnx
+from pt2mx.pt2e.onnx.rounding import power_below, round_to_element
+from pt2mx.scale_formats import ScaleFormat
+from pt2mx.spec import MXSpec
+
+_TYPE = onnx.TensorProto
+#: the range of a tensor scale
+_LEAST, _MOST = 2.0**-126, 2.0**126
+_CASTS = {torch.float16: _TYPE.FLOAT16, torch.bfloat16: _TYPE.BFLOAT16}
+
+
+def unit_of(f: Function, amax: str, spec: MXSpec) -> str:
+    """amax: (..., blocks, 1, ...) -> the scale of each block; for integer elements, the value of a code's unit."""
+    element = spec.element
+    step = 2.0**-element.mantissa_bits if element.is_int else 1.0
+    # the minimum replaces Inf, and numbers whose power would overflow; the factor 2**-23 is undone by 2**23 below
+    power = power_below(f, f.op("Min", amax, 1.5 * 2.0**127), 2.0**-23)
+    unit = f.op("Max", f.op("Mul", power, 2.0 ** (23 - element.emax) * step), 2.0**-127 * step)
+    threshold = SCALE_MODES[spec.scale_mode].threshold(element)
+    if threshold == 2**23 - 1:  # never rounded up
+        return unit
+    highest = (1 + threshold * 2.0**-23) * 2.0**element.emax / step
+    factor = f.op("Ceil", f.op("Div", f.op("Div", amax, unit), highest))  # 1 or 2; 0 for zeros
+    return f.op("Clip", f.op("Mul", unit, factor), 2.0**-127 * step, 2.0**127 * step)
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    """A float32 value of a function, with the operations of `TENSOR_SCALES`."""
+
+    f: Function
+    name: str
+    device = None  # of constants that are made for it
+
+    def __mul__(self, other: object) -> _Symbol:
+        return _Symbol(self.f, self.f.op("Mul", self.name, _input(other)))
+
+    __rmul__ = __mul__
+
+    def divided_by(self, other: object) -> _Symbol:
+        return _Symbol(self.f, self.f.op("Div", self.name, _input(other)))
+
+
+def _input(value: object) -> Input:
+    return value.name if isinstance(value, _Symbol) else float(value)  # type: ignore[arg-type]
+
+
+def _divide(a: Any, b: Any) -> _Symbol:
+    if isinstance(a, _Symbol):
+        return a.divided_by(b)
+    # the only constant that the steps divide is 1, written as b / b: onnxruntime makes y / b of 1 / b * y
+    return _Symbol(b.f, b.f.op("Div", b.f.op("Div", b.name, b.name), b.name))
+
+
+def _step(f: Function, spec: MXSpec, step: str, *operands: Input) -> str:
+    """Return the result of a step of `TensorScale` for float32 values of the function, and constants."""
+    steps: TensorScale = TENSOR_SCALES[spec.scale_format.tensor]
+    symbols = [_Symbol(f, value) if isinstance(value, str) else value for value in operands]
+    return getattr(steps, step)(*symbols, _divide).name
+
+
+def tensor_scale(f: Function, x: str, spec: MXSpec, static: str = "") -> str:
+    """Return the tensor scale of x, float32 (1,): of its finite values, or the given one, NaN if that is no positive
+    number."""
+    if static:  # the logarithm of a positive number times 0 is 0
+        t = f.op("Reshape", static, [1])
+        return f.op("Add", t, f.op("Mul", f.op("Log", t), 0.0))
+    magnitude = f.op("Abs", x)
+    finite = f.op("Where", f.op("Less", magnitude, float("inf")), magnitude, 0.0)
+    amax = f.op("Reshape", f.op("ReduceMax", finite, keepdims=0), [1])
+    room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
+    t = _step(f, spec, "of_amax", amax, spec.element.max_normal / spec.element.unit * room)
+    return f.op("Where", f.op("Greater", amax, 0.0), f.op("Clip", t, _LEAST, _MOST), 1.0)
+
+
+def block_scale(f: Function, amax: str, spec: MXSpec, t: Input) -> str:
+    """amax: (..., blocks, 1, ...) -> the scale of each block, float32, without the tensor scale t."""
+    mode, scale = FLOAT_SCALE_MODES[spec.scale_mode], spec.scale_format
+    step = "stepwise_quotient" if mode.reciprocal else "quotient"
+    quotient = _step(f, spec, step, amax, spec.element.max_normal / spec.element.unit, t)
+    if (zero := mode.zero_below(scale)) >= 0:
+        quotient = f.op("Where", f.op("Greater", quotient, zero), quotient, mode.zero(scale))
+    return _round(f, f.op("Clip", quotient, mode.least(scale), scale.max_value), scale, mode.rounds_up)
+
+
+def _round(f: Function, quotient: str, scale: ScaleFormat, up: bool) -> str:
+    if scale.dtype in _CASTS:
+        return f.op("Cast", f.op("Cast", quotient, to=_CASTS[scale.dtype]), to=_TYPE.FLOAT)
+    if scale.dtype.is_floating_point:
+        return quotient
+    return round_to_element(f, quotient, scale.grid, "up" if up else "even")
+
+
+def times_tensor_scale(f: Function, scale: str, spec: MXSpec, t: Input) -> str:
+    """Return what multiplies the codes of a block."""
+    return _step(f, spec, "apply", scale, t) if spec.scale_format.tensor else scale
+
+
+def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> str:
+    """Return values in units of their block's scale."""
+    if FLOAT_SCALE_MODES[spec.scale_mode].reciprocal:
+        return f.op("Mul", values, _step(f, spec, "reciprocal", scale, t))
+    return f.op("Div", values, times_tensor_scale(f, scale, spec, t))
+
+
+def stored_scale(f: Function, scale: str, spec: MXSpec) -> str:
+    """scale: as pt2mx stores it -> float32."""
+    if spec.scale_format.dtype.is_floating_point:
+        return f.op("Cast", scale, to=_TYPE.FLOAT)
+    return f.op("Gather", scale_table(spec.scale_format).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
+
+
+def scale_table(scale: ScaleFormat) -> Tensor:
+    """Return the value of each scale byte, (256,) float32."""
+    if scale.is_power_of_two:
+        return torch.from_numpy(np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)))
+    return value_of(torch.arange(256, dtype=torch.int32), scale)
+
+
+def has_function(spec: MXSpec) -> bool:
+    """Return whether functions compute the scales of a spec: without a search, and not rounded up to 16 bits."""
+    scale = spec.scale_format
+    if scale.is_power_of_two:
+        return not SCALE_MODES[spec.scale_mode].searches
+    mode = FLOAT_SCALE_MODES[spec.scale_mode]
+    searches = len(mode.factors(spec.element)) * len(mode.code_offsets) > 1
+    return not searches and not (mode.rounds_up and scale.dtype in _CASTS)
