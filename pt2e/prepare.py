@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
+from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
@@ -211,7 +212,7 @@ def check_exported(model: object) -> None:
             f"expected an exported graph, not {type(model).__name__}: "
             "pass torch.export.export(model, example_inputs).module()"
         )
-    if any(node.target is ops.dequantize_mx for node in model.graph.nodes):
+    if any(node.target is ops.dequantize_mx and ROUNDED_KEY not in node.meta for node in model.graph.nodes):
         raise MXError("the model is converted already: prepare the exported float model instead")
     if is_portable(model):
         raise MXError("the model belongs to a portable program, which is already converted: prepare the float model")

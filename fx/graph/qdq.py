@@ -21,6 +21,9 @@ from pt2mx.spec import MXSpec
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
+#: meta key of a `dequantize_mx` node of an optimized float graph: a weight that is not quantized again
+ROUNDED_KEY = "mx_rounded"
+
 #: meta keys of a node's location in the model's source and module tree
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 

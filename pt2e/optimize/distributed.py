@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pt2mx.algorithms.block_scales import BlockScales
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.targets import WeightTarget
@@ -19,7 +20,8 @@ from pt2mx.pt2e.optimize.targets import WeightTarget
 #: weights that a rank rounds between two exchanges of results
 _AT_ONCE = 8
 
-Rounded = tuple[Tensor | None, WeightReport]
+#: a rounded weight, None if it does not change; its scales, None if they follow from its values; its report
+Rounded = tuple[Tensor | None, BlockScales | None, WeightReport]
 
 
 def min_over_ranks(count: int, group: dist.ProcessGroup | None) -> int:
@@ -78,14 +80,14 @@ def share_work(
         chunk = targets[first : first + _AT_ONCE * ranks]
         results = {i: work(target) for i, target in enumerate(chunk) if i % ranks == rank}
         for i, target in enumerate(chunk):
-            value, *reports = results.pop(i, (None,))
+            value, *others = results.pop(i, (None,))
             source = dist.get_global_rank(group, i % ranks)
-            message: list[Any] = [value is not None, *reports] if reports else [None, None]
+            message: list[Any] = [value is not None, *others] if others else [None, None, None]
             dist.broadcast_object_list(message, source, group=group)
-            changed, report = message
+            changed, scales, report = message
             if changed:
                 if value is None:  # broadcast sends memory, so the strides of all ranks must be equal
                     value = torch.empty_like(target.value, memory_format=torch.contiguous_format)
                 value = value.contiguous()
                 dist.broadcast(value, source, group=group)
-            yield target, (value, report)
+            yield target, (value, scales, report)

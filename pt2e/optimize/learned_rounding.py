@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from tqdm import tqdm
 
 from pt2mx import ops
+from pt2mx.algorithms.block_scales import BlockScales, nearest_scales
 from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
@@ -57,6 +58,7 @@ def learn_rounding(
     lr: float | None = None,
     seed: int = 0,
     progress: bool = False,
+    scales: dict[Node, BlockScales] | None = None,
 ) -> list[LearnedBlock]:
     """Learn better roundings by signed gradient descent (Cheng et al., arXiv:2309.05516), starting from the current
     ones.
@@ -74,6 +76,8 @@ def learn_rounding(
             zero. None: 1 / steps, which moves a value by at most half a distance in total.
         seed: seed for the choice of held-out batches, and the order of the others.
         progress: True shows a bar with the name of each segment.
+        scales: the scales of rounded weights that do not follow from their values, by the first consumer. It gets those
+            of the weights that change; needed for formats whose scales have a significand.
 
     Returns:
         The segments that have changed. A weight does not change if several segments use it, if no known matmul uses it,
@@ -112,14 +116,20 @@ def learn_rounding(
             chosen = [] if nodes & written else [target for target in used if _is_learnable(target, nodes)]
             if chosen:
                 run = _with_weights(model, block, chosen, [q for q in quantized if q[0] in nodes])
-                weights = [_latent(target, floats[_consumer_in(target, nodes)].detach()) for target in chosen]
+                known = [_scales_of(target, scales or {}) for target in chosen]
+                weights = [
+                    _latent(target, floats[_consumer_in(target, nodes)].detach(), one)
+                    for target, one in zip(chosen, known, strict=True)
+                ]
                 training = _Training(
                     run, weights, [target.value.dtype for target in chosen], inputs, references, held_out
                 )
                 before, after, best = training.run(_order(train, generator), steps, lr or 1 / steps)
                 if best:
-                    for target, value in zip(chosen, best, strict=True):
+                    for target, value, one in zip(chosen, best, known, strict=True):
                         set_weight(model, target, value)
+                        if one is not None and scales is not None:
+                            scales[target.consumers[0].node] = one
                     learned.append(LearnedBlock(block.name, tuple(target.name for target in chosen), before, after))
             _advance(values, block, references, blocks[i + 1 :])
     model.recompile()
@@ -183,12 +193,27 @@ class _Training:
     def _values(self) -> list[Tensor]:
         """Return the weights as they will be stored."""
         pairs = zip(self.weights, self.dtypes, strict=True)
-        return [fake_quantize_mx(weight.values().to(dtype), weight.spec) for weight, dtype in pairs]
+        return [_stored(weight.values().to(dtype), weight.spec) for weight, dtype in pairs]
 
 
-def _latent(target: WeightTarget, exact: Tensor) -> LatentWeight:
+def _stored(values: Tensor, spec: MXSpec) -> Tensor:
+    return fake_quantize_mx(values, spec) if spec.scale_format.is_power_of_two else values
+
+
+def _scales_of(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> BlockScales | None:
+    """Return the scales of a weight that do not follow from its rounded values, by default those of nearest rounding;
+    None if they follow."""
     spec = target.consumers[0].spec
-    return LatentWeight(exact, fake_quantize_mx(target.value.detach(), spec), spec)
+    if spec.scale_format.is_power_of_two:
+        return None
+    return scales.get(target.consumers[0].node) or nearest_scales(target.value.detach(), spec)
+
+
+def _latent(target: WeightTarget, exact: Tensor, scales: BlockScales | None) -> LatentWeight:
+    spec, value = target.consumers[0].spec, target.value.detach()
+    if scales is None:
+        return LatentWeight(exact, fake_quantize_mx(value, spec), spec)
+    return LatentWeight(exact, scales.round(value), spec, scales.of_values(value.shape[spec.axis]))
 
 
 def _is_learnable(target: WeightTarget, nodes: set[Node]) -> bool:
@@ -224,7 +249,8 @@ def _with_weights(
         if (tensor, spec) not in made:
             with run.graph.inserting_before(copies[node]):
                 made[tensor, spec] = run.graph.call_function(
-                    ops.fake_quantize_mx, (copies[tensor], *spec.op_args(), None, "identity")
+                    ops.fake_quantize_mx,
+                    (copies[tensor], *spec.quantize_args(), None, "identity", *spec.scale_args()),
                 )
         copies[node].replace_input_with(copies[tensor], made[tensor, spec])
     run.graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from tqdm import tqdm
 
+from pt2mx.algorithms.block_scales import BlockScales
 from pt2mx.algorithms.options import (
     PRESETS,
     Algorithm,
@@ -28,6 +29,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
+from pt2mx.pt2e.optimize.packed_weights import pack_weights
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
@@ -77,7 +79,8 @@ def optimize(
             calls `optimize` with the same model and its own batches, and gets the same result. None: one process.
 
     Returns:
-        An exported graph of the same signature, for `prepare_pt2e` with this quantizer. Batch norms that prepare folds
+        An exported graph of the same signature, for `prepare_pt2e` with this quantizer. Weights in formats whose scales
+        have a significand (NVFP4) are codes and scales in it, which QAT does not train. Batch norms that prepare folds
         are folded. `optimization_report` describes what was done to each weight.
 
     Raises:
@@ -114,13 +117,23 @@ def optimize(
     calibration = observe(result, targets, batches, mask, group) if look_at_inputs(chosen) else Calibration({}, {})
     targets = _transform(result, targets, quantizer, calibration, chosen)
     original = None if learned is None else copy_sharing_tensors(result)
-    reports = _round(result, targets, chosen, progress, group)
+    scales: dict[Node, BlockScales] = {}
+    reports = _round(result, targets, chosen, progress, group, scales)
     if learned is not None and original is not None:
         blocks = learn_rounding(
-            result, original, quantizer, list(batches), steps=learned.steps, seed=learned.seed, progress=progress
+            result,
+            original,
+            quantizer,
+            list(batches),
+            steps=learned.steps,
+            seed=learned.seed,
+            progress=progress,
+            scales=scales,
         )
         _report_learned(reports, targets, {w for block in blocks for w in block.weights}, result, quantizer)
     merge_equal_operands(result)
+    if scales:
+        pack_weights(result, weight_targets(result, quantizer), scales)
     for graph in graph_modules(result):
         graph.graph.eliminate_dead_code()
         graph.recompile()
@@ -162,8 +175,10 @@ def _round(
     algorithms: Sequence[Algorithm],
     progress: bool,
     group: dist.ProcessGroup | None,
+    scales: dict[Node, BlockScales],
 ) -> list[WeightReport]:
-    """Round the weights of `model`; each rank rounds its share."""
+    """Round the weights of `model`; each rank rounds its share. `scales` gets the scales that do not follow from the
+    rounded weight, by its first consumer."""
     reports = []
     with tqdm(total=len(targets), disable=not progress, file=sys.stderr) as bar:
 
@@ -173,10 +188,12 @@ def _round(
             bar.update()
             return rounded
 
-        for target, (value, report) in share_work(targets, work, group):
+        for target, (value, known, report) in share_work(targets, work, group):
             reports.append(report)
             if value is not None:
                 set_weight(model, target, value)
+            if known is not None:
+                scales[target.consumers[0].node] = known
     return reports
 
 
@@ -192,7 +209,9 @@ def _report_learned(
     for i, target in enumerate(targets):
         if (changed := now[target.consumers[0].node]).name in learned:
             algorithm = ", ".join([*filter(None, [reports[i].algorithm]), "learned_rounding"])
-            (after,) = rounding_errors(target, fake_quantize_mx(changed.value.detach(), target.consumers[0].spec))
+            value, spec = changed.value.detach(), target.consumers[0].spec
+            exact = fake_quantize_mx(value, spec) if spec.scale_format.is_power_of_two else value
+            (after,) = rounding_errors(target, exact)
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 
 

@@ -73,8 +73,10 @@ def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation
     quantized = {(n, tensor): spec for n, tensor, role, spec in quantized_inputs(model, quantizer) if role != "weight"}
     for node in [node for graph in graph_modules(model) for node in graph.graph.nodes]:
         factors = list(zip(args_of(node), _TWO_FACTORS.get(node.target, ()), strict=False))
-        sizes = {_length(x, axis, quantized.get((node, x))) for x, axis in factors if x not in written}
-        size = _largest(sizes.pop(), options) if len(sizes) == 1 else 0
+        specs = [spec for x, _ in factors if (spec := quantized.get((node, x))) is not None]
+        lengths = {_length(x, axis, quantized.get((node, x))) for x, axis in factors if x not in written}
+        length = lengths.pop() if len(lengths) == 1 else 0
+        size = min((_largest(length, options, spec) for spec in specs), default=0)
         if size and len({x for x, _ in factors} - written) == 2:
             for i, (x, axis) in enumerate(factors):
                 insert_operator([(node, i)], hadamard, (x, size, axis))
@@ -107,7 +109,7 @@ def _size(target: WeightTarget, fixed: set[Node], inputs: InputObservers, option
     axis = matmuls[0].view.axis
     if {consumer.spec.axis for consumer in target.consumers} != {axis}:
         return 0
-    size = _largest(target.value.shape[axis], options)
+    size = _largest(target.value.shape[axis], options, target.consumers[0].spec)
     parts = [part for consumer in target.consumers if consumer.node in inputs for part in inputs[consumer.node].parts]
     return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
 
@@ -125,9 +127,12 @@ def _fits_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool
     return bool((sums.isfinite() & (sums * size**-0.5 <= largest)).all())
 
 
-def _largest(values: int, options: Rotation) -> int:
-    """Return the largest power of two up to `options.size` that divides `values`; 0 if it is too small."""
+def _largest(values: int, options: Rotation, spec: MXSpec) -> int:
+    """Return the largest power of two up to `options.size` that divides `values`; 0 if it is too small. Scales with a
+    significand follow the values of their block closely, so that an outlier must not leave it."""
     size = min(options.size, values & -values)
+    if not spec.scale_format.is_power_of_two:
+        size = min(size, spec.block_size & -spec.block_size)
     return size if size >= _SMALLEST else 0
 
 

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, gptq, round_to_blocks
+from pt2mx.algorithms.block_scales import choose_scales
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.node import args_of
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.optimize.distributed import Rounded
 from pt2mx.pt2e.optimize.matmul_views import same_matrices
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, with_mean_expert
 from pt2mx.pt2e.optimize.report import WeightReport
@@ -22,38 +24,49 @@ from pt2mx.spec import MXSpec
 #: the scale mode of GPTQ's blocks, and of the scale search
 _EVEN, _LEAST_SQUARES = "even", "mse"
 
-#: a part of the weight's columns, the Hessian of their inputs, its number of rows -> the rounded part
-_Round = Callable[[Tensor, Tensor, float], Tensor]
+#: a part of the columns of each tensor, the Hessian of their inputs, its number of rows -> the rounded part
+_Round = Callable[..., Tensor]
 
 
 @torch.no_grad()
-def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> tuple[Tensor | None, WeightReport]:
-    """Return the rounded weight, or None if it does not change, and its report.
+def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Rounded:
+    """Return the rounded weight, or None if it does not change, its scales where they do not follow from it, and its
+    report.
 
     This uses GPTQ if it is selected and the inputs were observed; otherwise the scale search, if selected.
     """
     spec, value = target.consumers[0].spec, target.value.detach()
     if reason := reason_not_rounded(target):
         same = all(consumer.spec == spec for consumer in target.consumers)
-        return None, _report(target, spec if same else None, reason=reason)
+        return None, None, _report(target, spec if same else None, reason=reason)
     chosen = {type(one): one for one in algorithms}
     by_gptq, by_scales = chosen.get(GPTQ), chosen.get(ScaleSearch)
     reason = _reason_without_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
     if reason and by_scales is None:
-        return None, _report(target, spec, reason=f"{reason}, and no search of scales")
-    algorithm = "scales" if reason else "gptq"
+        return None, None, _report(target, spec, reason=f"{reason}, and no search of scales")
+    algorithm, scales = "scales" if reason else "gptq", None
+    with_inputs = not reason or (isinstance(by_scales, ScaleSearch) and by_scales.by_inputs)
+    if not spec.scale_format.is_power_of_two:
+        observed = with_inputs and not _reason_without_inputs(target, spec)
+        scales = choose_scales(value, spec, _importance(target, value) if observed else None)
+        rounded = scales.round(value)
     if isinstance(by_gptq, GPTQ) and not reason:
-        rounded = _round_by_parts(target, value, _gptq(target, spec, by_gptq))
+        per_value = [] if scales is None else [scales.of_values(value.shape[spec.axis])]
+        rounded = _round_by_parts(target, _gptq(target, spec, by_gptq), value, *per_value)
+    elif scales is not None:
+        pass
     elif isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec):
-        rounded = _round_by_parts(target, value, _weighted_scales(target, spec))
+        rounded = _round_by_parts(target, _weighted_scales(target, spec), value)
     else:
         rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
-    rounded = fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
+    rounded = rounded.to(value.dtype)
+    if scales is None:
+        rounded = fake_quantize_mx(rounded, spec)  # as it will be stored
     before, after = rounding_errors(target, fake_quantize_mx(value, spec), rounded)
     if not after < before:
         tried = f"{reason}; scales of least error gain" if reason else "gptq gains"
-        return None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
-    return rounded, _report(target, spec, algorithm, before, after, reason)
+        return None, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
+    return rounded, scales, _report(target, spec, algorithm, before, after, reason)
 
 
 def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
@@ -71,16 +84,22 @@ def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
     return ""
 
 
-def _round_by_parts(target: WeightTarget, value: Tensor, round_part: _Round) -> Tensor:
+def _importance(target: WeightTarget, value: Tensor) -> Tensor:
+    """Return the mean square of the input that meets each value, up to a factor."""
+    return _round_by_parts(target, lambda part, hessian, count: hessian.diagonal().expand_as(part), value)
+
+
+def _round_by_parts(target: WeightTarget, round_part: _Round, value: Tensor, *others: Tensor) -> Tensor:
+    """Return the results of `round_part` for the parts of a weight and of other tensors of its shape."""
     view, _ = target.inputs[0]
-    matrices, hessians = view.to_matrices(value.float()), _hessians(target)
+    tensors, hessians = [view.to_matrices(tensor.float()) for tensor in (value, *others)], _hessians(target)
     counts = torch.stack([observer.counts for observer in _observers_of(target)]).sum(0)
     if view.experts:
         hessians, counts = with_mean_expert(hessians, counts)
     groups = []
-    for g, (matrix, count) in enumerate(zip(matrices, counts.tolist(), strict=True)):
-        parts = zip(matrix.split(hessians[0].shape[-1], 1), hessians, strict=True)
-        groups.append(torch.cat([round_part(part, h[g], count) for part, h in parts], 1))
+    for g, count in enumerate(counts.tolist()):
+        parts = zip(hessians, *(matrices[g].split(hessians[0].shape[-1], 1) for matrices in tensors), strict=True)
+        groups.append(torch.cat([round_part(*part, h[g], count) for h, *part in parts], 1))
     return view.from_matrices(torch.stack(groups), value.shape)
 
 
@@ -91,6 +110,16 @@ def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _Round:
     calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
     to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """
+    if not spec.scale_format.is_power_of_two:
+        return lambda part, scales, hessian, count: gptq(
+            part,
+            hessian,
+            spec,
+            scales=scales,
+            damping=options.damping + options.damping_of_few * part.shape[1] / count,
+            act_order=options.act_order,
+        )
+
     even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
     def round_part(part: Tensor, hessian: Tensor, count: float) -> Tensor:

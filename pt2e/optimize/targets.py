@@ -171,6 +171,10 @@ def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, 
 def reason_not_rounded(target: WeightTarget) -> str:
     """Return why a weight cannot be rounded; "" if it can."""
     spec = target.consumers[0].spec
+    if spec.block_rows > 1:
+        return "its blocks have several rows"
+    if not spec.scale_format.is_power_of_two and _is_used_in_subgraph(target):
+        return f"a subgraph quantizes it, and {spec.scale_format} scales are stored in the outer graph"
     if any(consumer.spec != spec for consumer in target.consumers):
         return "its operators quantize it in different ways"
     if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:

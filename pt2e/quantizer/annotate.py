@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -58,6 +59,7 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
     """
     inputs: dict[tuple[Node, Node], tuple[str, MXSpec]] = {}
     reasons: list[str] = []
+    holds_codes = False
     operands = operands_of(node)
     by_head = along_head_dim(node, operands, constants)
     remark = REMARK if by_head != operands and config.value_blocks == "key_length" else None
@@ -70,6 +72,9 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
             tensor, user = node_arg(gather), gather
         if tensor is None:
             continue
+        if ROUNDED_KEY in tensor.meta:
+            holds_codes = True
+            continue
         role = role_of(operand, tensor, constants)
         spec = config.spec_of(operand.name, role)
         if spec is None:
@@ -80,7 +85,7 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
             inputs[tensor, user] = role, _along(spec, tensor, operand.axis)
     result = Operand("output", -1, "output", -1)
     output = None if config.output is None or _reason_unfit(node, node, result) else _along(config.output, node, -1)
-    if not (inputs or output or reasons):
+    if not (inputs or output or reasons or holds_codes):
         reasons.append("the config names no spec for its operands")
     return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
 

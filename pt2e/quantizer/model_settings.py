@@ -10,6 +10,7 @@ from torch.fx import Node
 from pt2mx.algorithms.options import Algorithm, chosen_algorithms
 from pt2mx.errors import MXError
 from pt2mx.pt2e.quantizer.config import checked_spec
+from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ class ModelSettings:
         It applies to writes by `aten.index_copy_`, as of a cache of fixed length, and overrides the settings of the
         modules around them. A language model of `pt2mx.quantize_language_model` stores codes and scales.
 
+        A token must not change the scale of earlier ones. So of formats with a scale a tensor, that scale is 1, and only
+        blocks have others: `"nvfp4"` means `fp4_e2m1{16}(e4m3)` here, for values up to 2688 (6 * 448).
+
         Args:
             spec: None leaves the cache in high precision.
 
@@ -107,14 +111,25 @@ class ModelSettings:
             The quantizer.
 
         Raises:
-            MXError: for an unknown spec.
+            MXError: for an unknown spec, and for blocks of several rows, which are tokens.
 
         Example:
             >>> import pt2mx
             >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
             >>> str(quantizer.kv_cache)
             'mxfp8_e4m3{32}'
+            >>> str(quantizer.set_kv_cache("nvfp4").kv_cache)
+            'fp4_e2m1{16}(e4m3)'
         """
         checked = checked_spec("kv_cache", spec)
-        self._kv_cache = None if checked is None else checked.replace(axis=-1)
+        self._kv_cache = None if checked is None else _of_tokens(checked)
         return self
+
+
+def _of_tokens(spec: MXSpec) -> MXSpec:
+    """Return the format of tensors to which tokens are added, in which blocks run along the last dimension."""
+    if spec.block_rows > 1:
+        raise MXError(f"kv_cache: {spec} has blocks of {spec.block_rows} rows, which are tokens: choose one row")
+    scale = spec.scale_format
+    without = next(f for f in SCALE_FORMATS.values() if not f.tensor and (f.grid, f.dtype) == (scale.grid, scale.dtype))
+    return spec.replace(axis=-1, scale_format=without)

@@ -19,7 +19,6 @@ from pt2mx.algorithms.scales import (
     check_exponents,
     check_matrix,
     pow2,
-    round_to_blocks,
 )
 from pt2mx.errors import MXError
 from pt2mx.kernels import elements
@@ -38,6 +37,7 @@ def gptq(
     spec: MXSpec,
     *,
     exponents: Tensor | None = None,
+    scales: Tensor | None = None,
     line: int | None = None,
     damping: float = 0.01,
     act_order: bool = True,
@@ -52,6 +52,8 @@ def gptq(
             (zero on the diagonal) is rounded to nearest.
         spec: the format; blocks run along K. Its axis has no meaning here.
         exponents: (N, blocks) int32, the scales; None: the scales of the spec's scale mode.
+        scales: (N, K) float32 instead of exponents, what multiplies the element of each value
+            (`pt2mx.algorithms.block_scales`).
         line: columns after which a new block starts; None: K.
         damping: added to the diagonal, times its mean; at least 0.
         act_order: True processes the columns by decreasing diagonal, False from left to right.
@@ -75,9 +77,6 @@ def gptq(
     check_matrix(weight)
     k = weight.shape[1]
     _check(k, hessian, spec, damping)
-    if exponents is None:
-        exponents = block_exponents(weight, spec, line=line)
-    check_exponents(exponents, weight, spec, line)
     columns = weight.float().t().contiguous()  # (K, N): a column is a row in memory
     dead = hessian.diagonal() <= 0
     hessian = hessian.float() / (1.0 if dead.all() else hessian.diagonal().amax())
@@ -86,13 +85,21 @@ def gptq(
     if act_order:
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order], damping)  # (K, K) upper
-    scale = pow2(exponents.t())[block_of_column(k, spec, line).to(weight.device)]  # (K, N)
+    scale = _scales(weight, spec, exponents, line) if scales is None else scales.t()  # (K, N)
     with _one_thread(weight):
         rounded = _round_columns(columns[order], factor, scale[order], spec)
     result = torch.empty_like(columns)
     result[order] = rounded
-    result[dead] = round_to_blocks(weight, exponents, spec, line=line).t()[dead]
+    result[dead] = elements.round_to_element(columns[dead] / scale[dead], spec.element, spec.rounding) * scale[dead]
     return result.t().contiguous()
+
+
+def _scales(weight: Tensor, spec: MXSpec, exponents: Tensor | None, line: int | None) -> Tensor:
+    """Return the scale of each value, (K, N) powers of two."""
+    if exponents is None:
+        exponents = block_exponents(weight, spec, line=line)
+    check_exponents(exponents, weight, spec, line)
+    return pow2(exponents.t())[block_of_column(weight.shape[1], spec, line).to(weight.device)]
 
 
 @contextmanager
@@ -108,7 +115,7 @@ def _one_thread(x: Tensor) -> Iterator[None]:
 
 
 def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
-    """columns: (K, N), changed; factor: (K, K) upper; scale: (K, N), powers of two -> (K, N) values of the format."""
+    """columns: (K, N), changed; factor: (K, K) upper; scale: (K, N) -> (K, N) values of the format."""
     rounded = torch.empty_like(columns)
     inverse = scale.reciprocal()
     for first in range(0, len(columns), _PANEL):

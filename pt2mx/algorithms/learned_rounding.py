@@ -34,6 +34,7 @@ class LatentWeight:
         weight: (..., n, ...) float, the weight before rounding.
         rounded: values of the format in that shape, from which learning starts; None rounds to nearest.
         spec: the format, with the axis of the weight.
+        scale: the scale of each value, in the weight's shape; None: powers of two, which follow from `rounded`.
 
     Raises:
         MXError: for different shapes, stochastic rounding, and values that the format does not have.
@@ -49,7 +50,7 @@ class LatentWeight:
         tensor([1., 3., 6.])
     """
 
-    def __init__(self, weight: Tensor, rounded: Tensor | None, spec: MXSpec) -> None:
+    def __init__(self, weight: Tensor, rounded: Tensor | None, spec: MXSpec, scale: Tensor | None = None) -> None:
         if spec.rounding == "stochastic":
             raise MXError("learned rounding rounds to nearest: give a spec without stochastic rounding")
         if rounded is None:
@@ -58,7 +59,7 @@ class LatentWeight:
             raise MXError(f"the weight is {tuple(weight.shape)}, and rounded {tuple(rounded.shape)}: give one shape")
         rounded = rounded.detach().float()
         self.spec = spec
-        self._scale = scales_of(rounded, spec)
+        self._scale = scales_of(rounded, spec) if scale is None else scale
         if not torch.equal(self._round(rounded), rounded):
             raise MXError(f"the rounded weight holds values that {spec} does not: quantize it first")
         edge = within_cells(weight.detach().float(), rounded, self._round)
@@ -70,8 +71,8 @@ class LatentWeight:
     def values(self) -> Tensor:
         """Return the values of the format, float32.
 
-        Quantizing them again with any scale mode but "ceil" does not change them. The one exception is FP8 E4M3: 240
-        times a scale, if that is the largest magnitude of its block.
+        Quantizing them again with any scale mode but "ceil" does not change them, if scales are powers of two. The one
+        exception is FP8 E4M3: 240 times a scale, if that is the largest magnitude of its block.
         """
         return self._round(self.latent)
 

@@ -54,6 +54,7 @@ class Rotation(Algorithm):
 
     Args:
         size: the most values that are rotated together; for other lengths the largest power of two that divides them.
+            Formats whose scales have a significand are rotated within their blocks (NVFP4: 16).
         attention: True also rotates queries and keys, if both are quantized.
 
     Raises:

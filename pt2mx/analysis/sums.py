@@ -14,7 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.float_scales import multiplier_of
-from pt2mx.kernels.reference import scales
+from pt2mx.kernels.reference import of_each_value, scales
 from pt2mx.kernels.reference_chunked import split
 from pt2mx.spec import MXSpec
 
@@ -80,7 +80,7 @@ def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple
         scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as those of codes do
     for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):
         if axis is not None:
-            scale = scale.repeat_interleave(min(block, x.shape[axis]), axis).narrow(axis, 0, x.shape[axis])
+            scale = of_each_value(scale, axis, block, x.shape[axis])
     return byte, scale
 
 

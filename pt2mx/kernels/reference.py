@@ -39,13 +39,30 @@ def quantize(
     scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
     codes = elements.encode(torch.where(scale.finite, values, 0.0), spec.element)
     codes = _from_blocks(codes, spec, x.shape, prims)
-    return _stored(scale, spec, x.shape), pack(codes, spec.axis, spec.element.bits)
+    return stored_scales(scale, spec, x.shape), pack(codes, spec.axis, spec.element.bits)
 
 
 def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor:
     """x: (..., n, ...) -> the scales that `quantize` gives, (..., ceil(n / block), ...), without the codes."""
-    scale = _scale_of(_to_blocks(x.to(torch.float32), spec), spec, tensor_scale, elements)
-    return _stored(scale, spec, x.shape)
+    scale = _scale_of(to_blocks(x.to(torch.float32), spec), spec, tensor_scale, elements)
+    return stored_scales(scale, spec, x.shape)
+
+
+def codes_by_scales(x: Tensor, spec: MXSpec, stored: Tensor, tensor_scale: Tensor | None = None) -> Tensor:
+    """x: (..., n, ...) finite, stored: its scales with a significand, as `quantize` gives them, of blocks of one row ->
+    data (..., bytes, ...) uint8."""
+    t, codes = float_scales.tensor_scale_of(tensor_scale, spec, x), codes_of(stored).unsqueeze(spec.axis + 1)
+    scale = float_scales.FloatScale(codes, torch.isfinite(t), t, spec, elements)
+    blocks = to_blocks(x.to(torch.float32), spec)
+    values = elements.round_to_element(in_units(scale, blocks, spec.rounding), spec.element, spec.rounding)
+    return pack(
+        _from_blocks(elements.encode(values, spec.element), spec, x.shape, elements), spec.axis, spec.element.bits
+    )
+
+
+def of_each_value(scale: Tensor, axis: int, block: int, length: int) -> Tensor:
+    """scale: (..., ceil(length / block), ...) -> the scale of each value, (..., length, ...)."""
+    return scale.repeat_interleave(min(block, max(length, 1)), axis).narrow(axis, 0, length)
 
 
 def dequantize(
@@ -59,7 +76,7 @@ def dequantize(
 ) -> Tensor:
     """data: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) -> (..., length, ...) `dtype`."""
     codes = trim_axis(unpack(data, spec.axis, spec.element.bits), spec.axis, length)
-    blocks = prims.decode(_to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
+    blocks = prims.decode(to_blocks(codes, spec), spec.element)  # (..., blocks, block, ...)
     scale = codes_of(scale)
     if spec.block_rows > 1:
         scale = pad_axis(scale, spec.row_axis(scale.dim()), 1)
@@ -81,7 +98,7 @@ def clip_gradient(
     grad: Tensor, x: Tensor, spec: MXSpec, prims: Prims = elements, tensor_scale: Tensor | None = None
 ) -> Tensor:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
-    blocks = _to_blocks(x.to(torch.float32), spec)
+    blocks = to_blocks(x.to(torch.float32), spec)
     v = _scale_of(blocks, spec, tensor_scale, prims).divide(blocks)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
     return grad.masked_fill(_from_blocks(saturated, spec, x.shape, prims), 0.0)
@@ -95,15 +112,15 @@ def _quantize_blocks(
     x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims, tensor_scale: Tensor | None
 ) -> tuple[BlockScale, Tensor]:
     """Return scales (..., blocks, 1, ...), and the element values (..., blocks, block, ...) of finite blocks."""
-    blocks = _to_blocks(prims.realize_if_costly(x).to(torch.float32), spec)
+    blocks = to_blocks(prims.realize_if_costly(x).to(torch.float32), spec)
     scale = _scale_of(blocks, spec, tensor_scale, prims)
     if random is not None:
-        random = _to_blocks(random, spec)
+        random = to_blocks(random, spec)
     v = in_units(scale, blocks, spec.rounding)
     return scale, prims.round_to_element(v, spec.element, spec.rounding, random)
 
 
-def _to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
+def to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     """(..., n, ...) -> (..., blocks, block, ...), padded with zeros (`group_count`). The rows of a block follow each
     other in `block`; their dimension counts blocks."""
     blocks = split_axis(x, spec.axis, _size(spec.block_size, x.shape[spec.axis]))
@@ -131,7 +148,7 @@ def _size(block: int, length: int) -> int:
     return max(1, min(block, length)) if isinstance(length, int) else block
 
 
-def _stored(scale: BlockScale, spec: MXSpec, shape: torch.Size) -> Tensor:
+def stored_scales(scale: BlockScale, spec: MXSpec, shape: torch.Size) -> Tensor:
     """Return the stored scales (..., ceil(n / block), ...) of values of that shape."""
     stored = trim_axis(scale.stored().squeeze(spec.axis + 1), spec.axis, -(-shape[spec.axis] // spec.block_size))
     if spec.block_rows == 1:

@@ -11,7 +11,7 @@ from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from tests.language_models import exported_decoder, padded, quantized_decoder, transformers
 
 #: bytes of the codes and the scales of a head's 16 values
-BYTES = {"mxfp8": (16, 1), "mxint8": (16, 1), "mxfp6": (12, 1), "mxfp4": (8, 1), "mxfp8{8}": (16, 2)}
+BYTES = {"mxfp8": (16, 1), "mxint8": (16, 1), "mxfp6": (12, 1), "mxfp4": (8, 1), "mxfp8{8}": (16, 2), "nvfp4": (8, 1)}
 
 
 def quantizer(kv_cache="mxfp8"):
@@ -60,6 +60,20 @@ def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
         assert all(tensor.dtype == torch.uint8 for tensor in pytree.tree_leaves(codes))
     assert not torch.equal(steps(graph, layers, ids, mask)[0], expected)
     assert cache[0][0].abs().sum() > 0
+
+
+@torch.no_grad()
+def test_a_tensor_scale_is_1():
+    model, program = exported_decoder("llama", num_hidden_layers=1)
+    layers, graph, (ids, mask) = layers_of(model), program.module(), padded()
+    packed = pack_cache(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, MXQuantizer().set_kv_cache("nvfp4"))))
+    (_, exact), (_, stored) = steps(graph, layers, ids, mask), steps(packed, layers_in(packed), ids, mask)
+    for values, (codes, scale) in ((exact[i][0], stored[i][0]) for i in (0, 1)):  # keys, values
+        written = values.flatten(2).any(2)  # codes of zeros that were never written have no scale
+        one = {"tensor_scale": torch.tensor(1.0)}
+        got = pt2mx.dequantize_mx(codes, scale, "nvfp4", **one)
+        want = pt2mx.fake_quantize_mx(values, "nvfp4", **one)
+        assert written.any() and torch.equal(got, want) and not torch.equal(want, values)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +134,8 @@ def test_the_setting_in_recipes_and_dictionaries(tmp_path):
     assert MXQuantizer.from_recipe(tmp_path / "cache_only.yaml").kv_cache == pt2mx.parse("mxfp8")
     with pytest.raises(MXError, match="kv_cache"):
         MXQuantizer().set_kv_cache("fp3")
+    with pytest.raises(MXError, match="blocks of 2 rows, which are tokens"):
+        MXQuantizer().set_kv_cache("mxfp8{2x32}")
     (tmp_path / "bad.yaml").write_text("kv_cache: [mxfp8]\n")
     with pytest.raises(MXError, match="kv_cache"):
         MXQuantizer.from_recipe(tmp_path / "bad.yaml")

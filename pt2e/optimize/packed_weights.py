@@ -1,0 +1,57 @@
+"""Replace rounded weights by codes and scales, where scales do not follow from the rounded values.
+
+Quantizing values on a grid of powers of two again gives the same values. Scales with a significand follow from the
+largest value of a block and of the tensor, which rounding changes; so the graph dequantizes such a weight already, and
+`prepare_pt2e` leaves it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.algorithms.block_scales import BlockScales
+from pt2mx.fx.graph.node import Dequantize, register_buffer, set_value
+from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, ROUNDED_KEY, SPEC_KEY
+from pt2mx.kernels.packing import is_packed
+from pt2mx.pt2e.optimize.targets import WeightTarget
+
+
+def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mapping[Node, BlockScales]) -> None:
+    """Replace weights by `dequantize_mx` of buffers, named as by `fold_weights`.
+
+    Args:
+        model: the graph. It is changed.
+        targets: its weights, whose values are multiples of their scales.
+        scales: the scales of a weight, by its first consumer; others stay.
+    """
+    for target in targets:
+        if (known := scales.get(target.consumers[0].node)) is not None:
+            packed = _dequantize(model, target, known)
+            for node in target.equal:
+                node.replace_all_uses_with(packed)
+
+
+def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -> Node:
+    value, spec = target.value.detach(), scales.spec
+    parts: dict[str, Tensor] = {"data": scales.codes(value), "scale": scales.stored}
+    if scales.tensor_scale is not None:
+        parts["tensor_scale"] = scales.tensor_scale
+    nodes = {}
+    with model.graph.inserting_before(next(node for node in model.graph.nodes if node in target.equal)):
+        for name, part in parts.items():
+            nodes[name] = model.graph.get_attr(register_buffer(model, f"{target.name}_{name}", part))
+            nodes[name].meta["val"] = part
+        length = value.shape[spec.axis] if is_packed(spec.element.bits) else None
+        blocks = spec.element.name, spec.block_size, value.dtype, spec.axis, length
+        call = Dequantize(nodes["data"], nodes["scale"], *blocks).with_scales(
+            *spec.scale_args(), nodes.get("tensor_scale")
+        )
+        packed = model.graph.call_function(ops.dequantize_mx, call.args)
+    packed.meta.update({key: target.node.meta[key] for key in PROVENANCE_KEYS if key in target.node.meta})
+    set_value(packed)
+    packed.meta |= {SPEC_KEY: spec, ROUNDED_KEY: True}
+    return packed

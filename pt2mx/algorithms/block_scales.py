@@ -1,0 +1,129 @@
+"""The scales of a weight's blocks in formats whose scales have a significand.
+
+A weight that an algorithm rounded keeps them: unlike powers of two, they do not follow from the rounded values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pt2mx.functional import tensor_scale_mx
+from pt2mx.kernels import elements, float_scales, reference
+from pt2mx.kernels.float_scales import FloatScale, code_of, multiplier_of, value_of
+from pt2mx.spec import MXSpec
+
+#: candidates for a block's scale, as multiples of the scale of the largest value: it saturates, or leaves room
+_FACTORS = (1.0, 0.85, 0.92, 1.08)
+#: the same, of the scale with which the block's largest value becomes the second largest number of the element
+_SECOND_FACTORS = (1.0, 0.92)
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """The scales of a weight.
+
+    Args:
+        spec: the format, with the axis of the weight counted from the front; blocks of one row.
+        stored: (..., ceil(n / block_size), ...) as `quantize_mx` gives them.
+        tensor_scale: () float32, of formats with one; otherwise None.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.algorithms.block_scales import choose_scales
+        >>> weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+        >>> scales = choose_scales(weight, pt2mx.parse("nvfp4{4}", axis=1))
+        >>> scales.round(weight)  # with the largest value on 6 the others are 4.5, 3 and 1.5
+        tensor([[4., 3., 2., 1.]])
+    """
+
+    spec: MXSpec
+    stored: Tensor
+    tensor_scale: Tensor | None
+
+    def of_values(self, length: int) -> Tensor:
+        """Return what multiplies the element of each value.
+
+        Args:
+            length: n, values along the axis.
+
+        Returns:
+            (..., n, ...) float32.
+        """
+        scale = multiplier_of(self.stored, self.spec, self.tensor_scale)
+        return reference.of_each_value(scale, self.spec.axis, self.spec.block_size, length)
+
+    def round(self, values: Tensor) -> Tensor:
+        """Return the values of the format that are nearest to `values`.
+
+        Args:
+            values: (..., n, ...) float.
+
+        Returns:
+            (..., n, ...) float32.
+        """
+        scale = self.of_values(values.shape[self.spec.axis])
+        return elements.round_to_element(values.float() / scale, self.spec.element, self.spec.rounding) * scale
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Return the codes of values.
+
+        Args:
+            values: (..., n, ...) float.
+
+        Returns:
+            (..., bytes, ...) uint8, as `quantize_mx` packs them.
+        """
+        return reference.codes_by_scales(values, self.spec, self.stored, self.tensor_scale)
+
+
+@torch.no_grad()
+def choose_scales(weight: Tensor, spec: MXSpec, importance: Tensor | None = None) -> BlockScales:
+    """Choose the scale of each block with the least squared error. The tensor scale follows from the weight, and leaves
+    room for the largest block's scale to grow.
+
+    Args:
+        weight: (..., n, ...) float.
+        spec: a format whose scales have a significand; its axis is that of the weight.
+        importance: the weight of each squared error, in the shape of `weight`.
+
+    Returns:
+        The scales.
+    """
+    spec = spec.replace(axis=spec.axis % weight.dim())
+    t = tensor_scale_mx(weight.float(), spec.replace(scale_mode="four_six")) if spec.scale_format.tensor else None
+    blocks = reference.to_blocks(weight.float(), spec)
+    first = float_scales.scale_of(blocks, spec.replace(scale_mode="nearest"), t, elements)
+    scale, grid = spec.scale_format, spec.element
+    second = grid.max_normal / (grid.max_normal - 2.0 ** (grid.emax - grid.mantissa_bits))
+    factors = (*_FACTORS, *(second * factor for factor in _SECOND_FACTORS))
+    weights = 1.0 if importance is None else reference.to_blocks(importance.float(), spec)
+    codes, errors = [], []
+    for factor in factors:
+        value = (value_of(first.code, scale) * factor).clamp(scale.min_value, scale.max_value)
+        codes.append(code_of(value, scale))
+        candidate = FloatScale(codes[-1], first.finite, first.tensor_scale, spec, elements)
+        rounded = elements.round_to_element(candidate.divide(blocks), grid, spec.rounding)
+        error = (candidate.multiply(rounded) - blocks).square_().mul_(weights)
+        errors.append(error.sum(spec.axis + 1, keepdim=True))
+    best = torch.stack(errors).argmin(0, keepdim=True)  # of equal ones the first
+    code = torch.stack(codes).gather(0, best).squeeze(0)
+    chosen = FloatScale(code, first.finite, first.tensor_scale, spec, elements)
+    return BlockScales(spec, reference.stored_scales(chosen, spec, weight.shape), t)
+
+
+def nearest_scales(weight: Tensor, spec: MXSpec) -> BlockScales:
+    """Return the scales that `quantize_mx` gives.
+
+    Args:
+        weight: (..., n, ...) float.
+        spec: a format whose scales have a significand; its axis is that of the weight.
+
+    Returns:
+        The scales.
+    """
+    spec = spec.replace(axis=spec.axis % weight.dim())
+    t = tensor_scale_mx(weight, spec) if spec.scale_format.tensor else None
+    return BlockScales(spec, reference.scales(weight, spec, t), t)
