@@ -189,19 +189,9 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         """
         if tensor_scale is None:
             tensor_scale = self.tensor_scale
-        return MXTensor(
-            qdata,
-            scale,
-            self.elem_dtype,
-            self.block_size,
-            axis,
-            values.dtype,
-            values.shape[axis],
-            values.stride(),
-            self._scale_name,
-            self.block_rows,
-            tensor_scale,
-        )
+        of_values = values.dtype, values.shape[axis], values.stride()
+        scales = self._scale_name, self.block_rows, tensor_scale
+        return MXTensor(qdata, scale, self.elem_dtype, self.block_size, axis, *of_values, *scales)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple]:
         scales = self._scale_name, self.block_rows

@@ -1,9 +1,10 @@
 """Accuracy at 4 bits on pretrained weights: rounded to nearest, by the presets of `pt2mx.optimize`, and distilled.
 
-    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...] [--json]
+    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...]
+        [--formats W4 "NVFP4 W4" ...] [--json]
 
 One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or log-perplexity),
-followed by its ratio to the loss of rounding to nearest with the scale modes floor and even. Then come the seconds
+followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
 until the model is prepared or distilled, and the peak memory of the process. Each model's file describes the data for
 calibration and evaluation.
 """
@@ -29,13 +30,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--presets", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS), metavar="PRESET")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default those of each model")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, list[Row]] = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:
             try:
-                found[name] = processes.submit(rows, name, options.presets).result()
+                found[name] = processes.submit(rows, name, options.presets, options.formats).result()
             except NotInstalledError as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
                 continue

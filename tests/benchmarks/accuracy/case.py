@@ -13,17 +13,22 @@ from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
 
 import pt2mx
-from pt2mx import MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from tests.benchmarks.measure import Row, timed
 
 #: format -> elements of weights and of activations
-FORMATS = {"W4": ("mxfp4", None), "W4A8": ("mxfp4", "mxfp8"), "W4A4": ("mxfp4", "mxfp4")}
-#: scale modes of FP4 for rounding to nearest; the presets use the last one
-SCALE_MODES = ("floor", "even")
+FORMATS: dict[str, tuple[str, str | None]] = {
+    "W4": ("mxfp4", None),
+    "W4A8": ("mxfp4", "mxfp8"),
+    "W4A4": ("mxfp4", "mxfp4"),
+    "NVFP4 W4": ("nvfp4", None),
+    "NVFP4 W4A4": ("nvfp4", "nvfp4"),
+}
+#: format of weights -> its scale modes for rounding to nearest; the presets use the last one
+SCALE_MODES = {"mxfp4": ("floor", "even"), "nvfp4": ("nearest", "four_six")}
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
-OVER = tuple(f"over {mode}" for mode in SCALE_MODES)
 
 Forward = Callable[..., Tensor]
 
@@ -57,21 +62,21 @@ class Case:
     padding_mask: str | None = None
     lessons: Sequence[object] = ()
 
-    def rows(self, roundings: Sequence[str]) -> Iterator[Row]:
+    def rows(self, roundings: Sequence[str], formats: Sequence[str] | None = None) -> Iterator[Row]:
         """The float model, then each format rounded to nearest, and by presets or distilled."""
         yield {"format": "float", **self._judge(self.model).shown}
-        for name in self.formats:
-            nearest: list[float] = []
-            for mode in SCALE_MODES:
+        for name in formats or self.formats:
+            nearest: dict[str, float] = {}
+            for mode in modes(name):
                 figures = self._judge(_quantized(self.model, self.quantizer(name, mode)))
-                nearest.append(figures.loss)
+                nearest[f"over {mode}"] = figures.loss
                 yield _row(name, f"nearest, {mode}", figures, nearest)
             for rounding in roundings:
                 if rounding != DISTILLED or self.lessons:
                     yield self._optimized(name, rounding, nearest)
 
-    def _optimized(self, name: str, rounding: str, nearest: list[float]) -> Row:
-        chosen, results = self.quantizer(name, SCALE_MODES[-1]), []
+    def _optimized(self, name: str, rounding: str, nearest: dict[str, float]) -> Row:
+        chosen, results = self.quantizer(name, modes(name)[-1]), []
         _forget_peak()
         seconds = timed(lambda: results.append(self._prepared(chosen, rounding)))
         cost = {"seconds": f"{seconds:.1f}", "peak MB": _peak()}
@@ -94,15 +99,20 @@ def _quantized(model: GraphModule, chosen: MXQuantizer) -> GraphModule:
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, chosen))
 
 
-def _row(name: str, rounding: str, figures: Figures, nearest: list[float]) -> Row:
-    shares = {key: f"{figures.loss / loss:.2f}" for key, loss in zip(OVER, nearest, strict=False)}
+def modes(name: str) -> tuple[str, ...]:
+    """The scale modes of a format of the table."""
+    return SCALE_MODES.get(FORMATS.get(name, ("mxfp4", None))[0], SCALE_MODES["mxfp4"])
+
+
+def _row(name: str, rounding: str, figures: Figures, nearest: dict[str, float]) -> Row:
+    shares = {key: f"{figures.loss / loss:.2f}" for key, loss in nearest.items()}
     return {"format": name, "rounding": rounding, **figures.shown, "loss": f"{figures.loss:.4f}", **shares}
 
 
 def config(name: str, scale_mode: str) -> MXQuantizationConfig:
-    """A format of the table, with FP4 of that scale mode."""
-    weight, activation = (MXSpec(e, scale_mode=scale_mode) if e == "mxfp4" else e for e in FORMATS[name])
-    return get_default_mx_quantization_config(weight=weight, activation=activation)
+    """A format of the table, with FP4 of that scale mode. Each activation has a tensor scale of its own."""
+    weight, activation = (parse(e, scale_mode=scale_mode) if e in SCALE_MODES else e for e in FORMATS[name])
+    return get_default_mx_quantization_config(weight=weight, activation=activation, tensor_scale="dynamic")
 
 
 def everything(name: str, scale_mode: str) -> MXQuantizer:

@@ -22,5 +22,5 @@ MODELS: dict[str, Callable[[], Case]] = {
 }
 
 
-def rows(name: str, presets: Sequence[str]) -> list[Row]:
-    return list(tqdm(MODELS[name]().rows(presets), desc=name, unit=" rows", disable=None))
+def rows(name: str, presets: Sequence[str], formats: Sequence[str] | None = None) -> list[Row]:
+    return list(tqdm(MODELS[name]().rows(presets, formats), desc=name, unit=" rows", disable=None))
