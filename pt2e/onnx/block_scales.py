@@ -13,12 +13,10 @@ from pt2mx.kernels.float_scales import TENSOR_SCALES, TensorScale, value_of
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.pt2e.onnx.function import Function, Input, onnx
 from pt2mx.pt2e.onnx.rounding import power_below, round_to_element
-from pt2mx.scale_formats import ScaleFormat
+from pt2mx.scale_formats import TENSOR_SCALE_RANGE, ScaleFormat
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
-#: the range of a tensor scale
-_LEAST, _MOST = 2.0**-126, 2.0**126
 _CASTS = {torch.float16: _TYPE.FLOAT16, torch.bfloat16: _TYPE.BFLOAT16}
 
 
@@ -73,17 +71,19 @@ def _step(f: Function, spec: MXSpec, step: str, *operands: Input) -> str:
 
 
 def tensor_scale(f: Function, x: str, spec: MXSpec, static: str = "") -> str:
-    """Return the tensor scale of x, float32 (1,): of its finite values, or the given one, NaN if that is no positive
-    number."""
-    if static:  # the logarithm of a positive number times 0 is 0
+    """Return the tensor scale of x, float32 (1,): of its finite values, or the given one, NaN if that is out of
+    range."""
+    least, most = TENSOR_SCALE_RANGE
+    if static:
         t = f.op("Reshape", static, [1])
-        return f.op("Add", t, f.op("Mul", f.op("Log", t), 0.0))
+        in_range = f.op("And", f.op("GreaterOrEqual", t, least), f.op("LessOrEqual", t, most))
+        return f.op("Where", in_range, t, float("nan"))
     magnitude = f.op("Abs", x)
     finite = f.op("Where", f.op("Less", magnitude, float("inf")), magnitude, 0.0)
     amax = f.op("Reshape", f.op("ReduceMax", finite, keepdims=0), [1])
     room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
     t = _step(f, spec, "of_amax", amax, spec.element.max_normal / spec.element.unit * room)
-    return f.op("Where", f.op("Greater", amax, 0.0), f.op("Clip", t, _LEAST, _MOST), 1.0)
+    return f.op("Where", f.op("Greater", amax, 0.0), f.op("Clip", t, least, most), 1.0)
 
 
 def block_scale(f: Function, amax: str, spec: MXSpec, t: Input) -> str:

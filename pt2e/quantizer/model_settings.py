@@ -101,8 +101,8 @@ class ModelSettings:
         It applies to writes by `aten.index_copy_`, as of a cache of fixed length, and overrides the settings of the
         modules around them. A language model of `pt2mx.quantize_language_model` stores codes and scales.
 
-        A token must not change the scale of earlier ones. So of formats with a scale a tensor, that scale is 1, and only
-        blocks have others: `"nvfp4"` means `fp4_e2m1{16}(e4m3)` here, for values up to 2688 (6 * 448).
+        A token must not change the scale of earlier ones. So the scale of a whole tensor, where a format has one, is 1:
+        `"nvfp4"` means `fp4_e2m1{16}(e4m3)` here, for values up to 2688 (6 * 448).
 
         Args:
             spec: None leaves the cache in high precision.
