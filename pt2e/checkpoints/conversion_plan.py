@@ -23,7 +23,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Mo
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
-from pt2mx.pt2e.checkpoints.weight_formats import format_of, spec_of
+from pt2mx.pt2e.checkpoints.weight_formats import format_of, is_misread, spec_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import MXSpec
@@ -212,11 +212,11 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
         return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
     form = format_of(specs.weight)
     block = spec_of(form).block_size
-    if columns % block:
+    if columns % block and specs.weight.block_rows == 1:
         return f"its {columns} columns are no whole blocks of {block}"
     rows = entry.shape[-1 if holds_columns(layer) else -2]
-    if rows % specs.weight.block_rows:
-        return f"its {rows} rows are no whole blocks of {specs.weight.block_rows}"
+    if specs.weight.block_rows > 1 and is_misread(specs.weight, rows, columns):
+        return f"loaders would divide its {rows} x {columns} values into equal blocks"
     if entry.dtype not in HIGH_PRECISION:
         return f"it holds {entry.dtype}"
     layout.check(name, form)

@@ -22,8 +22,8 @@ from pt2mx.pt2e.checkpoints.weight_formats import (
     PackedTensors,
     Stored,
     check_grid,
+    check_last_blocks,
     check_scales,
-    check_whole_blocks,
     format_of,
     read_tensor_scale,
     spec_by_grid,
@@ -102,7 +102,7 @@ class Layout:
         """
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
-        check_whole_blocks(weight, spec, data)
+        check_last_blocks(weight, spec, data)
         if bool((codes_of(scale) == spec.scale_format.nan).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"

@@ -143,13 +143,25 @@ def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor
         )
 
 
-def check_whole_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
-    """Raise an `MXError` where the last block has fewer rows or columns, for loaders divide the shape by the grid."""
+def is_misread(spec: MXSpec, rows: int, columns: int) -> bool:
+    """Return True for blocks of several rows, the last of which is shorter, that loaders would take for equal ones.
+
+    Loaders divide the shape by the grid of scales. Where that leaves a rest, they know the block or refuse the weight.
+    """
+    sizes = (rows, spec.block_rows), (columns, spec.block_size)
+    counts = [-(-n // block) for n, block in sizes]
+    divisible = all(n % count == 0 for (n, _), count in zip(sizes, counts, strict=True))
+    return divisible and any(count > 1 and n != count * block for (n, block), count in zip(sizes, counts, strict=True))
+
+
+def check_last_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
+    """Raise an `MXError` for a weight that loaders would read in other blocks."""
     rows, columns = data.shape[-2], data.shape[-1] * 8 // spec.element.bits
-    if spec.block_rows > 1 and (rows % spec.block_rows or columns % spec.block_size):
+    if spec.block_rows > 1 and is_misread(spec, rows, columns):
         block = f"{spec.block_rows} x {spec.block_size}"
         raise MXError(
-            f"{weight} is {rows} x {columns}, which are no whole blocks of {block}: leave it in high precision"
+            f"{weight} is {rows} x {columns}, which loaders would divide into equal blocks instead of {block}: leave it "
+            "in high precision"
         )
 
 
@@ -238,11 +250,12 @@ def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Ten
         data[rows] = part.data
         scales.append((part._replace(data=part.data[:0]), rows))
     first = scales[0][0]
-    height = first.spec.block_rows
     if data is None or any(part.spec != first.spec for part, _ in scales):
         raise MXError(f"{name} has parts in {first.spec} and in others: a parameter has one format")
-    if shape[-1] % height:
-        raise MXError(f"{name} has {shape[-1]} rows in a matrix, which are no whole blocks of {height} rows")
+    height = first.spec.block_rows
+    if height > 1 and any(rows.numel() % height for _, rows in scales):
+        scales = [(_per_row(part, rows.numel()), rows) for part, rows in scales]
+        first, height = scales[0][0], 1
     if len({part.tensor_scale.item() for part, _ in scales if part.tensor_scale is not None}) > 1:
         scales = [(_folded(part), rows) for part, rows in scales]
         first = scales[0][0]
@@ -251,6 +264,12 @@ def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Ten
         scale[rows_of_scales(name, part.spec, rows)] = part.scale
     scale = scale.view(*shape[:-1], shape[-1] // height, scale.shape[-1])
     return first._replace(data=data.view(*shape, -1), scale=scale)
+
+
+def _per_row(packed: PackedTensors, rows: int) -> PackedTensors:
+    """Return the same codes with scales of each row, for blocks that do not fit the rows of a merged parameter."""
+    scale = packed.scale.repeat_interleave(packed.spec.block_rows, -2)[..., :rows, :]
+    return packed._replace(scale=scale, spec=packed.spec.replace(block_rows=1))
 
 
 def _folded(packed: PackedTensors) -> PackedTensors:

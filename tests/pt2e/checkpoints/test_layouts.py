@@ -170,6 +170,22 @@ def test_the_grid_of_scales_decides_the_block(codes, grid, block, expected):
     assert LAYOUTS["fp8"].from_tensors("w", "fp8_e4m3", floats, block).spec.scale_format.name == "f32"
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "refused"),
+    [(576, 512, False), (64, 64, False), (256, 384, False), (300, 512, True), (512, 192, True), (576, 192, False)],
+)
+def test_short_last_blocks_that_loaders_misread(rows, columns, refused):
+    form = "fp8_e4m3{128x128}"
+    scale, data = pt2mx.quantize_mx(torch.randn(rows, columns), form)
+    if refused:
+        with pytest.raises(MXError, match=rf"w is {rows} x {columns}, which loaders would divide into equal blocks"):
+            LAYOUTS["fp8"].to_tensors("w", form, data, scale)
+        return
+    tensors = LAYOUTS["fp8"].to_tensors("w", form, data, scale)
+    packed = LAYOUTS["fp8"].from_tensors("w", form, tensors, (128, 128))
+    assert packed.spec == spec_of(form) and torch.equal(packed.data, data) and torch.equal(packed.scale, scale)
+
+
 def test_rows_of_blocks():
     spec = spec_of("fp8_e4m3{128x128}")
     assert rows_of_scales("w", spec, torch.arange(256, 512)).tolist() == [2, 3]

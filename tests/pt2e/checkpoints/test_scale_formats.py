@@ -19,8 +19,9 @@ from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import transformers
 
 LAYER = "model.layers.0"
-Q, UP, GATE, DOWN = (f"{LAYER}.{name}.weight" for name in
-                     ("self_attn.q_proj", "mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"))  # fmt: skip
+Q, K, V, O = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkvo")
+UP, GATE, DOWN = (f"{LAYER}.mlp.{name}_proj.weight" for name in ("up", "gate", "down"))
+MOE = f"{LAYER}.block_sparse_moe"
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def wide(tmp_path):
 @torch.no_grad()
 def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path, form, fields, scales):
     report = in_format(wide, tmp_path / "fp8", form, "fp8")
-    assert report.left["lm_head.weight"] == "its 300 rows are no whole blocks of 128"
+    assert report.left["lm_head.weight"] == "loaders would divide its 300 x 128 values into equal blocks"
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     assert fields.items() <= config.items() and config["weight_block_size"] == [128, 128]
     written = tensors(tmp_path / "fp8")
@@ -145,6 +146,27 @@ def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path
         save_checkpoint(load_checkpoint(tmp_path / "fp8"), stock(wide), tmp_path / "again", "fp8")
         again = tensors(tmp_path / "again")
         assert all(torch.equal(again[name].view(torch.uint8), written[name].view(torch.uint8)) for name in written)
+
+
+@pytest.mark.parametrize("form", ["fp8_e4m3{128x128}(f32)", "fp8_e4m3{128x128}"])
+@torch.no_grad()
+def test_the_last_block_may_be_shorter(in_format, logits, tmp_path, form):
+    """Codes and scales are those of `quantize_mx`; values those of `dequantize_mx`, for experts that merge too."""
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "num_local_experts": 2, "vocab_size": 300, "pad_token_id": 257}
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "float")
+    report = in_format(tmp_path / "float", tmp_path / "fp8", form, "fp8")
+    assert set(report.left) == {"model.embed_tokens.weight", "lm_head.weight", Q, K, V, O, f"{MOE}.gate.weight"}
+    floats, written = tensors(tmp_path / "float"), tensors(tmp_path / "fp8")
+    for name in report.quantized:
+        scale, data = pt2mx.quantize_mx(floats[name], form)
+        assert torch.equal(written[name].view(torch.uint8), data) and scale.shape == (-(-data.shape[0] // 128),
+                                                                                      -(-data.shape[1] // 128))  # fmt: skip
+        assert torch.equal(written[f"{name}_scale_inv"].view(scale.dtype), scale)
+        floats[name] = pt2mx.dequantize_mx(data, scale, form, target_dtype=torch.bfloat16)
+    save_file(floats, tmp_path / "float" / "model.safetensors", {"format": "pt"})
+    assert torch.equal(logits(load_packed_model(tmp_path / "fp8")), logits(stock(tmp_path / "float")))
 
 
 def _calibrated(folder, change=lambda tensors: None, method="modelopt", **fields):
