@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints import compressed_tensors_config, quark_config, read_only_configs
+from pt2mx.pt2e.checkpoints import compressed_tensors_config, modelopt_config, quark_config, read_only_configs
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
@@ -18,17 +18,11 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     Scheme,
     Schemes,
     always,
-    by_wildcard,
-    most_common,
     not_converted,
     unquantized,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, NVFP4, spec_of
+from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, spec_of
 from pt2mx.pt2e.user_errors import user_errors
-from pt2mx.version import __version__
-
-#: `quant_algo` of ModelOpt -> the format of weights, and whether inputs are quantized to it too
-_MODELOPT = {"MXFP8": ("fp8_e4m3", True), "NVFP4": (NVFP4, True), "W4A16_NVFP4": (NVFP4, False)}
 
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -40,64 +34,6 @@ def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
 def read_mxfp4(config: Mapping[str, Any]) -> Rules:
     """Read the rules of gpt-oss, which quantizes only experts."""
     return [(not_converted(config), None), (lambda name, kind: kind == EXPERTS, Scheme("fp4_e2m1"))]
-
-
-def write_modelopt(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Write ModelOpt's MXFP8 or NVFP4, with the field names of both hf_quant_config.json and config.json.
-
-    Raises:
-        MXError: for modules of several schemes.
-    """
-    schemes = [(scheme.form, scheme.inputs is not None) for scheme in most_common(modules.values())]
-    algorithm = next((name for name, scheme in _MODELOPT.items() if [scheme] == list(dict.fromkeys(schemes))), None)
-    if algorithm is None:
-        raise MXError(f"modelopt has one scheme a checkpoint, {', '.join(_MODELOPT)}: give all layers the same")
-    spec = spec_of(schemes[0][0])
-    arguments = {"num_bits": spec.element.bits, "type": "float", "group_size": spec.block_size}
-    group: dict[str, Any] = {"weights": {**arguments, "dynamic": False}}
-    if schemes[0][1]:
-        group["input_activations"] = {**arguments, "dynamic": not spec.scale_format.tensor}
-    return {
-        "quant_method": "modelopt",
-        "quant_algo": algorithm,
-        "group_size": spec.block_size,
-        "config_groups": {"group_0": {**group, "targets": [LINEAR]}},
-        "ignore": unquantized(modules),
-        "producer": {"name": "pt2mx", "version": __version__},
-    }
-
-
-def modelopt_file(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of hf_quant_config.json for the `quantization_config` of config.json."""
-    quantization = {
-        "quant_algo": config["quant_algo"],
-        "kv_cache_quant_algo": None,
-        "group_size": config["group_size"],
-        "exclude_modules": config["ignore"],
-    }
-    return {"producer": config["producer"], "quantization": quantization}
-
-
-def read_modelopt(config: Mapping[str, Any]) -> Rules:
-    """Read the rules: all linear layers except excluded ones; inputs are quantized as ModelOpt does."""
-    inner = config.get("quantization") or config
-    algorithm = str(inner.get("quant_algo"))
-    if algorithm not in _MODELOPT or inner.get("group_size", _group_size(algorithm)) != _group_size(algorithm):
-        raise MXError(
-            f"quant_algo {algorithm!r} of the checkpoint in groups of {inner.get('group_size')}: expected "
-            f"{', '.join(f'{name} in groups of {_group_size(name)}' for name in _MODELOPT)}"
-        )
-    if inner.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"):
-        raise MXError("the checkpoint quantizes its cache, which is not read: take the entry out")
-    excluded = [*(inner.get("exclude_modules") or ()), *(inner.get("ignore") or ())]
-    form, has_inputs = _MODELOPT[algorithm]
-    (mode,) = LAYOUTS["modelopt"].inputs[form]
-    scheme = Scheme(form, spec_of(form).replace(scale_mode=mode) if has_inputs else None)
-    return [*((by_wildcard(name), None) for name in excluded), (always, scheme)]
-
-
-def _group_size(algorithm: str) -> int:
-    return spec_of(_MODELOPT[algorithm][0]).block_size
 
 
 def write_fp8(modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -129,13 +65,13 @@ def model_fields(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
     return {"expert_dtype": "fp4"} if layout.name == "fp8" and "fp4_e2m1" in forms else {}
 
 
-def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the `weight_block_size` of a configuration.
+def _block_of(config: Mapping[str, Any], default: tuple[int, int]) -> tuple[int, int]:
+    """Return the `weight_block_size` of a configuration, or the default.
 
     Raises:
         MXError: where it is no pair of numbers.
     """
-    block = config.get("weight_block_size") or (1, BLOCK)
+    block = config.get("weight_block_size") or default
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
         raise MXError(f"weight_block_size {block!r} of the checkpoint: expected the rows and columns of a block")
     return block[0], block[1]
@@ -143,11 +79,13 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Method:
-    """A kind of `quantization_config`: the functions that write and read it, and the layout of its tensors."""
+    """A kind of `quantization_config`: the functions that write and read it, the layout of its tensors, and the rows
+    and columns of a block where it states none."""
 
     write: Callable[[Mapping[str, Module]], dict[str, Any]] | None
     read: Callable[[Mapping[str, Any]], Rules]
     layout: Layout
+    block: tuple[int, int] = (1, BLOCK)
 
 
 #: `quant_method`, which is the name of a layout that is written -> its functions
@@ -157,7 +95,7 @@ _METHODS = {
     ),
     "mxfp4": Method(write_mxfp4, read_mxfp4, LAYOUTS["mxfp4"]),
     "quark": Method(quark_config.write, quark_config.read, LAYOUTS["quark"]),
-    "modelopt": Method(write_modelopt, read_modelopt, LAYOUTS["modelopt"]),
+    "modelopt": Method(modelopt_config.write, modelopt_config.read, LAYOUTS["modelopt"], (128, 128)),
     "fp8": Method(write_fp8, read_fp8, LAYOUTS["fp8"]),
     "auto-round": Method(None, read_only_configs.read_auto_round, LAYOUTS["compressed-tensors"]),
     "fp-quant": Method(None, read_only_configs.read_fp_quant, read_only_configs.FP_QUANT),
@@ -201,7 +139,7 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)
-        stated, written = (one and (layout.by_grid or one.form) for one in (read, module.scheme))
+        stated, written = (one and (one.form in layout.by_grid or one.form) for one in (read, module.scheme))
         if module.kind == LINEAR and stated != written:
             raise MXError(
                 f"loaders of {layout.name}, which match the beginning or the end of a name, would not tell {name} "
@@ -226,7 +164,8 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
     if method not in _METHODS:
         raise MXError(f"quant_method {config.get('quant_method')!r} of the checkpoint is none of {', '.join(_METHODS)}")
     with user_errors(f"read the quantization_config of {method}"):
-        return Schemes(_METHODS[method].layout, _METHODS[method].read(config), _block_of(config))
+        known = _METHODS[method]
+        return Schemes(known.layout, known.read(config), _block_of(config, known.block))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

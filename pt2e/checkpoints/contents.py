@@ -17,7 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
-from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
@@ -86,9 +86,10 @@ def build_tensors(
     unpacked = take_values(packed, unpack, model, _dtype(graph))
     kinds = weights_of(model)
     packed = {name: _in_layout(name, packed, layout, _dtype(graph)) for name in packed}
+    _check_factors(packed, layout)
     for name, user in packed.items():
         _check(name, kinds[name], user, layout)
-    tensors = {**_float_values(graph, model, prefix, {*packed, *unpacked}), **unpacked}
+    tensors = {**_float_values(graph, users, model, prefix, {*packed, *unpacked}), **unpacked}
     modules = _modules(model, kinds, packed)
     check_compatibility(layout, modules, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -144,6 +145,17 @@ def _in_layout(name: str, packed: dict[str, WeightUser], layout: Layout, dtype: 
     return dataclasses.replace(user, spec=recoded.spec, scale=recoded.scale, tensor_scale=recoded.tensor_scale)
 
 
+def _check_factors(packed: dict[str, WeightUser], layout: Layout) -> None:
+    """Raise an `MXError` where inputs are multiplied by factors that the layout has no place for."""
+    factors = [name for name, user in packed.items() if user.pre_scale is not None]
+    if factors and not layout.pre_scale:
+        able = ", ".join(other.name for other in LAYOUTS.values() if other.pre_scale)
+        raise MXError(
+            f"{factors[0].rpartition('.')[0]} multiplies its inputs by factors (pre_quant_scale), which {layout.name} "
+            f"has no place for: give the layout {able}"
+        )
+
+
 def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
     """Raise an `MXError` where the layout cannot hold a weight."""
     if kind not in (LINEAR, EMBEDDING, EXPERTS):
@@ -177,9 +189,11 @@ def _check_dtypes(graph: GraphModule, layout: Layout) -> None:
             )
 
 
-def _float_values(graph: GraphModule, model: PreTrainedModel, prefix: str, others: set[str]) -> dict[str, Tensor]:
+def _float_values(
+    graph: GraphModule, users: list[WeightUser], model: PreTrainedModel, prefix: str, others: set[str]
+) -> dict[str, Tensor]:
     """Return the tensors of the graph, or else of the model, by their names in the model, except `others`."""
-    values = {name.removeprefix(prefix): tensor for name, tensor in float_tensors(graph)}
+    values = {name.removeprefix(prefix): tensor for name, tensor in float_tensors(graph, users)}
     state, tied = model.state_dict(), tied_names(model)
     known = {*state, *(name for name, _ in model.named_buffers())}
     for name in values:
@@ -205,7 +219,8 @@ def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, We
     for name, kind in kinds.items():
         path, user = name.rpartition(".")[0], packed.get(name)
         scheme = None if user is None else Scheme(user.form, user.inputs)
-        if modules.setdefault(path, Module(kind, scheme)).scheme != scheme:
+        module = Module(kind, scheme, pre_scaled=user is not None and user.pre_scale is not None)
+        if modules.setdefault(path, module).scheme != scheme:
             raise MXError(f"the weights of {path} are quantized in different ways: a checkpoint says it once a module")
     return modules
 
@@ -249,7 +264,10 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
             )
             scales = scale[rows_of_scales(part, user.spec, rows)]
             tensors |= layout.to_tensors(part, user.form, data[rows], scales, tensor_scale)
+            module = part.rpartition(".")[0]
             if input_scale is not None:
                 shape = layout.stored[user.form].tensor_scale_shape
-                tensors[f"{part.rpartition('.')[0]}.{layout.input_scale}"] = input_scale.reshape(shape)
+                tensors[f"{module}.{layout.input_scale}"] = input_scale.reshape(shape)
+            if user.pre_scale is not None:
+                tensors[f"{module}.{layout.pre_scale}"] = user.pre_scale.detach().clone()
     return tensors

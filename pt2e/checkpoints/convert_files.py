@@ -17,8 +17,8 @@ import torch
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
+from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT, quantization_of
-from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
 from pt2mx.pt2e.checkpoints.layouts import layout_named
@@ -214,7 +214,7 @@ def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None
         shutil.copyfile(source / path, output / path)
     quantization = plan.config["quantization_config"]
     if quantization["quant_method"] == "modelopt":
-        write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", output / MODELOPT)
+        write_text(json.dumps(modelopt_config.file_of(quantization), indent=2) + "\n", output / MODELOPT)
     write_text(json.dumps(plan.config, indent=2, sort_keys=True) + "\n", output / CONFIG)
     (output / MANIFEST).unlink()
 

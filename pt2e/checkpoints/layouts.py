@@ -17,10 +17,12 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.float_scales import codes_of
 from pt2mx.pt2e.checkpoints.weight_formats import (
     BLOCK,
+    FP8_BLOCKS,
     NVFP4,
     NVFP4_DIVISOR,
     PackedTensors,
     Stored,
+    as_grid,
     check_grid,
     check_last_blocks,
     check_scales,
@@ -55,7 +57,7 @@ class Layout:
         only_experts: True where only the experts of a mixture are quantized.
         linear_experts: True where experts that a model has in one tensor are linear layers of their own.
         embeddings: the formats that libraries accept for the weight of an embedding.
-        by_grid: True where the shapes of scales and the dtypes of both decide the format of a weight.
+        by_grid: the formats for which the shapes of scales and the dtypes of both decide the format of a weight.
         input_scale, pre_scale, rotation: names of the tensor scale of a module's inputs, of their factors, (K,), and
             of the orthogonal matrix that multiplies them in groups.
         unused: the names of other tensors of a module.
@@ -69,7 +71,7 @@ class Layout:
     only_experts: bool = False
     linear_experts: bool = False
     embeddings: tuple[str, ...] = ()
-    by_grid: bool = False
+    by_grid: tuple[str, ...] = ()
     input_scale: str = ""
     pre_scale: str = ""
     rotation: str = ""
@@ -84,7 +86,7 @@ class Layout:
         """Return `names` as the tensors of a checkpoint: DeepSeek-V4 calls the scales of `x.weight` `x.scale`."""
         data, scale, *others = self.names(weight, form)
         short = weight.removesuffix("weight") + "scale"
-        if self.by_grid and scale not in tensors and short in tensors:
+        if form in self.by_grid and scale not in tensors and short in tensors:
             scale = short
         return data, scale, *others
 
@@ -108,7 +110,8 @@ class Layout:
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
-        tensors = [codes, scale.view(stored.scale_dtype)]
+        scale = scale.view(stored.scale_dtype)
+        tensors = [codes, scale[:, None, :, None] if stored.spread_scales else scale]
         if spec.scale_format.tensor:
             assert tensor_scale is not None
             tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
@@ -135,6 +138,7 @@ class Layout:
         if missing := [name for name in names if name not in tensors]:
             raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
         data, scale, *others = (tensors[name] for name in names)
+        scale = as_grid(scale) if form in self.by_grid else scale
         spec = self.spec_in(weight, form, dict(zip(names, (data, scale), strict=False)), block)
         scale_dtype = spec.scale_format.dtype
         for name, tensor, dtypes in (
@@ -154,10 +158,10 @@ class Layout:
 
     def spec_in(self, weight: str, form: str, tensors: Mapping[str, Tensor], block: tuple[int, int]) -> MXSpec:
         """Return the format of a weight: `form`, or what the codes and scales say, which may be on the meta device."""
-        if not self.by_grid:
+        if form not in self.by_grid:
             return spec_of(form)
         data, scale = (tensors[name] for name in self.stored_names(weight, form, tensors)[:2])
-        return spec_by_grid(weight, data, scale, block)
+        return spec_by_grid(weight, data, as_grid(scale), block)
 
     def check(self, weight: str, form: str) -> Stored:
         """Return how the layout stores a format.
@@ -229,7 +233,7 @@ class Layout:
 _FP8_GRID = {
     "fp8_e4m3": Stored("", "_scale_inv", _E4M3),
     "fp8_e4m3{128x128}": Stored("", "_scale_inv", _E4M3, _E8M0),
-    "fp8_e4m3{128x128}(f32)": Stored("", "_scale_inv", _E4M3, torch.float32),
+    FP8_BLOCKS: Stored("", "_scale_inv", _E4M3, torch.float32),
     "fp4_e2m1": Stored("", "_scale_inv", torch.int8, _E8M0),
 }
 
@@ -265,15 +269,20 @@ LAYOUTS: dict[str, Layout] = {
         ),
         Layout(
             "modelopt",
-            {"fp8_e4m3": _FLOAT8, NVFP4: Stored("", "_scale", torch.uint8, _E4M3, "_scale_2")},
+            {
+                "fp8_e4m3": _FLOAT8,
+                NVFP4: Stored("", "_scale", torch.uint8, _E4M3, "_scale_2"),
+                FP8_BLOCKS: Stored("", "_scale", _E4M3, torch.float32, spread_scales=True),
+            },
             {"fp8_e4m3": ("rceil",), NVFP4: ("nearest",)},
             always_inputs=("fp8_e4m3",),
             linear_experts=True,
             dtypes=_FLOATS,
+            by_grid=(FP8_BLOCKS,),
             input_scale="input_scale",
             pre_scale="pre_quant_scale",
         ),
-        Layout("fp8", _FP8_GRID, dtypes=_FLOATS, by_grid=True),
+        Layout("fp8", _FP8_GRID, dtypes=_FLOATS, by_grid=tuple(_FP8_GRID)),
     )
 }
 

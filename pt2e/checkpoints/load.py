@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,10 +29,11 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, Inputs, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge, read_tensor_scale
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from pt2mx.pt2e.language.language_model import LanguageModel
 
 _GENERATION = "generation_config.json"
-#: the name of one of several experts
-_EXPERT = re.compile(r"\.experts\.\d+")
 
 
 class Packed(NamedTuple):
@@ -198,7 +196,7 @@ def _load_packed(
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         codes = _codes(skeleton, name, weight, schemes, tensors)
-        inputs = _inputs(name, weight, schemes.layout, tensors)
+        inputs = read_inputs(name, weight.scheme.inputs, weight.parts or (name,), schemes.layout, tensors)
         shape = (*codes.data.shape[:-1], codes.data.shape[-1] * 8 // codes.spec.element.bits)
         expected = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
         if shape != expected:
@@ -277,33 +275,3 @@ def _codes(
     layer = skeleton.get_submodule(name.rpartition(".")[0])
     shape = as_matrix(layer, skeleton.get_parameter(name)).shape[:-1]
     return next(read)[0] if len(parts) == 1 else merge(name, shape, read)
-
-
-def _inputs(name: str, weight: Packed, layout: Layout, tensors: Mapping[str, Tensor]) -> Inputs:
-    """Return what happens to the inputs of a module. Those of experts with a tensor scale each stay in high precision.
-
-    Raises:
-        MXError: where the tensor scale is missing, or parts of a weight have different factors or scales.
-    """
-    spec, modules = weight.scheme.inputs, {part.rpartition(".")[0] for part in weight.parts or (name,)}
-    has_tensor_scale = spec is not None and bool(spec.scale_format.tensor)
-    if has_tensor_scale and len(modules) > 1 and _EXPERT.search(next(iter(modules))):
-        return Inputs()
-    read: list[Tensor | None] = []
-    for suffix, required in (
-        (layout.input_scale, has_tensor_scale),
-        (layout.pre_scale, False),
-        (layout.rotation, bool(layout.rotation)),
-    ):
-        values = [tensors[f"{module}.{suffix}"] for module in modules if f"{module}.{suffix}" in tensors]
-        if required and len(values) < len(modules):
-            raise MXError(f"the checkpoint holds no {min(modules)}.{suffix}, which changes its inputs")
-        if any(not tensor.equal(values[0]) for tensor in values[1:]):
-            raise MXError(f"{suffix} of the parts of {name} differ, and the model multiplies the same inputs with them")
-        read.append(values[0] if values else None)
-    tensor_scale, pre_scale, rotation = read
-    if rotation is not None and not rotation.equal(rotation.mT):
-        raise MXError(f"{min(modules)}.{layout.rotation} is no symmetric matrix, which is not read")
-    if tensor_scale is not None and has_tensor_scale:
-        tensor_scale = read_tensor_scale(f"{min(modules)}.{layout.input_scale}", tensor_scale)
-    return Inputs(spec, tensor_scale if has_tensor_scale else None, pre_scale, rotation)

@@ -43,10 +43,12 @@ class Module:
     Args:
         kind: "Linear", "Embedding", or "Experts" for several weights in one tensor.
         scheme: its quantization; None: it is in high precision.
+        pre_scaled: True where the checkpoint holds factors of its inputs, as AWQ computes them.
     """
 
     kind: str
     scheme: Scheme | None
+    pre_scaled: bool = False
 
 
 #: a predicate of the qualified name and the kind of a module

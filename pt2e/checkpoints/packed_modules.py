@@ -20,7 +20,7 @@ _FORMATS = "_mx_formats"
 #: suffixes of a parameter's buffers
 DATA, SCALE, TENSOR_SCALE = "_data", "_scale", "_tensor_scale"
 #: buffers of a module: factors of its inputs, (K,), their rotation, and the tensor scale of its inputs
-_PRE_SCALE, _ROTATION, _INPUT_SCALE = "input_pre_scale", "input_rotation", "input_tensor_scale"
+PRE_SCALE, _ROTATION, _INPUT_SCALE = "input_pre_scale", "input_rotation", "input_tensor_scale"
 
 
 class Inputs(NamedTuple):
@@ -64,7 +64,7 @@ def replace_parameter(module: nn.Module, name: str, packed: PackedTensors, input
         module.register_buffer(f"{name}{suffix}", tensor.movedim(-1, axis).contiguous())
     if packed.tensor_scale is not None:
         module.register_buffer(f"{name}{TENSOR_SCALE}", packed.tensor_scale.clone())
-    buffers = {_PRE_SCALE: inputs.pre_scale, _ROTATION: inputs.rotation, _INPUT_SCALE: inputs.tensor_scale}
+    buffers = {PRE_SCALE: inputs.pre_scale, _ROTATION: inputs.rotation, _INPUT_SCALE: inputs.tensor_scale}
     for buffer, value in buffers.items():
         if value is not None:
             module.register_buffer(buffer, value)
@@ -91,7 +91,7 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
 def _multiply_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
-    return x * getattr(module, _PRE_SCALE), *others
+    return x * getattr(module, PRE_SCALE), *others
 
 
 def _rotate_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

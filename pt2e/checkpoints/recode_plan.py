@@ -78,7 +78,8 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None, weigh
                     scheme = _add(plan, part, parameter, weight.scheme, shapes)
             if kind == EXPERTS and not whole and scheme == Scheme(NVFP4_DIVISOR):
                 plan.unit_scales |= {part for part in parts if spec_of(weight.scheme.form).has_e8m0_scale}
-            modules |= {part.rpartition(".")[0]: Module(kind, scheme) for part in parts}
+            for module in (part.rpartition(".")[0] for part in parts):
+                modules[module] = Module(kind, scheme, pre_scaled=f"{module}.{schemes.layout.pre_scale}" in shapes)
         if modules.setdefault(parameter.rpartition(".")[0], Module(kind, scheme)).scheme != scheme:
             raise MXError(f"{layout.name} has one format for each module, and {parameter} has another")
     if not plan.chosen:

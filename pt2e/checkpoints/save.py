@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX, MODELOPT
-from pt2mx.pt2e.checkpoints.configs import modelopt_file
 from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
 from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
@@ -187,7 +187,7 @@ def _write_configs(contents: Contents, generation_config: Any, folder: Path) -> 
     contents.config.save_pretrained(folder)
     quantization = contents.config.quantization_config
     if quantization["quant_method"] == "modelopt":
-        write_text(json.dumps(modelopt_file(quantization), indent=2) + "\n", folder / MODELOPT)
+        write_text(json.dumps(modelopt_config.file_of(quantization), indent=2) + "\n", folder / MODELOPT)
     if generation_config is None:  # an encoder has no generation config
         return
     try:

@@ -24,6 +24,8 @@ from pt2mx.spec import MXSpec, parse
 BLOCK = 32
 #: NVFP4 with the tensor scale as a factor, and as a divisor
 NVFP4, NVFP4_DIVISOR = "nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)"
+#: FP8 whose blocks have float32 scales
+FP8_BLOCKS = "fp8_e4m3{128x128}(f32)"
 #: dtype of scales that are floats -> the scale format
 _FLOAT_SCALES = {form.dtype: name for name, form in SCALE_FORMATS.items() if form.dtype.is_floating_point}
 
@@ -38,6 +40,7 @@ class Stored:
         tensor_scale: the suffix of the scale of the whole tensor, (1,) or () float32; "" for none.
         tensor_scale_shape: its shape in files.
         by_block: the codes of a block have their own dimension: (..., N, K / 32, bytes of 32).
+        spread_scales: scales have dimensions of 1: (blocks of N, 1, blocks of K, 1).
     """
 
     data: str
@@ -47,6 +50,7 @@ class Stored:
     tensor_scale: str = ""
     tensor_scale_shape: tuple[int, ...] = ()
     by_block: bool = False
+    spread_scales: bool = False
 
 
 class PackedTensors(NamedTuple):
@@ -91,6 +95,9 @@ def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int
         scale: (..., blocks of N, blocks of K), E8M0 or floats.
         block: the rows and columns of a block that the configuration states.
 
+    Returns:
+        Blocks of that shape, of 1 x 32, or those into which the grid divides the weight evenly.
+
     Raises:
         MXError: for a grid that fits no block.
     """
@@ -106,6 +113,14 @@ def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int
         if height and width and (-(-rows // height), -(-columns // width)) == grid:
             return MXSpec(element, width, scale_format=_FLOAT_SCALES.get(scale.dtype, "e8m0"), block_rows=height)
     raise MXError(_misfit(weight, element, data, scale))
+
+
+def as_grid(scale: Tensor) -> Tensor:
+    """Return scales as (..., blocks of N, blocks of K): those of ModelOpt are one number, (N,), or spread over four
+    dimensions."""
+    if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:
+        return scale[:, 0, :, 0]
+    return scale.reshape(-1, 1) if scale.dim() < 2 else scale
 
 
 def _misfit(weight: str, element: str, data: Tensor, scale: Tensor) -> str:
@@ -160,8 +175,8 @@ def check_last_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
     if spec.block_rows > 1 and is_misread(spec, rows, columns):
         block = f"{spec.block_rows} x {spec.block_size}"
         raise MXError(
-            f"{weight} is {rows} x {columns}, which loaders would divide into equal blocks instead of {block}: leave it "
-            "in high precision"
+            f"{weight} is {rows} x {columns}, which loaders would divide into equal blocks instead of {block}: leave "
+            "it in high precision"
         )
 
 

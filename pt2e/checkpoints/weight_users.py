@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import Dequantize, is_ours, name_of, tensor_of
+from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts
+from pt2mx.pt2e.checkpoints.packed_modules import PRE_SCALE
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
 from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, format_of
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
@@ -44,6 +46,7 @@ class WeightUser:
         tensor_scale: () float32, for a scale format with one.
         inputs: the spec of the inputs that the module multiplies with it; None: high precision.
         input_scale: their tensor scale, () float32, for a scale format with one.
+        pre_scale: (K,) float, by which the module multiplies inputs first; None: nothing.
     """
 
     module: str
@@ -54,6 +57,7 @@ class WeightUser:
     tensor_scale: Tensor | None
     inputs: MXSpec | None
     input_scale: Tensor | None = None
+    pre_scale: Tensor | None = None
 
     @property
     def form(self) -> str:
@@ -77,15 +81,19 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
     for node in quantizable_operators(model.graph):
         weights: list[Node] = []
         inputs: list[Node] = []
+        floats: list[Node] = []
         for operand in operands_of(node):
             argument = operand_node(node, operand)
             to = None if argument is None else Dequantize.of(argument)
-            if argument is None or to is None or operand.name == "bias":
+            if argument is None or operand.name == "bias":
                 continue
-            (weights if to.codes.op == "get_attr" else inputs).append(argument)
+            (floats if to is None else weights if to.codes.op == "get_attr" else inputs).append(argument)
         if len(weights) == 1 and len(inputs) < 2:
-            explained |= {*weights, *inputs, *filter(None, map(quantize_of, inputs))}
-            users.append(_weight_user(model, node, weights[0], inputs))
+            quantized = list(filter(None, map(quantize_of, inputs)))
+            explained |= {*weights, *inputs, *quantized}
+            user = _weight_user(model, node, weights[0], inputs)
+            sources = [*floats, *map(node_arg, quantized)]
+            users.append(dataclasses.replace(user, pre_scale=_pre_scale(model, sources[0]) if sources else None))
     for node in (*inner, *(node for node in model.graph.nodes if is_ours(node) and node not in explained)):
         raise MXError(
             f"{module_name(node) or node.name} calls {operator_name(node.target)} for what is neither a weight nor the "
@@ -109,6 +117,15 @@ def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node
     return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, specs[0], input_scale)
 
 
+def _pre_scale(model: GraphModule, inputs: Node) -> Tensor | None:
+    """Return the factors by which a module that `replace_parameter` changed multiplies its inputs."""
+    if inputs.target is not torch.ops.aten.mul.Tensor:
+        return None
+    factors = args_of(inputs)[1]
+    is_buffer = isinstance(factors, Node) and factors.op == "get_attr"
+    return tensor_of(model, factors) if is_buffer and name_of(factors).endswith(PRE_SCALE) else None
+
+
 def _tensor_scale(model: GraphModule, dequantize: Node) -> Tensor | None:
     """Return the tensor scale of a pair; None for a format without one.
 
@@ -124,8 +141,8 @@ def _tensor_scale(model: GraphModule, dequantize: Node) -> Tensor | None:
     return None if node is None else tensor_of(model, node)
 
 
-def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that are no codes or scales, under each of their names."""
+def float_tensors(model: GraphModule, users: Sequence[WeightUser]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that are no codes, scales, or factors of inputs, under each of their names."""
     packed = {
         name_of(tensor)
         for node in model.graph.nodes
@@ -134,7 +151,8 @@ def float_tensors(model: GraphModule) -> Iterator[tuple[str, Tensor]]:
         if tensor is not None and tensor.op == "get_attr"
     }
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return ((name, tensor.detach()) for name, tensor in named if name not in packed)
+    factors = {id(user.pre_scale) for user in users}
+    return ((name, tensor.detach()) for name, tensor in named if name not in packed and id(tensor) not in factors)
 
 
 def take_values(
@@ -165,6 +183,8 @@ def take_values(
             user = packed.pop(name)
             if user.inputs is not None:
                 raise MXError(f"unpack: inputs of {name} are quantized, which a checkpoint states only with codes")
+            if user.pre_scale is not None:
+                raise MXError(f"unpack: inputs of {name} are multiplied by factors, which only codes have")
             unpacked[name] = _values(name, user, model, dtype)
     return unpacked
 

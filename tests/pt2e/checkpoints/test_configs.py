@@ -3,7 +3,8 @@ import re
 import pytest
 
 from pt2mx import MXError, MXSpec
-from pt2mx.pt2e.checkpoints.configs import modelopt_file, read_config, write_config
+from pt2mx.pt2e.checkpoints import modelopt_config
+from pt2mx.pt2e.checkpoints.configs import read_config, write_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
 
@@ -80,7 +81,7 @@ def test_quark():
 def test_modelopt_and_fp8_and_gpt_oss():
     modules = {name: Module("Linear", Scheme("fp8_e4m3", RCEIL8)) for name in "ab"} | {"head": Module("Linear", None)}
     config = write_config(LAYOUTS["modelopt"], modules)
-    for one in (config, {"quant_method": "modelopt", **modelopt_file(config)}):
+    for one in (config, {"quant_method": "modelopt", **modelopt_config.file_of(config)}):
         schemes = read_config(one)
         assert schemes.of("a") == Scheme("fp8_e4m3", RCEIL8) and schemes.of("head") is None
     modules = {"a": Module("Linear", Scheme("fp8_e4m3")), "e": Module("Embedding", None)}
@@ -109,6 +110,10 @@ def test_modelopt_and_fp8_and_gpt_oss():
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "dtype 'int4', qscheme None"),
         ({"quant_method": "quark", "export": {"weight_format": "fake"}}, "weight_format 'fake'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "'NVFP4' of the checkpoint in groups"),
+        ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "'INT4_AWQ' of the checkpoint in groups of None: exp"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "has no quantized_layers"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers":
+          {"l.q": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "'W4A8_AWQ' of l.q in groups of 128"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transforms inputs (transform_config)"),
         ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]}, "rotates inputs (r3 of"),
         ({"config_groups": {"MXFP4": ["Linear"]}}, "could not read the quantization_config of compressed-tensors"),

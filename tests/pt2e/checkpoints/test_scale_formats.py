@@ -19,7 +19,7 @@ from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import transformers
 
 LAYER = "model.layers.0"
-Q, K, V, O = (f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkvo")
+ATTENTION = [f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkvo"]
 UP, GATE, DOWN = (f"{LAYER}.mlp.{name}_proj.weight" for name in ("up", "gate", "down"))
 MOE = f"{LAYER}.block_sparse_moe"
 
@@ -157,12 +157,12 @@ def test_the_last_block_may_be_shorter(in_format, logits, tmp_path, form):
     torch.manual_seed(0)
     transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).bfloat16().save_pretrained(tmp_path / "float")
     report = in_format(tmp_path / "float", tmp_path / "fp8", form, "fp8")
-    assert set(report.left) == {"model.embed_tokens.weight", "lm_head.weight", Q, K, V, O, f"{MOE}.gate.weight"}
+    assert set(report.left) == {"model.embed_tokens.weight", "lm_head.weight", *ATTENTION, f"{MOE}.gate.weight"}
     floats, written = tensors(tmp_path / "float"), tensors(tmp_path / "fp8")
     for name in report.quantized:
         scale, data = pt2mx.quantize_mx(floats[name], form)
-        assert torch.equal(written[name].view(torch.uint8), data) and scale.shape == (-(-data.shape[0] // 128),
-                                                                                      -(-data.shape[1] // 128))  # fmt: skip
+        assert scale.shape == (-(-data.shape[0] // 128), -(-data.shape[1] // 128))
+        assert torch.equal(written[name].view(torch.uint8), data)
         assert torch.equal(written[f"{name}_scale_inv"].view(scale.dtype), scale)
         floats[name] = pt2mx.dequantize_mx(data, scale, form, target_dtype=torch.bfloat16)
     save_file(floats, tmp_path / "float" / "model.safetensors", {"format": "pt"})
@@ -199,8 +199,17 @@ def test_inputs_of_modelopt(in_format, logits, tmp_path):
     assert torch.equal(logits(program), logits(model, mask=True))
     with pytest.raises(MXError, match="multiplies inputs, which compressed-tensors has no place for"):
         convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
-    with pytest.raises(MXError, match="input_pre_scale"):
-        save_checkpoint(program, stock(tmp_path / "float"), tmp_path / "again", "modelopt")
+    float_one = stock(tmp_path / "float")
+    with pytest.raises(MXError, match=r"down_proj multiplies its inputs by factors .* compressed-tensors has no place"):
+        save_checkpoint(program, float_one, tmp_path / "again", "compressed-tensors")
+    save_checkpoint(program, float_one, tmp_path / "again", "modelopt")
+    convert_checkpoint(tmp_path / "nv", tmp_path / "copy", layout="modelopt")
+    for folder in ("again", "copy"):
+        written, first = tensors(tmp_path / folder), tensors(tmp_path / "nv")
+        assert written.keys() == first.keys() and all(torch.equal(written[name], first[name]) for name in first)
+        config = json.loads((tmp_path / folder / "hf_quant_config.json").read_text())["quantization"]
+        assert (config["quant_algo"], config["pre_quant_scale"], config["group_size"]) == ("NVFP4_AWQ", True, 16)
+        assert torch.equal(logits(load_packed_model(tmp_path / folder)), logits(load_packed_model(tmp_path / "nv")))
 
 
 def test_inputs_with_tensor_scales_go_from_file_to_file(in_format, tmp_path):
