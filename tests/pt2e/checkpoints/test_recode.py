@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.recode import alike_form, recode
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, spec_of
 from pt2mx.pt2e.cli.command import main
@@ -147,7 +146,7 @@ def test_layouts_without_such_a_format(llama, tmp_path):
     convert_checkpoint(llama, tmp_path / "six", of_weights("mxfp6_e3m2"), layout="quark")
     with pytest.raises(MXError, match=r"modelopt cannot hold .* in fp6_e3m2"):
         convert_checkpoint(tmp_path / "six", tmp_path / "out", layout="modelopt")
-    assert not (tmp_path / "out").exists() and LAYOUTS["modelopt"].stored.keys() == {"fp8_e4m3", NVFP4}
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command(llama, tmp_path, capsys):
