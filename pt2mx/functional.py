@@ -90,7 +90,7 @@ def dequantize_mx(
         target_dtype: float32, float16 or bfloat16.
         axis: the dimension along which blocks run, as they were quantized; by default -1.
         length: n, where packing rounded it up (an odd n in FP4, an n that 4 does not divide in FP6).
-        tensor_scale: as they were quantized.
+        tensor_scale: as they were quantized; of codes of E matrices also (E,), one of each.
 
     Returns:
         (..., length, ...) `target_dtype`.
@@ -115,7 +115,8 @@ def dequantize_mx(
         parse_scale_format(scale.dtype).grid == spec.scale_format.grid
     ):
         scale = scale.view(torch.uint8)
-    _check_tensor_scale(tensor_scale, spec, data)
+    if tensor_scale is not None:
+        check_tensors(tensor_scale=tensor_scale)
     element, block_size, axis, *_ = spec.quantize_args()
     scales = *spec.scale_args(), tensor_scale
     return ops.dequantize_mx(data, scale, element, block_size, target_dtype, axis, length, *scales)

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
+from pt2mx.kernels.float_scales import has_each
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
@@ -262,6 +263,8 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
             tensor_scale, input_scale = (
                 None if one is None else one.clone() for one in (user.tensor_scale, user.input_scale)
             )
+            if tensor_scale is not None and has_each(tensor_scale):
+                tensor_scale = tensor_scale[rows[0] // user.data.shape[-2]].clone()
             scales = scale[rows_of_scales(part, user.spec, rows)]
             tensors |= layout.to_tensors(part, user.form, data[rows], scales, tensor_scale)
             module = part.rpartition(".")[0]

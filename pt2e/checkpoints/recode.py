@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, value_of
+from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
 from pt2mx.spec import MXSpec
@@ -58,6 +58,8 @@ def recode(
     old, new = packed.spec, spec_of(form)
     if format_of(old) == form:
         return packed
+    if has_each(packed.tensor_scale):
+        return _each(name, packed, form, dtype)
     try:
         if old.block_rows > 1:
             return packed._replace(scale=_spread(packed), spec=new)
@@ -75,6 +77,16 @@ def recode(
         return PackedTensors(packed.data, scale, new)
     except MXError as error:
         raise MXError(f"{name} cannot be converted to {form}: {error}") from None
+
+
+def _each(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> PackedTensors:
+    """Convert matrices with a tensor scale each."""
+    assert packed.tensor_scale is not None
+    matrices = enumerate(zip(packed.data, packed.scale, packed.tensor_scale, strict=True))
+    recoded = [recode(f"{name}[{i}]", PackedTensors(d, s, packed.spec, t), form, dtype) for i, (d, s, t) in matrices]
+    scales = [one.tensor_scale for one in recoded if one.tensor_scale is not None]
+    scale = torch.stack([one.scale for one in recoded])
+    return PackedTensors(packed.data, scale, recoded[0].spec, torch.stack(scales) if scales else None)
 
 
 def shared_factor(weights: Mapping[str, PackedTensors], form: str) -> Tensor | None:

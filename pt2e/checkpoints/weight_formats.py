@@ -60,7 +60,7 @@ class PackedTensors(NamedTuple):
         data: (..., N, bytes of K) uint8.
         scale: (..., blocks of N, blocks of K), in the dtype of the spec's scale format.
         spec: the format.
-        tensor_scale: () float32, for a scale format with one.
+        tensor_scale: () float32, for a scale format with one; (E,) for E matrices with one each.
     """
 
     data: Tensor
@@ -246,7 +246,8 @@ def rows_of_scales(name: str, spec: MXSpec, rows: Tensor) -> Tensor:
 def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Tensor]]) -> PackedTensors:
     """Merge the rows of a parameter, whose codes a checkpoint holds in parts.
 
-    Parts with different tensor scales get float32 scales, the products that kernels compute: the values are equal.
+    Matrices with different tensor scales keep them. Parts of one matrix with different tensor scales get float32
+    scales, the products that kernels compute: the values are equal.
 
     Args:
         name: the parameter, for errors.
@@ -271,14 +272,27 @@ def merge(name: str, shape: torch.Size, parts: Iterable[tuple[PackedTensors, Ten
     if height > 1 and any(rows.numel() % height for _, rows in scales):
         scales = [(_per_row(part, rows.numel()), rows) for part, rows in scales]
         first, height = scales[0][0], 1
-    if len({part.tensor_scale.item() for part, _ in scales if part.tensor_scale is not None}) > 1:
+    tensor_scale = _of_matrices(shape, scales)
+    if tensor_scale is None and first.tensor_scale is not None:
         scales = [(_folded(part), rows) for part, rows in scales]
         first = scales[0][0]
     scale = torch.empty(shape.numel() // height, first.scale.shape[-1], dtype=first.scale.dtype)
     for part, rows in scales:
         scale[rows_of_scales(name, part.spec, rows)] = part.scale
     scale = scale.view(*shape[:-1], shape[-1] // height, scale.shape[-1])
-    return first._replace(data=data.view(*shape, -1), scale=scale)
+    return first._replace(data=data.view(*shape, -1), scale=scale, tensor_scale=tensor_scale)
+
+
+def _of_matrices(shape: torch.Size, parts: list[tuple[PackedTensors, Tensor]]) -> Tensor | None:
+    """Return the tensor scale of each matrix, or () if they are equal; None where a matrix has several, or none."""
+    of_rows = torch.full((shape.numel(),), float("nan"))
+    for part, rows in parts:
+        if part.tensor_scale is not None:
+            of_rows[rows] = part.tensor_scale
+    first = of_rows.view(-1, shape[-1])[:, :1]
+    if not of_rows.view(-1, shape[-1]).eq(first).all():
+        return None
+    return first[0, 0] if bool((first == first[0]).all()) else first[:, 0] if len(shape) == 2 else None
 
 
 def _per_row(packed: PackedTensors, rows: int) -> PackedTensors:

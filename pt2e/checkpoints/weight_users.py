@@ -43,7 +43,7 @@ class WeightUser:
         spec: the format of the codes and scales.
         data: (..., N, bytes of K) uint8, for any axis in the graph.
         scale: (..., blocks of N, blocks of K).
-        tensor_scale: () float32, for a scale format with one.
+        tensor_scale: () float32, for a scale format with one; (E,) for E experts with one each.
         inputs: the spec of the inputs that the module multiplies with it; None: high precision.
         input_scale: their tensor scale, () float32, for a scale format with one.
         pre_scale: (K,) float, by which the module multiplies inputs first; None: nothing.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx.formats import ElementFormat
+from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
@@ -48,8 +49,8 @@ def grouped_linear(
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks), offs: (E,) int32, tensor_scale: () fp32 or None ->
-    (T, N) in `dtype`, by default x's."""
+    """x: (T, K), data: (E, N, bytes) uint8, scale: (E, N, blocks), offs: (E,) int32, tensor_scale: () or (E,) fp32 or
+    None -> (T, N) in `dtype`, by default x's."""
     x = x.to(dtype or x.dtype)
     weight = dense_weight(x, data, scale, spec, tensor_scale)  # (E, N, K)
     return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offs)
@@ -133,5 +134,9 @@ def attend(
 
 
 def dense_weight(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor:
-    """Return the dequantized weight for x: (..., K), in x's dtype; data: (..., bytes of K)."""
+    """Return the dequantized weight for x: (..., K), in x's dtype; data: (..., bytes of K), tensor_scale: () fp32 or
+    None, or of each matrix of three-dimensional data."""
+    if has_each(tensor_scale):
+        matrices = zip(data, scale, tensor_scale, strict=True)  # type: ignore[arg-type]
+        return torch.stack([dense_weight(x, d, s, spec.replace(axis=spec.axis - 1), t) for d, s, t in matrices])
     return run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1], tensor_scale)

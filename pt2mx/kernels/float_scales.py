@@ -172,8 +172,16 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def tensor_scale_of(tensor_scale: Tensor | None, spec: MXSpec, blocks: Tensor) -> Tensor:
-    """Return a tensor scale, () fp32: 1 for a format without."""
-    return _constant(1.0, blocks) if tensor_scale is None else tensor_scale.reshape(())
+    """Return a tensor scale, () fp32, or one of each matrix, (E, 1, ...) with the dimensions of `blocks`: 1 for a
+    format without."""
+    if tensor_scale is None:
+        return _constant(1.0, blocks)
+    return tensor_scale.view(-1, *[1] * (blocks.dim() - 1)) if has_each(tensor_scale) else tensor_scale.reshape(())
+
+
+def has_each(tensor_scale: Tensor | None) -> bool:
+    """Return whether each of several matrices has a tensor scale of its own: (E,) fp32."""
+    return tensor_scale is not None and tensor_scale.dim() > 0 and tensor_scale.shape[0] != 1
 
 
 def codes_of(stored: Tensor) -> Tensor:

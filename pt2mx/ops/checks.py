@@ -87,9 +87,11 @@ def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
     return spec.replace(axis=check_input(x, *args, spec.scale_format, spec.block_rows).axis)
 
 
-def check_tensor_scale(spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, required: bool = True) -> None:
+def check_tensor_scale(
+    spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, required: bool = True, each: bool = False
+) -> None:
     """Raise `MXError` for a tensor scale that the scale format does not have, or of another dtype, shape or device than
-    it has for the values or codes x."""
+    it has for the values or codes x. With `each` it may be one of each matrix of x, whose blocks lie in matrices."""
     if tensor_scale is None:
         if required and spec.scale_format.tensor:
             raise MXError(
@@ -98,10 +100,13 @@ def check_tensor_scale(spec: MXSpec, tensor_scale: Tensor | None, x: Tensor, req
         return
     if not spec.scale_format.tensor:
         raise MXError(f"{spec} has no tensor scale, but tensor_scale was passed: leave it out")
-    if tuple(tensor_scale.shape) not in ((), (1,)) or tensor_scale.dtype != torch.float32:
+    shapes, text = [(), (1,)], "one float32 number"
+    if each and x.dim() == 3 and spec.axis % 3:
+        shapes, text = [*shapes, (x.shape[0],)], f"{text}, or one for each of the {x.shape[0]} matrices"
+    if tuple(tensor_scale.shape) not in shapes or tensor_scale.dtype != torch.float32:
         raise MXError(
-            f"tensor_scale must be one float32 number, not of shape {tuple(tensor_scale.shape)} and "
-            f"{tensor_scale.dtype}: pass tensor_scale.float().reshape(())"
+            f"tensor_scale must be {text}, not of shape {tuple(tensor_scale.shape)} and {tensor_scale.dtype}: pass "
+            "tensor_scale.float(), reshaped"
         )
     if tensor_scale.device != x.device:
         raise MXError(
@@ -155,7 +160,7 @@ def check_packed(
             "quantize_mx returns"
         )
     if tensor_scale is not None or spec.scale_format.tensor:
-        check_tensor_scale(spec, tensor_scale, data)
+        check_tensor_scale(spec, tensor_scale, data, each=True)
     if dtype not in HIGH_PRECISION:
         raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")
     check_length(length)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from pt2mx.kernels import elements, float_scales, reference
+from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.packing import is_one_in_the_example
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.memory_format import (
@@ -74,7 +75,8 @@ class _Decompositions:
         def kernel(spec: MXSpec, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             return (reference.dequantize(data, scale, spec, call.dtype, length, prims, call.tensor_scale),)
 
-        return self._in_order(kernel, spec, call.codes, call.scale)[0]
+        by_position = spec.block_rows > 1 or has_each(call.tensor_scale)
+        return self._in_order(kernel, spec, call.codes, call.scale, by_position=by_position)[0]
 
     def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
@@ -104,14 +106,20 @@ class _Decompositions:
         return () if seed_tensor is None else (self.random_bits(seed_tensor, x.shape),)
 
     def _in_order(
-        self, kernel: Callable[..., tuple[Tensor, ...]], spec: MXSpec, x: Tensor, *others: Tensor
+        self,
+        kernel: Callable[..., tuple[Tensor, ...]],
+        spec: MXSpec,
+        x: Tensor,
+        *others: Tensor,
+        by_position: bool = False,
     ) -> tuple[Tensor, ...]:
         """Return what `kernel(spec, x, *others)` gives, with the strides that the operator's fake kernel tells: by
-        these, views of it were traced. `others` have x's dimensions."""
+        these, views of it were traced. `others` have x's dimensions. `by_position`: the kernel goes by the position of
+        a dimension in x, as it does for blocks of several rows."""
         order = order_in_memory(x)
         if order == contiguous_order(x):
             results = kernel(spec, x, *others)
-        elif spec.block_rows > 1:  # whose dimension goes by its position in x
+        elif by_position or spec.block_rows > 1:
             results = tuple(y.permute(order) for y in kernel(spec, x, *others))
             spec = spec.replace(block_rows=1, axis=order.index(spec.axis))
         else:

@@ -136,7 +136,7 @@ class LinearMX(PackedMatmul[T]):
 @operator("grouped_linear_mx", 3, "(T, N) in `target_dtype`", saved=("codes", "scale", "offs", "tensor_scale"))
 class GroupedLinearMX(PackedMatmul[T]):
     """`linear_mx` of rows that are sorted by expert, each with the weight of its expert, as `torch._grouped_mm`; rows
-    past the last offset are undefined. x has a gradient.
+    past the last offset are undefined. `tensor_scale` may be (E,), one for each expert. x has a gradient.
 
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.stack([torch.eye(4), 2 * torch.eye(4)]), "mxfp4")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
@@ -142,7 +143,8 @@ class Quantize(Quantization[T]):
 
 @operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
 class Dequantize(ScaleArguments[T]):
-    """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even.
+    """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even. The codes of E matrices may
+    have `tensor_scale` (E,).
 
     Example:
         >>> data, scale = torch.tensor([66, 117], dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8)
@@ -166,6 +168,11 @@ class Dequantize(ScaleArguments[T]):
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
+        if self.tensor_scale is not None and has_each(self.tensor_scale):
+            y = self.fake()
+            for out, codes, scale, t in zip(y, self.codes, self.scale, self.tensor_scale, strict=True):
+                out.copy_(self.replace(codes=codes, scale=scale, axis=spec.axis - 1, tensor_scale=t).kernel())
+            return y
         packed, extra = (self.codes, self.scale), (self.dtype, length, self.tensor_scale)
         return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
 

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, LEAST_ROWS, WIDEST, supports_epilogue
+from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.gpu.bf16_gemm_kernel import Sizes as GemmSizes
 from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
@@ -85,11 +86,9 @@ def grouped_linear(
     dtype: torch.dtype | None = None,
     tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None as `linear` does, and for a tensor scale for each expert."""
+    """Return None as `linear` does."""
     spec_of_weight = _in_bfloat16(spec)
     if x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
-        return None
-    if tensor_scale is not None and tensor_scale.numel() != 1:
         return None
     weight = run_kernel("dequantize_mx", data, scale, spec_of_weight, x.dtype, x.shape[-1])
     (rows, k), (experts, n, _) = x.shape, weight.shape
@@ -106,7 +105,12 @@ def grouped_linear(
             num_warps=4,
             num_stages=tile.stages,
         )
-    return out if tensor_scale is None else _scaled(out, spec, tensor_scale)
+    if tensor_scale is None:
+        return out
+    if has_each(tensor_scale):  # of the expert of each row; rows past the last offset are undefined
+        expert = torch.searchsorted(offs, torch.arange(rows, device=x.device, dtype=offs.dtype), right=True)
+        tensor_scale = tensor_scale[expert.clamp(max=experts - 1)].unsqueeze(1)
+    return _scaled(out, spec, tensor_scale)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pt2mx
-from pt2mx import MXError
+from pt2mx import MXError, lower_to_inductor
 from pt2mx.pt2e.checkpoints import conversion_plan
 from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, spec_of
+from pt2mx.pt2e.language import decoder
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import transformers
 
@@ -89,7 +90,7 @@ def test_tensor_scales_of_fused_layers():
 
 
 def test_experts_with_tensor_scales_of_their_own(in_format, logits, tmp_path):
-    """A parameter that holds several tensor scales gets float32 scales: the same values."""
+    """Experts keep a tensor scale each, in the program too, which writes the same files."""
     source = float_checkpoint("mixtral", tmp_path / "float")
     with pytest.raises(MXError, match="transformers leaves out the tensor scales of experts"):
         in_format(source, tmp_path / "ct", NVFP4, "compressed-tensors")
@@ -108,7 +109,25 @@ def test_experts_with_tensor_scales_of_their_own(in_format, logits, tmp_path):
         for name in names
     ]
     assert torch.equal(experts.down_proj, torch.stack(expected))
-    assert experts.down_proj_scale.dtype == torch.float32
+    assert experts.down_proj_scale.dtype == torch.uint8 and experts.down_proj_tensor_scale.shape == (4,)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_program_of_experts_with_tensor_scales(in_format, logits, tmp_path):
+    """It writes the same files, in NVFP4 of gpt-oss's experts too, and its lowered graph keeps the codes packed."""
+    source = float_checkpoint("mixtral", tmp_path / "float")
+    in_format(source, tmp_path / "modelopt", NVFP4, "modelopt")
+    program, model = load_checkpoint(tmp_path / "modelopt"), stock(source)
+    assert torch.equal(logits(program), logits(load_packed_model(tmp_path / "modelopt"), mask=True))
+    save_checkpoint(program, model, tmp_path / "again", "modelopt")
+    one, other = tensors(tmp_path / "modelopt"), tensors(tmp_path / "again")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    lowered = lower_to_inductor(program.program.module())
+    matmuls = [node for node in lowered.graph.nodes if node.target == torch.ops.pt2mx.grouped_linear_mx.default]
+    assert len(matmuls) == 4 and all(node.args[-1].meta["val"].shape == (4,) for node in matmuls)
+    inputs = decoder.inputs(program.layers, program.device, torch.arange(8)[None])
+    torch.testing.assert_close(lowered(**inputs), program.program.module()(**inputs), rtol=0.02, atol=0.02)
 
 
 @pytest.fixture

@@ -116,6 +116,26 @@ def test_float32_results_of_bfloat16_values(scale_format):
     assert bf16_matmul.linear(x, *args, None, spec.replace(scale_format="bf16"), 0, torch.float32) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale_format", ["e4m3_f32", "e4m3_f32_divisor"])
+def test_a_tensor_scale_of_each_expert(scale_format, dtype):
+    """Results in float32 multiply bfloat16 codes and scale the rows of each expert; others dequantize each expert."""
+    _, data, scale, t = packed("fp4_e2m1", scale_format, 130, 256)
+    experts = torch.stack([data, data.flip(0), data]).cuda(), torch.stack([scale, scale.flip(0), scale]).cuda()
+    scales = (t * torch.tensor([1.0, 3.0, 0.1])).cuda()
+    x = torch.randn(70, 256, device="cuda", dtype=torch.bfloat16)
+    offs = torch.tensor([30, 30, 70], dtype=torch.int32, device="cuda")
+    last = scale_format, None, scales
+    got = torch.ops.pt2mx.grouped_linear_mx(x, *experts, offs, "fp4_e2m1", 16, dtype, *last)
+    dense = torch.ops.pt2mx.dequantize_mx(*experts, "fp4_e2m1", 16, torch.float32, -1, None, *last)
+    for expert in range(3):
+        one = torch.ops.pt2mx.dequantize_mx(experts[0][expert], experts[1][expert], "fp4_e2m1", 16, torch.float32, -1,
+                                            None, *last[:2], scales[expert])  # fmt: skip
+        assert torch.equal(dense[expert], one)
+    want = torch.cat([x[:30].double() @ dense[0].double().T, x[30:].double() @ dense[2].double().T])
+    assert (got.double() - want).norm() < want.norm() * (1e-6 if dtype == torch.float32 else 1e-2)
+
+
 def test_cuda_graph():
     weight = packed("fp4_e2m1", "e4m3_f32", 96, 256)
     parts, t = in_mma_layout(*weight)

@@ -172,3 +172,34 @@ def test_linear_layers():
             y = ops.linear_mx(*operands)
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y.float(), x @ dense[0].T + bias, rtol=0.05, atol=0.3)
+
+
+@pytest.mark.parametrize("scale_format", ["e4m3_f32", "e4m3_f32_divisor"])
+def test_a_tensor_scale_of_each_matrix(scale_format):
+    """The bits are those of each matrix alone, also with the experts inside in memory, and compiled."""
+    spec = pt2mx.MXSpec("fp4_e2m1", 16, scale_format=scale_format)
+    weight = torch.randn(3, 40, 96) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1)
+    t = torch.stack([pt2mx.tensor_scale_mx(one, spec) for one in weight])
+    packed = [pt2mx.quantize_mx(one, spec, tensor_scale=s) for one, s in zip(weight, t, strict=True)]
+    scale, data = (torch.stack(tensors) for tensors in zip(*packed, strict=True))
+    want = torch.stack([pt2mx.dequantize_mx(d, s, spec, tensor_scale=x) for (s, d), x in zip(packed, t, strict=True)])
+    last = scale_format, None, t
+    args = "fp4_e2m1", 16, torch.float32, -1, None, *last
+    inside = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in (data, scale)]
+    for tensors in ((data, scale), inside):
+        assert torch.equal(ops.dequantize_mx(*tensors, *args), want)
+        torch.library.opcheck(ops.dequantize_mx.default, (*tensors, *args))
+    assert torch.equal(torch.compile(ops.dequantize_mx, fullgraph=True, backend="aot_eager")(data, scale, *args), want)
+    x, offs = torch.randn(50, 96), torch.tensor([7, 7, 50], dtype=torch.int32)
+    operands = data, scale, offs, "fp4_e2m1", 16
+    got = ops.grouped_linear_mx(x, *operands, None, *last)
+    each = [ops.linear_mx(x[rows], data[i], scale[i], None, "fp4_e2m1", 16, 0, None, *last[:2], t[i])
+            for i, rows in ((0, slice(7)), (2, slice(7, 50)))]  # fmt: skip
+    assert torch.equal(got, torch.cat(each))
+    torch.library.opcheck(ops.grouped_linear_mx.default, (x.requires_grad_(), *operands, None, *last))
+    same_for_all = (ops.grouped_linear_mx(x, *operands, None, *last[:2], torch.full(n, 0.5)) for n in ((), (1,), (3,)))
+    assert len({tuple(y.flatten().tolist()) for y in same_for_all}) == 1
+    with pytest.raises(MXError, match=r"one float32 number, or one for each of the 3 matrices, not of shape \(2,\)"):
+        ops.grouped_linear_mx(x, *operands, None, *last[:2], t[:2])
+    with pytest.raises(MXError, match=r"must be one float32 number, not of shape \(40,\)"):
+        ops.dequantize_mx(data[0], scale[0], *args[:-1], torch.ones(40))
