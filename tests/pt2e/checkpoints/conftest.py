@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -5,10 +6,13 @@ import pytest
 import torch
 
 import pt2mx
+from pt2mx.pt2e.checkpoints import conversion_plan
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.weight_formats import spec_of
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.attention import ATTENTION, register_attention
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
-from tests.float_checkpoints import float_checkpoint
+from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import FAMILIES, transformers
 
 IDS = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -101,3 +105,21 @@ def logits():
         return model(IDS, use_cache=False).logits
 
     return compute
+
+
+@pytest.fixture
+def in_format(monkeypatch):
+    """Convert a float checkpoint as a recipe with a format of weights selects it."""
+    select = conversion_plan.select_weights
+
+    def convert(source, output, form, layout, **options):
+        def chosen(model, quantizer):
+            selection = select(model, quantizer)
+            specs = {name: dataclasses.replace(one, weight=spec_of(form)) for name, one in selection.chosen.items()}
+            return dataclasses.replace(selection, chosen=specs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion_plan, "select_weights", chosen)
+            return convert_checkpoint(source, output, of_weights("mxfp4"), layout=layout, **options)
+
+    return convert

@@ -1,0 +1,130 @@
+"""Inputs that a checkpoint quantizes or multiplies: NVFP4 with a calibrated tensor scale, and factors of AWQ."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.quantization.lifecycle import forward
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from safetensors.torch import load_file, save_file
+
+import pt2mx
+from pt2mx import MXError
+from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from pt2mx.pt2e.checkpoints.weight_formats import NVFP4
+from tests.float_checkpoints import float_checkpoint, tensors
+from tests.language_models import transformers
+
+LAYER = "model.layers.0"
+DOWN = f"{LAYER}.mlp.down_proj.weight"
+
+
+def stock(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def _calibrated(folder, change=lambda tensors: None, method="modelopt", **fields):
+    """Add the tensor scales of inputs to a checkpoint of one file."""
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    held = load_file(path)
+    for name in [name for name in held if name.endswith("weight_scale_2")]:
+        held[name.replace("weight_scale_2", "input_scale")] = torch.tensor(0.01)
+    change(held)
+    save_file(held, path, {"format": "pt"})
+    config["quantization_config"].update(quant_algo="NVFP4", **fields)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inputs_of_modelopt(in_format, logits, tmp_path):
+    """Inputs are quantized with the tensor scale in the file, after `pre_quant_scale` multiplies them."""
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    pre = torch.rand(96).bfloat16() + 0.5
+    name = DOWN.removesuffix("weight") + "pre_quant_scale"
+    _calibrated(tmp_path / "nv", lambda held: held.update({name: pre[: held[DOWN].shape[1] * 2].clone()}))
+    model = load_packed_model(tmp_path / "nv")
+    layer = model.model.layers[0].mlp.down_proj
+    x = torch.randn(3, layer.in_features).bfloat16()
+    scaled = x * pre[: layer.in_features]
+    expected = pt2mx.fake_quantize_mx(scaled, NVFP4, tensor_scale=torch.tensor(0.01)) @ layer.weight.T
+    assert torch.equal(layer(x), expected)
+    program = load_checkpoint(tmp_path / "nv")
+    assert torch.equal(logits(program), logits(model, mask=True))
+    with pytest.raises(MXError, match="multiplies inputs, which compressed-tensors has no place for"):
+        convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
+    float_one = stock(tmp_path / "float")
+    with pytest.raises(MXError, match=r"down_proj multiplies its inputs by factors .* compressed-tensors has no place"):
+        save_checkpoint(program, float_one, tmp_path / "again", "compressed-tensors")
+    save_checkpoint(program, float_one, tmp_path / "again", "modelopt")
+    convert_checkpoint(tmp_path / "nv", tmp_path / "copy", layout="modelopt")
+    for folder in ("again", "copy"):
+        written, first = tensors(tmp_path / folder), tensors(tmp_path / "nv")
+        assert written.keys() == first.keys() and all(torch.equal(written[name], first[name]) for name in first)
+        config = json.loads((tmp_path / folder / "hf_quant_config.json").read_text())["quantization"]
+        assert (config["quant_algo"], config["pre_quant_scale"], config["group_size"]) == ("NVFP4_AWQ", True, 16)
+        assert torch.equal(logits(load_packed_model(tmp_path / folder)), logits(load_packed_model(tmp_path / "nv")))
+
+
+def test_inputs_with_tensor_scales_go_from_file_to_file(in_format, tmp_path):
+    source = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    in_format(source, tmp_path / "nv", NVFP4, "modelopt")
+    _calibrated(tmp_path / "nv")
+    convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
+    written = tensors(tmp_path / "ct")
+    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(()))
+    group = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"]["dynamic"] == "local"
+    convert_checkpoint(tmp_path / "ct", tmp_path / "back", layout="modelopt")
+    back, first = tensors(tmp_path / "back"), tensors(tmp_path / "nv")
+    assert back.keys() == first.keys()
+
+
+@pytest.mark.slow
+def test_inputs_with_tensor_scales_through_a_program(in_format, tmp_path):
+    source = float_checkpoint("llama", tmp_path / "float", shard="1GB")
+    in_format(source, tmp_path / "nv", NVFP4, "modelopt")
+    _calibrated(tmp_path / "nv")
+    save_checkpoint(load_checkpoint(tmp_path / "nv"), stock(source), tmp_path / "again", "modelopt")
+    again, first = tensors(tmp_path / "again"), tensors(tmp_path / "nv")
+    assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "holds no .*down_proj.input_scale, which changes its inputs"),
+        (torch.tensor(float("nan")), "down_proj.input_scale is nan"),
+        (torch.tensor(-1.0), "down_proj.input_scale is -1"),
+    ],
+)
+def test_impossible_scales_of_inputs(in_format, tmp_path, value, text):
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    name = DOWN.removesuffix("weight") + "input_scale"
+    _calibrated(tmp_path / "nv", lambda held: held.pop(name) if value is None else held.update({name: value}))
+    with pytest.raises(MXError, match=text):
+        load_checkpoint(tmp_path / "nv")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
+    """Logits equal those of its own functions in float32. It divides in bfloat16, where a scale may round twice."""
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    _calibrated(tmp_path / "nv")
+    convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
+    theirs, ours = stock(tmp_path / "ct"), load_packed_model(tmp_path / "ct")
+    layer, own = (model.model.layers[0].mlp.up_proj for model in (theirs, ours))
+    x = torch.randn(1000, 64).bfloat16()
+    arguments = layer.quantization_scheme.input_activations
+    narrow, wide = (
+        compute_dynamic_scales_and_zp(y, arguments, layer, global_scale=layer.input_global_scale)[0].float()
+        for y in (x, x.float())
+    )
+    assert 0.9 < (narrow == wide).float().mean() < 1
+    logits(theirs)  # the first call decompresses the weights
+    original = forward.forward_quantize
+    monkeypatch.setattr(forward, "forward_quantize", lambda module, x, *args: original(module, x.float(), *args).to(x))
+    assert torch.equal(layer(x), own(x)) and torch.equal(logits(theirs), logits(ours))
