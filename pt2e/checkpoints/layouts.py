@@ -111,7 +111,7 @@ class Layout:
             )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
         scale = scale.view(stored.scale_dtype)
-        tensors = [codes, scale[:, None, :, None] if stored.spread_scales else scale]
+        tensors = [codes, scale.unsqueeze(-1).unsqueeze(-3) if stored.spread_scales else scale]
         if spec.scale_format.tensor:
             assert tensor_scale is not None
             tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
@@ -138,7 +138,7 @@ class Layout:
         if missing := [name for name in names if name not in tensors]:
             raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
         data, scale, *others = (tensors[name] for name in names)
-        scale = as_grid(scale) if form in self.by_grid else scale
+        scale = as_grid(scale, data.dim()) if stored.spread_scales else scale
         spec = self.spec_in(weight, form, dict(zip(names, (data, scale), strict=False)), block)
         scale_dtype = spec.scale_format.dtype
         for name, tensor, dtypes in (
@@ -161,7 +161,8 @@ class Layout:
         if form not in self.by_grid:
             return spec_of(form)
         data, scale = (tensors[name] for name in self.stored_names(weight, form, tensors)[:2])
-        return spec_by_grid(weight, data, as_grid(scale), block)
+        spread = self.stored[form].spread_scales
+        return spec_by_grid(weight, data, as_grid(scale, data.dim()) if spread else scale, block)
 
     def check(self, weight: str, form: str) -> Stored:
         """Return how the layout stores a format.

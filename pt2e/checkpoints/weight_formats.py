@@ -40,7 +40,7 @@ class Stored:
         tensor_scale: the suffix of the scale of the whole tensor, (1,) or () float32; "" for none.
         tensor_scale_shape: its shape in files.
         by_block: the codes of a block have their own dimension: (..., N, K / 32, bytes of 32).
-        spread_scales: scales have dimensions of 1: (blocks of N, 1, blocks of K, 1).
+        spread_scales: scales have dimensions of 1: (..., blocks of N, 1, blocks of K, 1).
     """
 
     data: str
@@ -115,11 +115,11 @@ def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int
     raise MXError(_misfit(weight, element, data, scale))
 
 
-def as_grid(scale: Tensor) -> Tensor:
-    """Return scales as (..., blocks of N, blocks of K): those of ModelOpt are one number, (N,), or spread over four
-    dimensions."""
-    if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:
-        return scale[:, 0, :, 0]
+def as_grid(scale: Tensor, dimensions: int) -> Tensor:
+    """Return ModelOpt's scales as (..., blocks of N, blocks of K), of so many dimensions: they are one number, (N,), or
+    have dimensions of 1 between."""
+    if scale.dim() == dimensions + 2:
+        return scale.squeeze(-1).squeeze(-2)
     return scale.reshape(-1, 1) if scale.dim() < 2 else scale
 
 
