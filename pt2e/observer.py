@@ -140,7 +140,8 @@ class MXObserver(StatisticsCollector, ObserverBase):
         follows = self.follows_training and self.training and self.static_scale is not None
         if (observes or follows) and not in_backward_pass():
             self._check_values(x)
-            if self.static_scale is not None:
+            # not of values that other observers quantized, so that the converted model computes the same
+            if self.static_scale is not None and (follows or not self.fake_quant_enabled):
                 self.static_scale.observe(x)
             if observes:
                 self.collect(x)

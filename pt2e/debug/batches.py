@@ -6,14 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import value_of
-from pt2mx.pt2e.tensor_scales import StaticTensorScale
 from pt2mx.pt2e.user_errors import one_line
 
 
@@ -103,14 +101,6 @@ def call(model: GraphModule, batch: Any) -> Any:
     args, kwargs = copied(arguments_of(model, batch))
     with errors_of_running((args, kwargs)):
         return model(*args, **kwargs)
-
-
-def calibrate_tensor_scales(prepared: GraphModule, batches: Iterable[Any]) -> None:
-    """Run batches through a prepared model, if tensor scales follow from them; other formats need no calibration."""
-    if any(isinstance(module, StaticTensorScale) for module in prepared.modules()):
-        with torch.no_grad():
-            for batch in batches:
-                call(prepared, batch)
 
 
 @contextmanager

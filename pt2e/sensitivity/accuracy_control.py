@@ -13,12 +13,13 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import calibrate_tensor_scales, call, several
+from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules
 from pt2mx.pt2e.sensitivity.metrics import number_of
+from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 
 #: returns the quality of a model that takes the arguments of the exported one; larger is better
 Evaluate = Callable[[GraphModule], float]
@@ -58,7 +59,8 @@ def quantize_with_accuracy_control(
         evaluate: returns the quality of a graph module, a number, larger is better.
         max_drop: the largest allowed drop of quality below the float model.
         order: the modules, costliest first, as in `list(result.of(candidate))` of `sensitivity`. None: it is measured.
-        batches: calibration batches, for the statistics in the report; they change no result.
+        batches: calibration batches, for the statistics in the report and for static tensor scales; they change no
+            other result.
 
     Returns:
         The converted model, the quantizer with the lifted modules, their names, and both scores.

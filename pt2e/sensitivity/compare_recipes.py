@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import arguments_of, calibrate_tensor_scales, call, copied, several
+from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -41,6 +41,7 @@ from pt2mx.pt2e.sensitivity.metrics import (
     own_distance,
 )
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
+from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from pt2mx.pt2e.user_errors import one_line
 
 #: formats of the specification without a shipped recipe, for weights and activations alike

@@ -19,8 +19,8 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.debug.batches import calibrate_tensor_scales
 from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
+from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table, timed

@@ -52,13 +52,14 @@ def test_calibration_fixes_the_tensor_scales_of_activations(spec, tmp_path):
     with torch.no_grad():
         inner = nn.functional.gelu(net.norm(net.up(3 * X)))  # in high precision, as calibration sees it
     want = {"x": of_amax((3 * X).abs().max(), spec=spec), "gelu": of_amax(inner.abs().max(), spec=spec)}
+    pt2mx.enable_fake_quant(prepared)
+    with torch.no_grad():
+        prepared(10 * X)  # observed, and no calibration
     converted = pt2mx.convert_pt2e(prepared)
     for name, scale in want.items():
         assert torch.equal(converted.state_dict()[f"{name}_tensor_scale"], scale)
     pairs = [node.args for node in calls(converted, ops.quantize_mx.default)]
     assert [args[-1].target for args in pairs] == ["x_tensor_scale", "gelu_tensor_scale"]
-    pt2mx.disable_observer(prepared)
-    pt2mx.enable_fake_quant(prepared)
     with torch.no_grad():
         for x in BATCHES:
             assert torch.equal(converted(x), prepared(x))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+import pt2mx
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.provenance import provenance_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -129,6 +130,25 @@ def test_it_writes_program_and_report_and_prints_the_table(folder, capsys):
     assert program(torch.randn(7, 64)).shape == (7, 16)
     assert read["operators"][0]["operands"][0]["statistics"]["values"] == 3 * 8 * 64
     assert provenance_of("q.pt2").recipe == MXQuantizer.from_recipe("mxfp6").to_recipe()
+
+
+def test_nvfp4(folder, capsys):
+    """Tensor scales of activations follow from the batches; the report and `inspect` show the format."""
+    x = [torch.randn(8, 64) for _ in range(3)]
+    calibration = batches(folder, **{f"b{i}": (x[i],) for i in range(3)})
+    assert quantize("--calibration", calibration, "--report", "q.json", recipe="nvfp4") == 0
+    assert "; 2 static tensor scales from calibration" in capsys.readouterr().out
+    program = torch.export.load(folder / "out.pt2")
+    scales = {name: value for name, value in program.state_dict.items() if name.endswith("tensor_scale")}
+    amax = torch.stack([one.abs().max() for one in x]).max()
+    assert len(scales) == 4 and scales["x_tensor_scale"] == pt2mx.tensor_scale_mx(amax, "nvfp4")
+    read = json.loads((folder / "q.json").read_text())["operators"][0]["operands"]
+    assert read[0]["tensor_scale"] == scales["x_tensor_scale"].item() and read[1]["tensor_scale"] is None
+    assert quantize("--calibration", "none", recipe="nvfp4") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the tensor scale of x in nvfp4_e2m1{16} follows from calibration" in err
+    assert quantize("--calibration", "none", recipe="nvfp4_weight_only") == 0
+    assert "static" not in capsys.readouterr().out
 
 
 def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):

@@ -35,6 +35,8 @@ SHIPPED = {
     "mxint8": [everywhere("int8", "int8")],
     "mxfp4_weight_only": [everywhere(FP4, None)],
     "mxfp4_weights_mxfp8_activations": [everywhere(FP4, "fp8_e4m3")],
+    "nvfp4": [everywhere("nvfp4(mse)", "nvfp4")],
+    "nvfp4_weight_only": [everywhere("nvfp4(mse)", None)],
     "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
     "mxfp4_decoder": [everywhere(FP4, None), *_ends("int8")],
     "encoder_smallest": [everywhere(FP4, "int8")],

@@ -94,6 +94,24 @@ def test_the_suggestion_is_a_recipe_and_converts_to_its_bits(tmp_path):
     assert "observer" not in quantizer.to_recipe()
 
 
+def test_candidates_with_other_scales():
+    model = encoder()
+    candidates = ("mxfp4", "nvfp4", "fp8_e4m3{128}(f32)")
+    observer = pt2mx.MXFormatObserver.with_args(candidates=candidates)
+    prepared = observed(model, MXQuantizationConfig(weight="mxfp8", activation="nvfp4", observer=observer))
+    quantizer = suggest_config(prepared, 4.6, min_activation_sqnr=17)
+    prepared = calibrate(model, quantizer)
+    report = pt2mx.quantization_report(prepared)
+    specs = {w.spec for o in report.operators for w in o.operands if w.role == "weight"}
+    assert "nvfp4_e2m1{16}" in specs and len(specs) > 1 and report.weight_bits <= 4.6
+    pt2mx.enable_fake_quant(prepared)
+    pt2mx.disable_observer(prepared)
+    with torch.no_grad():
+        converted = pt2mx.convert_pt2e(prepared)
+        assert torch.equal(converted(*model[1]), prepared(*model[1]))
+    assert pt2mx.quantization_report(converted).weight_bits == report.weight_bits
+
+
 def test_modules_that_share_a_weight_get_one_choice():
     model = encoder()
     prepared = observed(model)

@@ -56,6 +56,17 @@ def test_the_fewest_modules_are_lifted(net):
         quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0, order=order)
 
 
+def test_static_tensor_scales_follow_from_the_batches(net):
+    evaluate, _ = quality(net)
+    quantizer = pt2mx.MXQuantizer().set_global(pt2mx.MXQuantizationConfig("nvfp4", "nvfp4"))
+    actual = quantize_with_accuracy_control(net[0], quantizer, evaluate, 10.0, batches=[net[1]])
+    prepared = pt2mx.prepare_pt2e(net[0], quantizer)
+    prepared(net[1])
+    assert actual.lifted == () and torch.equal(pt2mx.convert_pt2e(prepared)(net[1]), actual.model(net[1]))
+    with pytest.raises(MXError, match="no batch was seen"):
+        quantize_with_accuracy_control(net[0], quantizer, evaluate, 10.0)
+
+
 def test_an_order_is_found_by_evaluating(net):
     evaluate, _ = quality(net)
     actual = quantize_with_accuracy_control(net[0], QUANTIZER, evaluate, 0.3, batches=[net[1]])

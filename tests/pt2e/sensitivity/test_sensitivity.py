@@ -63,6 +63,23 @@ def test_numbers_are_those_of_models_quantized_in_part(net):
     assert costs == sorted(costs, reverse=True)
 
 
+def test_static_tensor_scales_follow_from_the_batches(net):
+    exported, batches = net
+    config, mxfp4 = (pt2mx.MXQuantizationConfig(name, name) for name in ("nvfp4", "mxfp4"))
+    actual = sensitivity(exported, batches, {"nvfp4": config, "mxfp4": mxfp4}, metric="kl", method="both")
+    prepared = pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config))
+    with torch.no_grad():
+        for batch in batches:
+            prepared(batch)
+        converted = pt2mx.convert_pt2e(prepared)
+        pairs = [[F.log_softmax(m(x).double(), -1) for m in (converted, exported)] for x in batches]
+    divergences = [(want.exp() * (want - got)).sum(-1).mean().item() for got, want in pairs]
+    assert math.isclose(actual.whole["nvfp4"], sum(divergences) / len(divergences), rel_tol=1e-6)
+    assert actual.whole["nvfp4"] < actual.whole["mxfp4"]
+    rows = actual.of("nvfp4")
+    assert all(0.1 < row.estimate / row.alone < 10 for row in rows.values())
+
+
 @pytest.mark.parametrize("metric", ["kl", "cosine", "noise"])
 def test_the_estimate_is_near_the_measurement(net, metric):
     exported, batches = net
