@@ -9,7 +9,7 @@ by the scale. Marlin (Frantar et al., 2024) does the like for INT4, after "Who S
 from __future__ import annotations
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, Fragment
+from pt2mx.kernels.gpu.mma_layout import CONVERTED, FRAGMENTS, Fragment
 
 _FP16_TO_BF16 = ("mov.b32 {lo, hi}, r;", "cvt.f32.f16 x, lo;", "cvt.f32.f16 y, hi;", "cvt.rn.bf16x2.f32 r, y, x;")
 
@@ -31,6 +31,45 @@ def decode_ptx(element: ElementFormat, scales_of_word: int = 1) -> str:
         scale = f"${outputs + fragment.words + 4 * (i * scales // outputs)}"
         lines += [*pair, f"fma.rn.bf16x2 ${i}, r, {scale}, none;"]  # a product alone needs sm_90
     return "{\n" + "\n".join(lines) + "\n}"
+
+
+def decode_eight_ptx(element: ElementFormat) -> str:
+    """Return the PTX that decodes eight codes to four pairs of bfloat16.
+
+    Operands: four output registers; two words with the codes in their bytes, or, with the codes of the pairs 0, 1, ...
+    from the lowest bits of both halves on, one word of FP4, or two of FP6.
+    """
+    words = ["$4"] if element.bits == 4 else ["$4", "$5"]
+    pairs = _FROM_BYTES[element.name](words) if element.name in CONVERTED else _from_halves(element, words)
+    factor = f"0x{(254 - element.bias) << 7:04X}"
+    lines = [".reg .b32 h, a, u, r, none, minus, factor;", ".reg .b16 lo, hi;", ".reg .f32 x, y;"]
+    lines += ["mov.b32 none, 0x80008000;", "mov.b32 minus, 0xBF80BF80;", f"mov.b32 factor, {factor}{factor[2:]};"]
+    for i, pair in enumerate(pairs):  # leaves it in r
+        lines += [*pair, f"mov.b32 ${i}, r;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _from_halves(element: ElementFormat, words: list[str]) -> list[list[str]]:
+    """Shift the sign and the magnitude of a code to their bits in bfloat16, and multiply by 2**(127 - bias)."""
+    lowest = 7 - element.mantissa_bits
+    magnitude = ((1 << element.bits - 1) - 1) << lowest
+    pairs = []
+    for word in words:
+        for first in range(0, 17 - element.bits, element.bits):
+            pairs.append(
+                [
+                    _shifted("u", word, 16 - first - element.bits),
+                    "and.b32 r, u, 0x80008000;",
+                    _shifted("u", word, lowest - first),
+                    f"lop3.b32 r, u, 0x{magnitude << 16 | magnitude:08X}, r, 0xEA;",
+                    "fma.rn.bf16x2 r, r, factor, none;",
+                ]
+            )
+    return pairs
+
+
+def _shifted(target: str, source: str, left: int) -> str:
+    return f"shl.b32 {target}, {source}, {left};" if left >= 0 else f"shr.u32 {target}, {source}, {-left};"
 
 
 def _from_pieces(fragment: Fragment, words: list[str]) -> list[list[str]]:

@@ -42,6 +42,18 @@ def test_a_query_that_sees_nothing_gives_zeros():
     assert got[0].abs().sum() > 0 and not got[1].any()
 
 
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("scale", [0, 1, 0xFF])
+def test_extreme_scales(name, scale):
+    args, _ = packed(name, torch.bfloat16, (2, 8, 2, 1, 77, 64, 64), device="cuda")
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.uint8 and tensor.shape[-1] == 2:
+            tensor[1, 1, 40:50] = scale
+    got, want = attention_mx(*args), attention_mx(*(a.cpu() if isinstance(a, torch.Tensor) else a for a in args))
+    assert torch.equal(got.isnan().cpu(), want.isnan()) and want[0].isfinite().all()
+    close(got.nan_to_num(), want.nan_to_num().cuda(), torch.bfloat16)
+
+
 def test_a_captured_graph_gives_the_same_bits():
     args, _ = packed("fp8_e4m3", torch.bfloat16, (1, 32, 8, 1, 2000, 128, 128), device="cuda")
     want = attention_mx(*args)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pt2mx import ELEMENTS
-from pt2mx.kernels.gpu.mma_decode import decode_ptx
+from pt2mx.kernels.elements import decode
+from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx, decode_ptx
 from pt2mx.kernels.gpu.mma_layout import CONVERTED, FRAGMENTS, gather_bits
 
 
@@ -47,3 +48,37 @@ def test_ptx_gathers_the_pairs_that_the_definition_does(name, scales_of_word):
 def test_bytes_are_converted_by_instructions(name):
     text = decode_ptx(ELEMENTS[name])
     assert "and.b32" not in text and text.count("fma.rn.bf16x2 $") == FRAGMENTS[name].values // 2
+
+
+def _floats(word):
+    return torch.tensor([word & 0xFFFF, word >> 16]).to(torch.uint16).view(torch.bfloat16).float()
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp6_e2m3"])
+def test_ptx_decodes_eight_codes(name):
+    """Run instruction by instruction, for each code: pair i has code i of the low halves, and code i of the high."""
+    element = ELEMENTS[name]
+    of_word = 16 // element.bits
+    for code in range(1 << element.bits):
+        pairs = [(code, (code + i) % (1 << element.bits)) for i in range(4)]
+        registers = {}
+        for at in range(0, 4, of_word):
+            halves = [sum(pairs[at + i][h] << element.bits * i for i in range(of_word)) for h in range(2)]
+            registers[f"${4 + at // of_word}"] = halves[0] | halves[1] << 16
+        found = {}
+        for line in decode_eight_ptx(element).strip("{}\n").split(";"):
+            instruction, _, rest = line.strip().partition(" ")
+            target, *operands = rest.split(", ")
+            if instruction in _INTEGER_INSTRUCTIONS:
+                values = [registers[o] if o in registers else int(o, 0) for o in operands]
+                registers[target] = _INTEGER_INSTRUCTIONS[instruction](*values)
+            elif instruction == "fma.rn.bf16x2":
+                product = _floats(registers[operands[0]]) * _floats(registers[operands[1]]) + _floats(
+                    registers[operands[2]]
+                )
+            elif instruction == "mov.b32" and target.startswith("$"):
+                found[target] = product.tolist()
+            elif instruction == "mov.b32":
+                registers[target] = int(operands[0], 0)
+        codes = torch.tensor(pairs, dtype=torch.int32)
+        assert [found[f"${i}"] for i in range(4)] == decode(codes, element).tolist()
