@@ -10,6 +10,7 @@ from typing import Any
 
 from onnx import NodeProto, TensorProto, helper
 
+from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx, tensor_scale_mx
 from pt2mx.pt2e.onnx.files import as_torch, fresh_name, from_torch, remove_unused, used_names
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
@@ -109,6 +110,8 @@ class Rewriter:
         """Gather rows of codes and of scales, and dequantize these."""
         assert operand.source is not None  # the rows of an embedding are constant
         constant, rows = operand.source.constant, []
+        if operand.spec.block_rows > 1:
+            raise MXError(f"{node.name}: {operand.spec} has blocks of several rows, and an embedding reads single rows")
         codes, scale, *tensor_scale = self._codes(constant, operand.spec)
         for packed in (codes, scale):
             rows.append(fresh_name(f"{node.output[0]}_{packed}", self._used))

@@ -5,7 +5,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 import pt2mx
-from pt2mx import MXQuantizationConfig
+from pt2mx import MXError, MXQuantizationConfig
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import (
@@ -79,6 +79,18 @@ def test_recurrent_layers_and_embeddings(tmp_path):
     assert report.bytes_before == sum(len(t.raw_data) for t in floats.graph.initializer)
     assert report.bytes_after == sum(len(t.raw_data) for t in model.graph.initializer)
     assert [sum(o.bytes_before for o in each.operands) for each in report.operators] == [11200, 38400, 38400, 0]
+
+
+def test_nvfp4(tmp_path):
+    config = MXQuantizationConfig(weight="nvfp4", activation="nvfp4")
+    floats = recurrent_network()
+    report, model = quantized(floats, tmp_path, config)
+    ids = np.random.randint(0, 70, (5, 3))
+    assert len(specs(model)) == 9 and set(differences(model, {"ids": ids}).values()) == {0}
+    assert {"table_codes", "table_scale", "table_tensor_scale"} <= {t.name for t in model.graph.initializer}
+    assert report.bytes_after == sum(len(t.raw_data) for t in model.graph.initializer)
+    with pytest.raises(MXError, match="has blocks of several rows, and an embedding reads single rows"):
+        quantized(floats, tmp_path, MXQuantizationConfig(weight="fp8_e4m3{16x32}(f32)"))
 
 
 def test_a_batch_norm_is_folded_before_the_weight_is_quantized(tmp_path):
