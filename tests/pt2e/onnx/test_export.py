@@ -7,7 +7,7 @@ from torch import nn
 from torch.export import Dim
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.extras import import_extra
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
@@ -130,6 +130,25 @@ def test_every_node_gives_the_bits_of_its_operator(name, recipe, exported_by):
         assert len(wrong) == count and not any(wrong.values())
         with torch.no_grad():
             assert sqnr(run(written, *batch)[0], converted(*batch)) > 30
+
+
+@pytest.mark.parametrize("activation", [None, "nvfp4"])
+def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
+    """Weights have the tensor scale of their own, activations the static scale that calibration found."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)).eval(), torch.randn(6, 64)
+    quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("nvfp4", activation))
+    prepared = pt2mx.prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+    prepared(x)
+    converted = pt2mx.convert_pt2e(prepared)
+    count = export_onnx(converted, tmp_path / "net.onnx", (x,))
+    written = onnx.load(tmp_path / "net.onnx")
+    wrong = differences(written, {"input": x.numpy()})
+    assert len(wrong) == count == (2 if activation is None else 4) and not any(wrong.values())
+    inputs = {node.op_type.partition(".")[0]: len(node.input) for node in written.graph.node if node.domain == "pt2mx"}
+    assert inputs == ({"DequantizeMX": 3} if activation is None else {"DequantizeMX": 3, "FakeQuantizeMX": 2})
+    with torch.no_grad():
+        torch.testing.assert_close(run(written, x)[0], converted(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
