@@ -90,4 +90,4 @@ def share_work(
                     value = torch.empty_like(target.value, memory_format=torch.contiguous_format)
                 value = value.contiguous()
                 dist.broadcast(value, source, group=group)
-            yield target, (value, scales, report)
+            yield target, (value, None if scales is None else scales.to(target.value.device), report)

@@ -43,6 +43,18 @@ class BlockScales:
     stored: Tensor
     tensor_scale: Tensor | None
 
+    def to(self, device: torch.device) -> BlockScales:
+        """Return the scales on a device.
+
+        Args:
+            device: where the weight is.
+
+        Returns:
+            The scales.
+        """
+        t = None if self.tensor_scale is None else self.tensor_scale.to(device)
+        return BlockScales(self.spec, self.stored.to(device), t)
+
     def of_values(self, length: int) -> Tensor:
         """Return what multiplies the element of each value.
 

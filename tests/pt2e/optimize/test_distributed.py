@@ -10,6 +10,8 @@ from tests.rank_processes import run_ranks
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
 
+NVFP4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="nvfp4", activation=None))
+
 
 class Branches(nn.Module):
     """The second layer sees rows only where the flag is set, none on the second rank."""
@@ -53,7 +55,8 @@ def calibrate(rank, folder):
         pt2mx.optimize(model(), QUANTIZER, local if rank else [], group=dist.group.WORLD)
     except MXError as error:
         message = str(error)
-    torch.save((dict(optimized.named_parameters()), report, message), f"{folder}/{rank}.pt")
+    codes = dict(pt2mx.optimize(model(), NVFP4, local, group=dist.group.WORLD).named_buffers())
+    torch.save((dict(optimized.named_parameters()), report, message, codes), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -67,4 +70,6 @@ def test_two_ranks_give_the_same_result_as_one(tmp_path):
     assert first[1] == second[1] and [row[1] for row in first[1]] == ["gptq"] + ["scales"] + ["gptq"] * 4
     for row, alone in zip(first[1], pt2mx.optimization_report(want).weights, strict=True):
         assert row[0] == alone.weight and row[2:] == pytest.approx((alone.before, alone.after), rel=0.02)
+    assert first[3].keys() == second[3].keys() and "first.weight_tensor_scale" in first[3]
+    assert all(torch.equal(tensor, second[3][name]) for name, tensor in first[3].items())
     assert "batches is empty" in first[2] and first[2] == second[2]  # no rank waits forever
