@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -6,9 +5,7 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx.pt2e.checkpoints import conversion_plan
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
-from pt2mx.pt2e.checkpoints.weight_formats import spec_of
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.attention import ATTENTION, register_attention
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
@@ -108,18 +105,10 @@ def logits():
 
 
 @pytest.fixture
-def in_format(monkeypatch):
+def in_format():
     """Convert a float checkpoint as a recipe with a format of weights selects it."""
-    select = conversion_plan.select_weights
 
     def convert(source, output, form, layout, **options):
-        def chosen(model, quantizer):
-            selection = select(model, quantizer)
-            specs = {name: dataclasses.replace(one, weight=spec_of(form)) for name, one in selection.chosen.items()}
-            return dataclasses.replace(selection, chosen=specs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(conversion_plan, "select_weights", chosen)
-            return convert_checkpoint(source, output, of_weights("mxfp4"), layout=layout, **options)
+        return convert_checkpoint(source, output, of_weights(form), layout=layout, **options)
 
     return convert

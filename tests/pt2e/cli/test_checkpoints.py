@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import pt2mx
+from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from tests.language_models import FAMILIES, checkpoint, tiny_decoder, tokenizer_of_bytes, transformers
 
@@ -92,6 +93,25 @@ def test_a_checkpoint_is_converted(llama, tmp_path, capsys):
     assert "in high precision: model.embed_tokens.weight: loaders of compressed-tensors keep" in notes
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert loaded(torch.arange(40)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_a_checkpoint_is_converted_to_nvfp4(layout, llama, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert main(["convert-checkpoint", llama, out, "--recipe", "nvfp4_weight_only", "--layout", layout]) == 0
+    spec = "nvfp4_e2m1{16}(mse)" if layout == "modelopt" else "fp4_e2m1{16}(mse,e4m3_f32_divisor)"
+    assert capsys.readouterr().out.splitlines()[0] == f"{spec}: 15 tensors"
+    with torch.no_grad():
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(llama), load_packed_model(tmp_path / "out")
+        for layer in model.model.layers.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight.copy_(pt2mx.fake_quantize_mx(layer.weight, "nvfp4(mse)"))
+        got, want = (one(torch.arange(40)[None]).logits for one in (loaded, model))
+    assert (got - want).norm() < 0.1 * want.norm()  # layers that read one tensor share a tensor scale
+    assert main(["convert-checkpoint", llama, str(tmp_path / "no"), "--recipe", "nvfp4", "--layout", layout]) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "need a calibrated tensor scale: take a recipe of weights" in error
+    assert not (tmp_path / "no").exists()
 
 
 def test_layout_and_dtype(tmp_path):
