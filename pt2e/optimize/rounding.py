@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, gptq, round_to_blocks
-from pt2mx.algorithms.block_scales import choose_scales
+from pt2mx.algorithms.block_scales import BlockScales, choose_scales
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.node import args_of
@@ -25,7 +26,7 @@ from pt2mx.spec import MXSpec
 _EVEN, _LEAST_SQUARES = "even", "mse"
 
 #: a part of the columns of each tensor, the Hessian of their inputs, its number of rows -> the rounded part
-_Round = Callable[..., Tensor]
+_RoundPart = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -44,29 +45,42 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Round
     reason = _reason_without_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
     if reason and by_scales is None:
         return None, None, _report(target, spec, reason=f"{reason}, and no search of scales")
-    algorithm, scales = "scales" if reason else "gptq", None
-    with_inputs = not reason or (isinstance(by_scales, ScaleSearch) and by_scales.by_inputs)
-    if not spec.scale_format.is_power_of_two:
-        observed = with_inputs and not _reason_without_inputs(target, spec)
-        scales = choose_scales(value, spec, _importance(target, value) if observed else None)
-        rounded = scales.round(value)
-    if isinstance(by_gptq, GPTQ) and not reason:
-        per_value = [] if scales is None else [scales.of_values(value.shape[spec.axis])]
-        rounded = _round_by_parts(target, _gptq(target, spec, by_gptq), value, *per_value)
-    elif scales is not None:
-        pass
-    elif isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec):
-        rounded = _round_by_parts(target, _weighted_scales(target, spec), value)
+    options = by_gptq if isinstance(by_gptq, GPTQ) and not reason else None
+    by_inputs = isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec)
+    scales: BlockScales | None = None
+    if spec.scale_format.is_power_of_two:
+        rounded = _round_to_powers(target, value, spec, options, by_inputs)
     else:
-        rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
-    rounded = rounded.to(value.dtype)
-    if scales is None:
-        rounded = fake_quantize_mx(rounded, spec)  # as it will be stored
+        rounded, scales = _round_with_scales(target, value, spec, options, by_inputs)
     before, after = rounding_errors(target, fake_quantize_mx(value, spec), rounded)
     if not after < before:
         tried = f"{reason}; scales of least error gain" if reason else "gptq gains"
         return None, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
-    return rounded, scales, _report(target, spec, algorithm, before, after, reason)
+    return rounded, scales, _report(target, spec, "gptq" if options else "scales", before, after, reason)
+
+
+def _round_to_powers(
+    target: WeightTarget, value: Tensor, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
+) -> Tensor:
+    """Return a weight rounded with scales that are powers of two, which follow from the result."""
+    if by_gptq is not None:
+        rounded = _round_by_parts(target, _gptq(target, spec, by_gptq), value)
+    elif by_inputs:
+        rounded = _round_by_parts(target, _weighted_scales(target, spec), value)
+    else:
+        rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
+    return fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
+
+
+def _round_with_scales(
+    target: WeightTarget, value: Tensor, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
+) -> tuple[Tensor, BlockScales]:
+    """Return a weight rounded with scales that have a significand, and the scales."""
+    scales = choose_scales(value, spec, _importance(target, value) if by_gptq or by_inputs else None)
+    if by_gptq is None:
+        return scales.round(value).to(value.dtype), scales
+    multipliers = scales.of_values(value.shape[spec.axis])
+    return _round_by_parts(target, _gptq_with_scales(spec, by_gptq), value, multipliers).to(value.dtype), scales
 
 
 def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
@@ -89,7 +103,7 @@ def _importance(target: WeightTarget, value: Tensor) -> Tensor:
     return _round_by_parts(target, lambda part, hessian, count: hessian.diagonal().expand_as(part), value)
 
 
-def _round_by_parts(target: WeightTarget, round_part: _Round, value: Tensor, *others: Tensor) -> Tensor:
+def _round_by_parts(target: WeightTarget, round_part: _RoundPart, value: Tensor, *others: Tensor) -> Tensor:
     """Return the results of `round_part` for the parts of a weight and of other tensors of its shape."""
     view, _ = target.inputs[0]
     tensors, hessians = [view.to_matrices(tensor.float()) for tensor in (value, *others)], _hessians(target)
@@ -103,34 +117,35 @@ def _round_by_parts(target: WeightTarget, round_part: _Round, value: Tensor, *ot
     return view.from_matrices(torch.stack(groups), value.shape)
 
 
-def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _Round:
+def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _RoundPart:
     """Return a function that rounds by GPTQ, with fixed scales.
 
     With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than in
     calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
     to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """
-    if not spec.scale_format.is_power_of_two:
-        return lambda part, scales, hessian, count: gptq(
-            part,
-            hessian,
-            spec,
-            scales=scales,
-            damping=options.damping + options.damping_of_few * part.shape[1] / count,
-            act_order=options.act_order,
-        )
-
     even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
     def round_part(part: Tensor, hessian: Tensor, count: float) -> Tensor:
-        line, damping = min(length, part.shape[1]), options.damping + options.damping_of_few * part.shape[1] / count
-        exponents = block_exponents(part, even, line=line)
-        return gptq(part, hessian, even, exponents=exponents, line=line, damping=damping, act_order=options.act_order)
+        line, shared = min(length, part.shape[1]), _gptq_options(options, part, count)
+        return gptq(part, hessian, even, exponents=block_exponents(part, even, line=line), line=line, **shared)
 
     return round_part
 
 
-def _weighted_scales(target: WeightTarget, spec: MXSpec) -> _Round:
+def _gptq_with_scales(spec: MXSpec, options: GPTQ) -> _RoundPart:
+    def round_part(part: Tensor, scales: Tensor, hessian: Tensor, count: float) -> Tensor:
+        return gptq(part, hessian, spec, scales=scales, **_gptq_options(options, part, count))
+
+    return round_part
+
+
+def _gptq_options(options: GPTQ, part: Tensor, count: float) -> dict[str, Any]:
+    damping = options.damping + options.damping_of_few * part.shape[1] / count
+    return {"damping": damping, "act_order": options.act_order}
+
+
+def _weighted_scales(target: WeightTarget, spec: MXSpec) -> _RoundPart:
     even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
     def round_part(part: Tensor, hessian: Tensor, count: float) -> Tensor:
