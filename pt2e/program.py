@@ -195,7 +195,7 @@ def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
     for node in list(graph.nodes):
         if node.op == "call_function" and "val" not in node.meta:
             set_value(node)
-    (results,) = graph.output_node().args
+    results: Any = graph.output_node().args[0]
     outputs = [
         dataclasses.replace(spec, arg=TensorArgument(node.name))
         for spec, node in zip(signature.output_specs, results, strict=True)
@@ -209,7 +209,7 @@ def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
         range_constraints=dict(program.range_constraints),
         module_call_graph=copy.deepcopy(program.module_call_graph),
         example_inputs=program.example_inputs,
-        constants={spec.target: attrgetter(spec.target)(model) for spec in tensors if spec.target not in state},
+        constants={name: attrgetter(name)(model) for spec in tensors if (name := str(spec.target)) not in state},
         verifiers=program.verifiers,
     )
 
