@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -49,3 +51,20 @@ def with_tensors(
             names = ", ".join(sorted(map(str, info[problem]))[:3])
             raise MXError(f"{problem.replace('_', ' ')} of the checkpoint: {names}; {advice}")
     return model.eval()
+
+
+def model_on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
+    """Build the model without its weights.
+
+    Raises:
+        MXError: where transformers lacks it.
+    """
+    transformers = import_extra("transformers", "hf")
+    architecture = (config.get("architectures") or [None])[0]
+    with user_errors(f"build the model of {str(source / CONFIG)!r}"), torch.device("meta"):
+        kind = getattr(transformers, str(architecture), None)
+        if kind is None:
+            raise MXError(
+                f"{str(source / CONFIG)!r} names the architecture {architecture!r}, which transformers has not"
+            )
+        return kind(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))

@@ -21,8 +21,18 @@ CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.in
 MODELOPT = "hf_quant_config.json"
 
 
-class CheckpointTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint by name, with their dtypes. Each lookup reads its tensor into new memory.
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, with their dtypes."""
+
+    dtypes: Mapping[str, torch.dtype]
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """Read `count` rows of a tensor, from row `first` on."""
+        return self[name][first : first + count]
+
+
+class CheckpointTensors(StoredTensors):
+    """The tensors of a folder. Each lookup reads its tensor into new memory.
 
     Args:
         folder: the checkpoint.
@@ -41,7 +51,6 @@ class CheckpointTensors(Mapping[str, Tensor]):
             return reader.tensor(name)
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        """Read `count` rows of a tensor, from row `first` on."""
         with ShardReader(self._files[name]) as reader:
             return reader.rows(name, first, count)
 

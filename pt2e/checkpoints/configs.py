@@ -111,7 +111,7 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
         modules: qualified name -> module, for each module that has a weight, quantized or not.
 
     Returns:
-        The dictionary that goes into config.json.
+        The dictionary that goes into config.json; empty for GGUF, which states the type of each tensor.
 
     Raises:
         MXError: where the layout cannot hold the scheme of a module, or libraries would read another scheme.
@@ -133,6 +133,8 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
             if module.kind == EMBEDDING:
                 layout.check_embedding(name, module.scheme.form)
             layout.check_inputs(name, module.scheme.form, module.scheme.inputs)
+    if layout.name not in _METHODS:
+        return {}
     write = _METHODS[layout.name].write
     assert write is not None  # a layout of `LAYOUTS`
     config = write(modules)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, headers_of, read_json
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.layouts import Layout
@@ -23,9 +22,9 @@ from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Mo
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
+from pt2mx.pt2e.checkpoints.sources import Shards, Source
 from pt2mx.pt2e.checkpoints.weight_formats import format_of, is_misread, spec_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -41,8 +40,7 @@ class ConversionPlan:
 
     Args:
         config: the content of config.json.
-        entries: shard -> the tensors to read from it; the output has shards of the same names.
-        metadata: shard -> the strings in its header.
+        shards: the shards to read; the output has shards of the same names.
         chosen: tensor to quantize -> its format.
         transposed: the tensors to quantize that hold (..., in, out).
         parameters: tensor to quantize -> its name in the model.
@@ -52,14 +50,18 @@ class ConversionPlan:
     """
 
     config: dict[str, Any]
-    entries: dict[str, dict[str, Entry]]
-    metadata: dict[str, dict[str, str]]
+    shards: Shards
     layout: Layout
     dtype: torch.dtype | None = None
     chosen: dict[str, MXSpec] = field(default_factory=dict)
     transposed: set[str] = field(default_factory=set)
     parameters: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> dict[str, dict[str, Entry]]:
+        """The tensors to read by shard."""
+        return self.shards.entries
 
     def outputs(self, name: str, entry: Entry) -> dict[str, Entry]:
         """Return the tensors to write for a tensor of the source."""
@@ -114,17 +116,17 @@ class ConversionPlan:
         )
 
 
-def plan_conversion(source: Path, quantizer: MXQuantizer, layout: Layout, dtype: torch.dtype | None) -> ConversionPlan:
+def plan_conversion(
+    source: Source, quantizer: MXQuantizer, layout: Layout, dtype: torch.dtype | None
+) -> ConversionPlan:
     """Decide about every tensor of a checkpoint without reading a weight.
 
     Raises:
         MXError: for a folder that is no float checkpoint of transformers; for a tensor that the layout cannot hold.
     """
-    config = read_json(source / CONFIG)
-    headers, model = headers_of(source), model_on_meta(source, config)
-    entries = {shard: header.entries for shard, header in headers.items()}
-    check_whole(source, model, [name for tensors in entries.values() for name in tensors])
-    plan = ConversionPlan(config, entries, {shard: one.metadata for shard, one in headers.items()}, layout, dtype)
+    path, config, model, shards, *_ = source
+    check_whole(path, model, [name for tensors in shards.entries.values() for name in tensors])
+    plan = ConversionPlan(config, shards, layout, dtype)
     modules = _choose(plan, model, select_weights(model, quantizer))
     check_dtype(plan)
     check_compatibility(layout, modules, model)
@@ -259,20 +261,3 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
         advice = wide if dtype == torch.float16 else "leave dtype (--dtype) out, which keeps the checkpoint's own"
         raise MXError(f"{name} holds {float(values[lost].abs().max()):.6g}, which is Inf in {dtype}: {advice}")
     return converted
-
-
-def model_on_meta(source: Path, config: dict[str, Any]) -> PreTrainedModel:
-    """Build the model without its weights.
-
-    Raises:
-        MXError: where transformers lacks it.
-    """
-    transformers = import_extra("transformers", "hf")
-    architecture = (config.get("architectures") or [None])[0]
-    with user_errors(f"build the model of {str(source / CONFIG)!r}"), torch.device("meta"):
-        kind = getattr(transformers, str(architecture), None)
-        if kind is None:
-            raise MXError(
-                f"{str(source / CONFIG)!r} names the architecture {architecture!r}, which transformers has not"
-            )
-        return kind(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))

@@ -18,14 +18,20 @@ from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints import modelopt_config
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT, quantization_of
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT, WHOLE
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
+from pt2mx.pt2e.checkpoints.gguf_convert import convert_to_gguf
+from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX
+from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
+from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.layouts import layout_named
 from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
+from pt2mx.pt2e.checkpoints.sources import Source, read_source
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
-from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.output import check_output, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 
@@ -75,11 +81,11 @@ def convert_checkpoint(
     last.
 
     Args:
-        source: the folder of the checkpoint: config.json and safetensors, sharded or not.
-        output: the folder to write; new, empty, or the output of an interrupted run.
+        source: the folder of the checkpoint: config.json and safetensors, sharded or not; or a GGUF file.
+        output: the folder to write; new, empty, or the output of an interrupted run. For "gguf" the file.
         recipe: a shipped recipe, the path of one, or a quantizer; None: "mxfp4_weight_only". A checkpoint that is
             quantized already takes none: its codes go into the new layout, with scales that give the same values.
-        layout: "compressed-tensors", "quark", "modelopt", "fp8", or "mxfp4" of gpt-oss's experts.
+        layout: "compressed-tensors", "quark", "modelopt", "fp8", "mxfp4" of gpt-oss's experts, or "gguf", one file.
         weights: the format of weights for the codes of a quantized checkpoint, such as "nvfp4"; None: the most similar
             that the layout has.
         dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
@@ -107,46 +113,57 @@ def convert_checkpoint(
         >>> report.quantized["model.layers.0.mlp.up_proj.weight"]
         'mxfp4_e2m1{32}(even,even)'
     """
-    source, output = _folder("source", source), _folder("output", output)
+    path, output = _folder("source", source), _folder("output", output)
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise MXError(f"jobs={jobs!r} must be a number of shards, at least 1")
     chosen = "mxfp4_weight_only" if recipe is None else recipe
     quantizer = chosen if isinstance(chosen, MXQuantizer) else MXQuantizer.from_recipe(chosen)
     check_weights_only(quantizer, () if statistics is None else (GPTQ,))
-    if not source.is_dir():
-        raise MXError(f"{str(source)!r} is no folder: give the folder of a checkpoint")
-    if quantization := quantization_of(source):
-        if recipe is not None or statistics is not None:
-            raise MXError(
-                f"{str(source)!r} is quantized already (quant_method {quantization.get('quant_method')!r}): give the "
-                "float checkpoint, or no recipe (--recipe) and no statistics, which keeps its codes"
-            )
-        plan: ConversionPlan = plan_recoding(source, layout_named(layout), _dtype(dtype), weights)
-    elif weights is not None:
-        raise MXError(
-            f"weights={weights!r} (--weights) is for codes: give the float {str(source)!r} a recipe (--recipe)"
-        )
-    else:
-        plan = plan_conversion(source, quantizer, layout_named(layout), _dtype(dtype))
+    plan, checkpoint = _plan(path, quantizer, layout, _dtype(dtype), weights, recipe is None and statistics is None)
     _check_statistics(statistics, plan)
     formats = {name: str(spec) for name, spec in plan.chosen.items()}
     manifest = {
         "pt2mx": __version__,
-        "shards": {str((source / shard).resolve()): _stamp(source / shard) for shard in plan.entries},
+        "shards": {str(file.resolve()): _stamp(file) for file in plan.shards.files},
         "config": plan.config,
         "formats": formats,
         "statistics": sorted(statistics or ()),
     }
-    with _write_errors(output):
-        done = _resume(output, plan.entries, manifest)
     options = next((one for one in quantizer.algorithms or () if isinstance(one, GPTQ)), GPTQ())
     converter = ShardConverter(plan, statistics or {}, options)
-    remaining = [shard for shard in plan.entries if shard not in done]
-    converter.convert(remaining, source, output, jobs, lambda shard: finished(shard, len(plan.entries)))
-    with _write_errors(output):
-        _write_other_files(plan, source, output)
+    if layout == GGUF.name:
+        check_output(output, (SUFFIX,))
+        with _write_errors(output):
+            kept = convert_to_gguf(checkpoint, converter, output, json.dumps(manifest), finished)
+    else:
+        with _write_errors(output):
+            kept = sorted(_resume(output, plan.entries, manifest))
+        remaining = [shard for shard in plan.entries if shard not in kept]
+        converter.convert(remaining, output, jobs, lambda shard: finished(shard, len(plan.entries)))
+        with _write_errors(output):
+            _write_other_files(plan, path, output)
     before = sum(entry.nbytes for entries in plan.entries.values() for entry in entries.values())
-    return ConversionReport(formats, plan.left, sorted(done), before, plan.size())
+    return ConversionReport(formats, plan.left, kept, before, plan.size())
+
+
+def _plan(
+    path: Path, quantizer: MXQuantizer, layout: str, dtype: torch.dtype | None, weights: str | None, keep_codes: bool
+) -> tuple[ConversionPlan, Source]:
+    """Decide about every tensor, from the headers of the checkpoint."""
+    if not path.is_dir() and gguf_in(path) is None:
+        raise MXError(f"{str(path)!r} is no folder: give the folder of a checkpoint, or a GGUF file")
+    target = GGUF if layout == GGUF.name else layout_named(layout)
+    source = read_source(path, target, keep_codes)
+    if source.schemes is not None and not keep_codes:
+        raise MXError(
+            f"{str(path)!r} is quantized already (quant_method {source.schemes.layout.name!r}): give the float "
+            "checkpoint, or no recipe (--recipe) and no statistics, which keeps its codes"
+        )
+    if source.schemes is not None:
+        return plan_recoding(source, target, dtype, weights), source
+    if weights is not None:
+        raise MXError(f"weights={weights!r} (--weights) is for codes: give the float {str(path)!r} a recipe (--recipe)")
+    return plan_conversion(source, quantizer, target, dtype), source
 
 
 def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
@@ -203,12 +220,14 @@ def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None
         shard: [written for name, entry in entries.items() for written in plan.outputs(name, entry)]
         for shard, entries in plan.entries.items()
     }
-    if (source / INDEX).is_file():
+    if list(plan.entries) != [WHOLE]:
         index = {
             "metadata": {"total_size": plan.size()},
             "weight_map": {name: shard for shard, written in names.items() for name in written},
         }
         write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", output / INDEX)
+    if gguf_in(source) is not None and (tokenizer := load_tokenizer(source)) is not None:
+        tokenizer.save_pretrained(output)
     for path in _others(source, output):
         (output / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, output / path)
@@ -220,7 +239,10 @@ def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None
 
 
 def _others(source: Path, output: Path) -> list[Path]:
-    """Return the files to copy, also from subfolders, except hidden files and files of the output."""
+    """Return the files to copy, also from subfolders, except hidden files and files of the output; none of a GGUF
+    file."""
+    if not source.is_dir() or gguf_in(source) is not None:
+        return []
     files = [path for path in sorted(source.rglob("*")) if path.is_file() and not path.name.endswith(_WEIGHTS)]
     relative = [path.relative_to(source) for path in files if output.resolve() not in path.resolve().parents]
     return [path for path in relative if path != Path(CONFIG) and not any(part.startswith(".") for part in path.parts)]

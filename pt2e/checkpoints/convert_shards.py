@@ -17,7 +17,8 @@ from pt2mx.functional import quantize_mx, tensor_scale_mx
 from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
-from pt2mx.pt2e.checkpoints.safetensors_shards import ShardReader, ShardWriter
+from pt2mx.pt2e.checkpoints.safetensors_shards import ShardWriter
+from pt2mx.pt2e.checkpoints.sources import Reader
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.checkpoints.weight_formats import format_of
 from pt2mx.pt2e.output import whole_file
@@ -39,14 +40,12 @@ class ShardConverter:
     gptq: GPTQ
     _tensor_scales: dict[str, Tensor] = field(default_factory=dict)
 
-    def convert(
-        self, shards: Collection[str], source: Path, output: Path, jobs: int, finished: Callable[[str], None]
-    ) -> None:
+    def convert(self, shards: Collection[str], output: Path, jobs: int, finished: Callable[[str], None]) -> None:
         """Convert shards, `jobs` at a time, each on its share of the threads."""
         stopped, threads = threading.Event(), torch.get_num_threads()
         pool = ThreadPoolExecutor(jobs, initializer=lambda: torch.set_num_threads(max(1, threads // jobs)))
         try:
-            running = {pool.submit(self._convert, source / shard, output / shard, stopped): shard for shard in shards}
+            running = {pool.submit(self._convert, shard, output / shard, stopped): shard for shard in shards}
             for future in as_completed(running):
                 future.result()
                 finished(running[future])
@@ -55,28 +54,37 @@ class ShardConverter:
             pool.shutdown(cancel_futures=True)
             torch.set_num_threads(threads)  # new threads inherit it
 
-    def _convert(self, source: Path, target: Path, stopped: threading.Event) -> None:
+    def _convert(self, shard: str, target: Path, stopped: threading.Event) -> None:
         entries = {
             written: entry
-            for name, read in self.plan.entries[source.name].items()
+            for name, read in self.plan.entries[shard].items()
             for written, entry in self.plan.outputs(name, read).items()
         }
-        with ShardReader(source) as reader, whole_file(target) as file:
+        with self.plan.shards.open(shard) as reader, whole_file(target) as file:
             writer = ShardWriter(file, entries, {**reader.metadata, "format": "pt"})
-            recodings = self.plan.recodings if isinstance(self.plan, RecodingPlan) else set()
             for name in reader.entries:
-                if isinstance(self.plan, RecodingPlan) and name in recodings:
-                    for written, first, values in self.plan.recoded(name):
-                        writer.write(written, first, values)
-                    continue
-                for first, rows in self._slices(reader, name):
+                for written, first, rows in self.written(reader, name):
                     if stopped.is_set():
                         raise MXError("another shard failed")
-                    for written, values in self._converted(name, rows, source.parent).items():
-                        count = entries[written].rows  # of a scale fewer, or one
-                        writer.write(written, first * count // max(1, reader.entries[name].rows), values)
+                    writer.write(written, first, rows)
 
-    def _slices(self, reader: ShardReader, name: str) -> Iterator[tuple[int, Tensor]]:
+    def written(self, reader: Reader, name: str) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield what to write for a tensor of a shard.
+
+        Yields:
+            The name of a tensor, the index of its first row to write, and the rows.
+        """
+        if isinstance(self.plan, RecodingPlan) and self.plan.is_recoded(name):
+            yield from self.plan.recoded(name)
+            return
+        entry = reader.entries[name]
+        outputs = self.plan.outputs(name, entry)
+        for first, rows in self._slices(reader, name):
+            for written, values in self._converted(name, rows).items():
+                count = outputs[written].rows  # of a scale fewer, or one
+                yield written, first * count // max(1, entry.rows), values
+
+    def _slices(self, reader: Reader, name: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the slices of a tensor; a weight that GPTQ rounds is one slice, already rounded."""
         statistics = self.statistics.get(self.plan.parameters.get(name, ""))
         if statistics is None:
@@ -85,22 +93,22 @@ class ShardConverter:
         else:
             yield 0, statistics.round(reader.tensor(name), self.plan.chosen[name], self.gptq)
 
-    def _converted(self, name: str, rows: Tensor, folder: Path) -> dict[str, Tensor]:
+    def _converted(self, name: str, rows: Tensor) -> dict[str, Tensor]:
         """Return the rows to write for some rows of a tensor, (n, ...), by tensor of the output."""
         spec = self.plan.chosen.get(name)
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
-        tensor_scale = self._tensor_scale(name, spec, folder) if spec.scale_format.tensor else None
+        tensor_scale = self._tensor_scale(name, spec) if spec.scale_format.tensor else None
         scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec, tensor_scale=tensor_scale)
         return self.plan.layout.to_tensors(name, format_of(spec), data, scale, tensor_scale)
 
-    def _tensor_scale(self, name: str, spec: MXSpec, folder: Path) -> Tensor:
+    def _tensor_scale(self, name: str, spec: MXSpec) -> Tensor:
         """Return the tensor scale of a weight, from all weights that libraries fuse with it."""
         if name not in self._tensor_scales:
             largest = [torch.zeros(())]
             fused = fused_with(name, self.plan.chosen)
             for shard, entries in self.plan.entries.items():
-                with ShardReader(folder / shard) as reader:
+                with self.plan.shards.open(shard) as reader:
                     for one in fused & entries.keys():
                         for _, rows in reader.slices(one):
                             magnitude = rows.float().abs()

@@ -75,11 +75,7 @@ class BlockType:
         Raises:
             MXError: for rows that are no whole blocks, and for a scale that means another number in the file.
         """
-        if scale.shape[-1] % self.groups or data.shape[-1] != scale.shape[-1] * self._code_bytes:
-            raise MXError(
-                f"{name} has {data.shape[-1]} bytes of codes and {scale.shape[-1]} scales a row: rows of {self.name} "
-                f"are whole blocks of {self.values} values; leave it in high precision"
-            )
+        self.check_columns(name, scale.shape[-1] * self.spec.block_size)
         self._check(name, scale)
         codes = data.unflatten(-1, (-1, self.groups, self._code_bytes))
         if self.spec.element.bits == 4:
@@ -88,6 +84,14 @@ class BlockType:
             codes = low | high << 4
         scales = scale.contiguous().view(torch.uint8).unflatten(-1, (codes.shape[-3], -1))
         return torch.cat((scales, codes.flatten(-2)), -1).flatten(-2)
+
+    def check_columns(self, name: str, columns: int) -> None:
+        """Raise an `MXError` for rows that are no whole blocks of the file."""
+        if columns % self.values:
+            raise MXError(
+                f"{name} has {columns} columns, and rows of {self.name} are whole blocks of {self.values} values: "
+                "leave it in high precision"
+            )
 
     @property
     def _code_bytes(self) -> int:

@@ -76,10 +76,14 @@ def file_tensors(model: PreTrainedModel, contents: Contents) -> dict[str, FileTe
     """
     pieces: dict[str, list[Piece]] = defaultdict(list)
     kinds: dict[str, set[str]] = defaultdict(set)
+    tied = model.all_tied_weights_keys or {}
     for part, source in sources_of(model, architecture_named(model.config), untied=True).items():
-        if (kind := _type_of(part, source, contents)) is not None:
+        kind = _type_of(part, source, contents)
+        if kind is not None:
             pieces[source.name].append((part, source))
             kinds[source.name].add(kind)
+        elif source.parameter not in {*tied, *tied.values()}:
+            raise MXError(f"a GGUF file holds {part} by itself, which the checkpoint holds with others: quantize it")
     tensors = {
         name: FileTensor("F32", tuple(values.shape), partial(_once, values))
         for name, values in rope_tensors(model.config).items()
@@ -116,7 +120,9 @@ def _shape_of(part: str, kind: str, contents: Contents) -> tuple[int, ...]:
         return contents.entries[part].shape
     row = BLOCK_TYPES[kind]
     *rows, width = contents.entries[GGUF.names(part, row.form)[0]].shape
-    return (*rows, width * 8 // row.spec.element.bits)
+    columns = width * 8 // row.spec.element.bits
+    row.check_columns(part, columns)
+    return (*rows, columns)
 
 
 def _chunks(contents: Contents, kind: str, parts: list[Piece]) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ of torch.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import struct
 from pathlib import Path
@@ -60,10 +61,11 @@ class GGUFFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            size = self.path.stat().st_size
-            self._bytes = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
+            with open(path, "rb") as opened:
+                self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise MXError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         cursor = _Cursor(self.path, self._bytes)
         tensors, values = cursor.header()
         self.metadata: dict[str, Any] = {}
@@ -99,6 +101,10 @@ class GGUFFile:
         if entry.type in DTYPES:
             return stored.view(DTYPES[entry.type]).view(entry.shape)
         return stored.view(*entry.shape[:-1], -1)
+
+    def release(self) -> None:
+        """Free the memory of what was read; it is read from the file again where it is needed."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def values(self, name: str) -> Tensor:
         """Return the values of a tensor, in float32 for a type of blocks, with the bits of gguf's `dequantize`.

@@ -154,13 +154,19 @@ def config_of(file: GGUFFile) -> Any:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """Return transformers' tokenizer of a GGUF file; None where the file has no vocabulary.
+    """Return transformers' tokenizer of a GGUF file.
+
+    Returns:
+        The tokenizer; None where the file has no vocabulary, and for architectures whose tokenizers transformers does
+        not read from GGUF, such as gpt-oss.
 
     Raises:
-        MXError: where transformers cannot read it.
+        MXError: where transformers fails to read it.
     """
     transformers = import_extra("transformers", "hf")
-    if _TOKENS not in GGUFFile(path).metadata:
+    known = import_extra("transformers.integrations.ggml", "hf").GGUF_TO_FAST_CONVERTERS
+    file = GGUFFile(path)
+    if _TOKENS not in file.metadata or architecture_of(file).model_type not in known:
         return None
     with user_errors(f"read the tokenizer in {str(path)!r}"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

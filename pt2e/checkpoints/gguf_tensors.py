@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
+from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
 from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE, BlockType
 from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, GGUFFile
@@ -21,7 +22,7 @@ from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURE, ROPE_TENSORS, archit
 from pt2mx.pt2e.checkpoints.gguf_names import Source, sources_of
 from pt2mx.pt2e.checkpoints.layouts import Layout, Stored
 from pt2mx.pt2e.checkpoints.module_schemes import Rules, Scheme, Schemes, is_transposed
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
+from pt2mx.pt2e.checkpoints.safetensors_shards import SLICE, Entry
 from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ GGUF = Layout(
         for row in BLOCK_TYPES.values()
     },
     dtypes=tuple(DTYPES.values()),
+    embeddings=tuple(row.form for row in BLOCK_TYPES.values()),
     linear_experts=True,
 )
 
 
-class GGUFTensors(Mapping[str, Tensor]):
+class GGUFTensors(StoredTensors):
     """The tensors of a GGUF file by their names in a checkpoint of transformers.
 
     A weight whose codes are kept is there as `<name>_mxfp4` (or the name of another type) and `<name>_scale`, in NVFP4
@@ -89,6 +91,7 @@ class GGUFTensors(Mapping[str, Tensor]):
             else:
                 self._names |= {part: part for part in names}
                 self.entries |= {part: self._entry(part) for part in names}
+        self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def _check(self, model: str) -> None:
         entries, path = self._file.entries, str(self._file.path)
@@ -117,40 +120,49 @@ class GGUFTensors(Mapping[str, Tensor]):
         kind, shape, *_ = self._file.entries[source.name]
         return Entry(DTYPES.get(kind, torch.float32), shape if source.expert is None else shape[1:])
 
-    @cached_property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes of all tensors by name."""
-        return {name: entry.dtype for name, entry in self.entries.items()}
-
     def __getitem__(self, name: str) -> Tensor:
         part = self._names[name]
         if not isinstance(part, str):
             return self._merged(part)
         source = self._sources[part]
         if part not in self.packed:
-            return self._values(source)
+            return self._values(source, self._blocks(source))
         row = self.packed[part]
         names = GGUF.names(part, row.form)
         if name == names[-1] and row.spec.scale_format.tensor:
             return self._tensor_scale(source)
         return row.to_codes(source.name, self._blocks(source))[names.index(name)]
 
+    def slices(self, name: str, multiple: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Yield slices of a tensor along its rows, as `ShardReader.slices`."""
+        part = self._names[name]
+        if not isinstance(part, str) or part in self.packed or len(self.entries[name].shape) < 2:
+            yield 0, self[name]
+            return
+        source = self._sources[part]
+        blocks = self._blocks(source)
+        step = max(1, SLICE // self.entries[name].row_bytes // multiple) * multiple
+        for first in range(0, len(blocks), step):
+            yield first, self._values(source, blocks[first : first + step])
+
     def _blocks(self, source: Source) -> Tensor:
         """Return the blocks of a part; of many experts only one is read."""
+        self._file.release()
         return source.read(self._file.blocks(source.name))
 
-    def _values(self, source: Source) -> Tensor:
+    def _values(self, source: Source, blocks: Tensor) -> Tensor:
         if self._file.entries[source.name].type == NVFP4_TYPE:
             row = BLOCK_TYPES[NVFP4_TYPE]
-            data, scale = row.to_codes(source.name, self._blocks(source))
+            data, scale = row.to_codes(source.name, blocks)
             return dequantize_mx(data, scale, row.spec, tensor_scale=self._tensor_scale(source))
-        values = self._file.values_of(source.name, self._blocks(source))
+        values = self._file.values_of(source.name, blocks)
         return values - source.offset if source.offset else values
 
     def _merged(self, parts: Parts) -> Tensor:
         """Return a parameter of gpt-oss's experts, (E, K, N) or (E, N), of values of its parts."""
-        experts = len({self._sources[part].expert for part in parts})
-        values = {part: self._values(self._sources[part]) for part in parts}
+        pieces = {part: self._sources[part] for part in parts}
+        experts = len({source.expert for source in pieces.values()})
+        values = {part: self._values(source, self._blocks(source)) for part, source in pieces.items()}
         first = next(iter(values.values()))
         merged = first.new_empty(sum(map(len, parts.values())), *first.shape[1:])
         for part, rows in parts.items():
@@ -179,11 +191,17 @@ def has_codes(path: Path) -> bool:
 
 def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict[str, int]]:
     """Return the model without its weights, and of the file its schemes, its tensors and their numbers of values."""
-    file, skeleton = _open(path)
+    file, skeleton = open_gguf(path)
     tensors = GGUFTensors(file, skeleton, lambda parameter, form: True)
+    sizes = {name: entry.values for name, entry in tensors.entries.items()}
+    return skeleton, schemes_of(tensors), tensors, sizes
+
+
+def schemes_of(tensors: GGUFTensors) -> Schemes:
+    """Return the schemes of the weights whose codes are kept."""
     # experts are looked up by the names of their tensors, other weights by those of their modules
     rules: Rules = [(partial(_is_of, part), Scheme(row.form)) for part, row in tensors.packed.items()]
-    return skeleton, Schemes(GGUF, rules), tensors, {name: entry.values for name, entry in tensors.entries.items()}
+    return Schemes(GGUF, rules)
 
 
 def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
@@ -196,7 +214,7 @@ def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedM
     Raises:
         MXError: where the file cannot be read or holds an architecture or types that are not supported.
     """
-    file, skeleton = _open(path)
+    file, skeleton = open_gguf(path)
     tensors = GGUFTensors(file, skeleton, lambda parameter, form: False)
     return with_tensors(skeleton, dtype or skeleton.dtype, tensors, f"{str(path)!r} holds another model")
 
@@ -205,7 +223,8 @@ def _is_of(part: str, name: str, kind: str) -> bool:
     return name in (part, part.rpartition(".")[0])
 
 
-def _open(path: Path) -> tuple[GGUFFile, PreTrainedModel]:
+def open_gguf(path: Path) -> tuple[GGUFFile, PreTrainedModel]:
+    """Return a file, and its model on the meta device."""
     file = GGUFFile(path)
     architecture_of(file)
     return file, skeleton_of(config_of(file), str(path))

@@ -15,6 +15,7 @@ from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 #: a part of the rule by which a tokenizer splits texts -> llama.cpp's name of the rule, in order of precedence
 _SPLITS = {
+    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]": "gpt-4o",
     r"\p{N}{1,3}": "llama-bpe",
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|": "qwen2",
     '"individual_digits": true': "smollm",

@@ -13,12 +13,18 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
-from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors, files_of, quantization_of, sizes_in
+from pt2mx.pt2e.checkpoints.checkpoint_files import (
+    CheckpointTensors,
+    StoredTensors,
+    files_of,
+    quantization_of,
+    sizes_in,
+)
 from pt2mx.pt2e.checkpoints.checkpoint_names import stored_parts
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUFTensors, has_codes, packed_gguf
+from pt2mx.pt2e.checkpoints.gguf_tensors import has_codes, packed_gguf
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EXPERTS,
@@ -225,9 +231,7 @@ def _of_folder(folder: Path) -> tuple[PreTrainedModel, Schemes, CheckpointTensor
     return skeleton_of(config, source), schemes, tensors, sizes_in(files_of(folder))
 
 
-def packed_weights(
-    skeleton: PreTrainedModel, schemes: Schemes, tensors: CheckpointTensors | GGUFTensors
-) -> dict[str, Packed]:
+def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: StoredTensors) -> dict[str, Packed]:
     """Return parameter -> `Packed`, for each parameter whose scales the checkpoint holds."""
     packed = {}
     for name, kind in weights_of(skeleton).items():

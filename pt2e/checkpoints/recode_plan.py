@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.checkpoint_files import (
-    CONFIG,
-    CheckpointTensors,
-    headers_of,
-    quantization_of,
-    read_json,
-)
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
-from pt2mx.pt2e.checkpoints.configs import model_fields, read_config, write_config
-from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_whole, model_on_meta
+from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
+from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_whole
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
 from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of
@@ -27,6 +20,7 @@ from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
+from pt2mx.pt2e.checkpoints.sources import Source
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR, format_of, spec_of
 from pt2mx.spec import MXSpec, parse
 
@@ -34,11 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None, weights: str | None = None) -> RecodingPlan:
+def plan_recoding(
+    source: Source, layout: Layout, dtype: torch.dtype | None, weights: str | None = None
+) -> RecodingPlan:
     """Decide about every tensor of a quantized checkpoint without reading a weight.
 
     Args:
-        source: the checkpoint.
+        source: the checkpoint, with schemes.
         layout: the new layout.
         dtype: the dtype of tensors in high precision; None: their own.
         weights: the format of weights, as `pt2mx.parse` takes it; None: the most similar one.
@@ -46,21 +42,10 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None, weigh
     Raises:
         MXError: for formats that have no counterpart in the layout.
     """
-    config, schemes = read_json(source / CONFIG), read_config(quantization_of(source) or {})
-    headers, tensors = headers_of(source), CheckpointTensors(source)
-    model = model_on_meta(source, {**config, "quantization_config": None})
-    entries = {shard: header.entries for shard, header in headers.items()}
-    plan = RecodingPlan(
-        config,
-        entries,
-        {shard: header.metadata for shard, header in headers.items()},
-        layout,
-        dtype,
-        forms=_forms(layout, weights),
-        source=schemes,
-        tensors=tensors,
-    )
-    shapes = {name: entry for header in headers.values() for name, entry in header.entries.items()}
+    path, config, model, shards, schemes, tensors = source
+    assert schemes is not None
+    plan = RecodingPlan(config, shards, layout, dtype, forms=_forms(layout, weights), source=schemes, tensors=tensors)
+    shapes = {name: entry for entries in shards.entries.values() for name, entry in entries.items()}
     modules: dict[str, Module] = {}
     kinds, packed = weights_of(model), packed_weights(model, schemes, tensors)
     for parameter, kind in kinds.items():
@@ -83,16 +68,15 @@ def plan_recoding(source: Path, layout: Layout, dtype: torch.dtype | None, weigh
         if modules.setdefault(parameter.rpartition(".")[0], Module(kind, scheme)).scheme != scheme:
             raise MXError(f"{layout.name} has one format for each module, and {parameter} has another")
     if not plan.chosen:
-        raise MXError(f"{str(source)!r} holds no codes of a {type(model).__name__}: name its architecture in {CONFIG}")
-    written = plan.recodings
-    plan.left = {name: "the checkpoint holds its values" for name, entry in shapes.items()
-                 if name not in written and len(entry.shape) > 1}  # fmt: skip
-    names = {*(shapes.keys() - written), *(weight for weight, *_ in plan.weights.values())}
+        raise MXError(f"{str(path)!r} holds no codes of a {type(model).__name__}: name its architecture in {CONFIG}")
+    kept = {name: entry for name, entry in shapes.items() if not plan.is_recoded(name)}
+    plan.left = {name: "the checkpoint holds its values" for name, entry in kept.items() if len(entry.shape) > 1}
+    names = {*kept, *(weight for weight, *_ in plan.weights.values())}
     for parameter in (name for name in packed if is_transposed(model, name)):
         bias = divide(model, f"{parameter}_bias", into_one=True)
         is_there = bias.name in shapes or shapes.keys() >= bias.sources.keys()
         names |= {parameter, bias.name} if is_there else {parameter}
-    check_whole(source, model, names)
+    check_whole(path, model, names)
     check_dtype(plan)
     check_compatibility(layout, modules, model, bool(plan.unit_scales))
     others = {name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}

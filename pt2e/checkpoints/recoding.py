@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors
+from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
 from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
 from pt2mx.pt2e.checkpoints.module_schemes import Schemes
@@ -35,7 +35,7 @@ class RecodingPlan(ConversionPlan):
 
     forms: list[str] = field(default_factory=list)
     source: Schemes | None = None
-    tensors: CheckpointTensors | None = None
+    tensors: StoredTensors | None = None
     weights: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     regroupings: dict[str, Regrouping] = field(default_factory=dict)
     written_with_others: set[str] = field(default_factory=set)
@@ -74,13 +74,16 @@ class RecodingPlan(ConversionPlan):
         entries = (self.entries_of(part, experts.new, (*shape, columns)) for part, shape in shapes.items())
         return {name: written for one in entries for name, written in one.items()}
 
-    @property
-    def recodings(self) -> set[str]:
-        """The tensors that `recoded` converts, or that are written with others."""
-        return {*self.weights, *self.regroupings, *self.written_with_others, *self.input_scales}
+    def is_recoded(self, name: str) -> bool:
+        """Return True for a tensor that `recoded` converts, or that is written with others."""
+        return any(name in one for one in (self.weights, self.regroupings, self.written_with_others, self.input_scales))
 
-    def recoded(self, name: str) -> Iterator[tuple[str, int, Tensor]]:
+    def recoded(self, name: str, part: str | None = None) -> Iterator[tuple[str, int, Tensor]]:
         """Yield what to write for codes, for a bias of experts, or for the tensor scale of inputs.
+
+        Args:
+            name: the tensor.
+            part: of experts that are divided differently, the only part to write; None: all.
 
         Yields:
             The name of a tensor, the index of its first row to write, and the rows.
@@ -91,7 +94,7 @@ class RecodingPlan(ConversionPlan):
         if name in self.regroupings:
             experts = self.regroupings[name]
             if experts.form:
-                yield from experts.weights(self.source, self.tensors, self.layout, self.model_dtype())
+                yield from experts.weights(self.source, self.tensors, self.layout, self.model_dtype(), part)
             else:
                 for part, values in experts.bias(self.tensors).items():
                     yield part, 0, cast(part, values, self.dtype_of(values.dtype))

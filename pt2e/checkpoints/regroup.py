@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors
+from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import Schemes
@@ -44,7 +44,12 @@ class Regrouping:
         return sum(rows.numel() for rows in self.sources.values()) // self.experts
 
     def weights(
-        self, schemes: Schemes, tensors: CheckpointTensors, layout: Layout, dtype: torch.dtype
+        self,
+        schemes: Schemes,
+        tensors: StoredTensors,
+        layout: Layout,
+        dtype: torch.dtype,
+        only: str | None = None,
     ) -> Iterator[tuple[str, int, Tensor]]:
         """Yield the codes and scales to write for a weight, expert by expert.
 
@@ -52,17 +57,21 @@ class Regrouping:
             schemes, tensors: the old checkpoint.
             layout: the layout of the new one.
             dtype: the dtype of the model.
+            only: the only target to write; None: all.
 
         Yields:
             The name of a tensor, the index of its first row to write, and the rows.
         """
-        for expert in range(self.experts):
+        experts = range(self.experts) if only is None else (int(self.targets[only][0]) // self.rows,)
+        for expert in experts:
             parts = (
                 (recode(part, self._read(part, expert, schemes, tensors), self.new, dtype), rows)
                 for part, rows in self._of(self.sources, expert)
             )
             packed = merge(self.name, torch.Size([self.rows]), parts)
             for part, rows in self._of(self.targets, expert):
+                if only not in (None, part):
+                    continue
                 scale = None if packed.tensor_scale is None else packed.tensor_scale.clone()
                 written = layout.to_tensors(part, self.new, packed.data[rows], packed.scale[rows], scale)
                 for name, values in written.items():
@@ -88,7 +97,7 @@ class Regrouping:
             elif first <= int(rows[0]) < first + self.rows:
                 yield part, rows - first
 
-    def _read(self, part: str, expert: int, schemes: Schemes, tensors: CheckpointTensors) -> PackedTensors:
+    def _read(self, part: str, expert: int, schemes: Schemes, tensors: StoredTensors) -> PackedTensors:
         names = schemes.layout.stored_names(part, self.form, tensors)
         read = {
             name: tensors.rows(name, expert, 1)[0] if part == self.name else tensors[name]

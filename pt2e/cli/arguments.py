@@ -263,8 +263,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--max-shard-size", default="5GB", help="the size of a file of tensors (default: 5GB)"),
     ),
     "convert-checkpoint": (
-        argument("source", help="the folder of the checkpoint: config.json and safetensors"),
-        argument("output", help="the folder to write; an interrupted run continues in its folder"),
+        argument("source", help="the folder of the checkpoint: config.json and safetensors; or a GGUF file"),
+        argument("output", help="the folder to write, a file for --layout gguf; an interrupted run continues"),
         argument(
             "--recipe",
             help="a shipped recipe, or the path of one (default: mxfp4_weight_only; a quantized checkpoint takes none)",
@@ -272,7 +272,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--layout",
             default="compressed-tensors",
-            choices=LAYOUTS,
+            choices=(*LAYOUTS, "gguf"),
             help="the layout of codes and scales (default: compressed-tensors)",
         ),
         argument(

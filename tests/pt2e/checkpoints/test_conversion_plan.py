@@ -96,7 +96,7 @@ def test_experts_that_readers_take_for_quantized(tmp_path):
         (of_weights("mxfp4{16}"), {}, r"cannot hold .* in mxfp4_e2m1\{16\}: its blocks have 32 values"),
         ("mxfp4_decoder", {}, "which is not applied to weights"),
         ("no_such_recipe", {}, "no recipe 'no_such_recipe'"),
-        (_WEIGHT_ONLY, {"layout": "gguf"}, "unknown layout 'gguf'"),
+        (_WEIGHT_ONLY, {"layout": "ggml"}, "unknown layout 'ggml'"),
         (_WEIGHT_ONLY, {"layout": "mxfp4"}, "no tensor of the checkpoint would be quantized .*mxfp4 has experts alone"),
         (_WEIGHT_ONLY, {"dtype": "int8"}, "dtype='int8' must be"),
         (_WEIGHT_ONLY, {"dtype": "no_dtype"}, "dtype='no_dtype' must be"),
