@@ -30,7 +30,7 @@ _FEW_QUERIES, _WIDEST, _SLOTS = 16, 256, 128
 #: of `flash_decoding_kernel`: queries, warps of a program, and slots that a warp takes at a time. Among 4 and 8 warps
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
-_QUERIES_IN_REGISTERS, _WARPS, _SLOTS_OF_WARP = 8, 8, 32
+_QUERIES_IN_LANES, _WARPS, _SLOTS_OF_WARP = 8, 8, 32
 #: programs per multiprocessor. Among 2, 4 and 8 programs, with 32, 64 and 128 slots, these values are within 2% of the
 #: fastest for caches of 8,192 slots and more on an H200
 _PROGRAMS = 2
@@ -56,9 +56,9 @@ def attend(
         return None
     pairs = batch * key_heads
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
-    in_registers = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_REGISTERS
-    in_registers &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    at_a_time = _WARPS * _SLOTS_OF_WARP if in_registers else _SLOTS
+    uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES
+    uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
+    at_a_time = _WARPS * _SLOTS_OF_WARP if uses_lanes else _SLOTS
     blocks = triton.cdiv(slots, at_a_time)
     multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
     splits = min(blocks, max(1, _PROGRAMS * multiprocessors // pairs))
@@ -78,7 +78,7 @@ def attend(
     )
     sm_scale, strides = width**-0.5 if scale is None else scale, (0, 0, 0, 0) if mask is None else mask.stride()
     with torch.cuda.device_of(query):
-        if in_registers:
+        if uses_lanes:
             sizes = rows, queries, key_heads, slots, blocks_of_split * _SLOTS_OF_WARP
             decoding = _decoding_sizes(spec.element, width, value_width, block, value_block, mask is not None)
             decode_attention_kernel[splits, pairs](*tensors, sm_scale, *sizes, strides, decoding, num_warps=_WARPS)
