@@ -1,5 +1,7 @@
 """GGUF files, from and to checkpoints of folders: the same codes, tensor by tensor."""
 
+import importlib.util
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +15,11 @@ from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from tests.float_checkpoints import of_weights, tensors
 from tests.gguf_files import write_gguf
-from tests.language_models import tiny_decoder, tokenizer_of_bytes
+from tests.language_models import tiny_decoder, tokenizer_of_bytes, transformers
 
 gguf = pytest.importorskip("gguf")
 
+IDS = torch.randint(256, (16, 9), generator=torch.Generator().manual_seed(0))
 #: model -> layout, recipe of weights
 _CASES = {
     "llama": ("compressed-tensors", "mxfp4"),
@@ -33,7 +36,8 @@ def floats(tmp_path_factory):
     def make(family):
         if family not in folders:
             folders[family] = tmp_path_factory.mktemp(family)
-            model = tiny_decoder(family, intermediate_size=128).to(torch.bfloat16)
+            fields = {"query_pre_attn_scalar": 16} if family == "gemma3" else {}
+            model = tiny_decoder(family, intermediate_size=128, **fields).to(torch.bfloat16)
             model.save_pretrained(folders[family], max_shard_size="20KB")
             tokenizer_of_bytes([("a", "b"), ("c", "d")]).save_pretrained(folders[family])
         return folders[family]
@@ -94,6 +98,9 @@ def test_q8_0_has_the_bytes_of_gguf(floats, tmp_path):
         packed = gguf.quantize(file.values(name).numpy(), gguf.GGMLQuantizationType.Q8_0)
         assert torch.equal(torch.from_numpy(packed), file.blocks(name)), name
     assert len(names) == 15 and file.metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(stock(IDS).logits, load_float_gguf(tmp_path / "model.gguf", torch.float32)(IDS).logits)
 
 
 def test_types_without_a_counterpart_become_values(tmp_path):
@@ -113,6 +120,46 @@ def test_types_without_a_counterpart_become_values(tmp_path):
     with pytest.raises(MXError, match="is for codes"):
         write_gguf(tiny_decoder("llama"), path)
         convert_checkpoint(path, tmp_path / "none", weights="nvfp4")
+
+
+_LLAMA_CPP = [
+    ("llama", "mxfp4"),
+    ("llama", "nvfp4"),
+    ("llama", "int8{32}(f16)"),
+    ("llama", "int4_full{32}(f16)"),
+    ("mixtral", "nvfp4"),
+    ("qwen3", "int8{32}(f16)"),
+    ("gemma3", "mxfp4"),
+    ("gpt_oss", "mxfp4"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="xllamacpp, a build of llama.cpp, is missing")
+@pytest.mark.parametrize(("family", "weights"), _LLAMA_CPP)
+def test_llama_cpp_has_our_probabilities(family, weights, floats, tmp_path):
+    """llama.cpp rounds inputs to 8 bits, and so computes nearly the probabilities of transformers with the values."""
+    import xllamacpp
+
+    source = floats(family)
+    if family == "gpt_oss":  # its experts are quantized as one tensor
+        source = tmp_path / "codes"
+        convert_checkpoint(floats(family), source, of_weights(weights), layout="mxfp4")
+    path = tmp_path / "model.gguf"
+    convert_checkpoint(source, path, None if family == "gpt_oss" else of_weights(weights), layout="gguf")
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_ctx, options.warmup, options.cpuparams.n_threads = str(path), 256, False, 1
+    server = xllamacpp.Server(options)
+    for ids in IDS.split(1):
+        request = {"prompt": ids[0].tolist(), "n_predict": 1, "temperature": 0, "n_probs": 20}
+        answer = server.handle_completions(request)["choices"][0]["logprobs"]
+        if answer is not None:  # the most probable token is a text, and no part of a letter
+            break
+    theirs = {row["id"]: row["logprob"] for row in answer["content"][0]["top_logprobs"]}
+    with torch.no_grad():
+        ours = load_float_gguf(path, torch.float32)(ids).logits[0, -1].log_softmax(-1)
+    assert len(theirs) == 20
+    assert all(abs(ours[token] - probability) < 0.03 for token, probability in theirs.items())
 
 
 def test_an_interrupted_run_continues(floats, tmp_path, monkeypatch):
