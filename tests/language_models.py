@@ -110,7 +110,7 @@ def quantized_decoder(
 ) -> LanguageModel:
     """Quantize a tiny decoder, whose export is made once for all tests."""
     model, program = exported_decoder(family, **fields)
-    with mock.patch.object(decoder, "export_decoder", lambda model, length: program):
+    with mock.patch.object(decoder, "export_decoder", lambda model, length, images: program):
         return quantize_language_model(model, quantizer, texts, stage=stage)
 
 

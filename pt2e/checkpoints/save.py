@@ -128,6 +128,10 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _graph_of(converted: Any) -> GraphModule:
+    if getattr(converted, "encoder", None) is not None:
+        raise MXError(
+            "the model has an encoder, and a checkpoint is written of one program: save_pretrained writes both"
+        )
     program = getattr(converted, "program", converted)
     if isinstance(program, ExportedProgram):
         if is_shard(program):

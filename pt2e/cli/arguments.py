@@ -187,6 +187,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             action="append",
             help="the prompt; give it several times for several answers (default: ask for one prompt after the other)",
         ),
+        argument(
+            "--image",
+            action="append",
+            metavar="FILE",
+            help="an image for each prompt, for a vision-language model; give it several times for several images",
+        ),
         flag("--chat", "put prompts into the tokenizer's chat template"),
         argument(
             "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"

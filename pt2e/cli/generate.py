@@ -6,13 +6,16 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.batches import read_image
 from pt2mx.pt2e.cli.progress import Progress, note
+from pt2mx.pt2e.cli.prompts import image_prompt
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.language.arguments import fault_of
 from pt2mx.pt2e.language.language_model import LanguageModel
@@ -27,6 +30,7 @@ _SEEDS = (-(2**63), 2**64 - 1)
 
 def run(options: argparse.Namespace) -> Result | None:
     settings = _settings(options)
+    images = [read_image(Path(file)) for file in options.image or ()]  # a bad file should not cost loading the model
     progress = Progress(2)
     with user_errors(f"load {options.folder!r}"):
         model = LanguageModel.from_pretrained(options.folder, options.device)
@@ -39,7 +43,7 @@ def run(options: argparse.Namespace) -> Result | None:
     answers = []
     for prompt in options.prompt or of_first(_read_prompts()):
         with user_errors("generate"), only_first_prints():
-            tokens = _in_template(model, prompt) if options.chat else model.tokens([prompt])
+            tokens = _tokens(model, prompt, images, options.chat)
             answers.append({"prompt": prompt, **_answer(model, tokens, settings)})
     # the streamer has printed the text
     return Result("", {"answers": answers}) if options.json and is_first() else None
@@ -71,6 +75,16 @@ def _read_prompts() -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def _tokens(model: LanguageModel, prompt: str, images: list[Any], in_template: bool) -> dict[str, torch.Tensor]:
+    """Return what `generate` takes for a prompt."""
+    if not images:
+        return _in_template(model, prompt) if in_template else model.tokens([prompt])
+    if model.processor is None:
+        raise MXError("--image: the folder holds no vision-language model with its processor")
+    given = image_prompt(model.processor, prompt, images, in_template or None)
+    return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
 def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import operator
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +22,15 @@ from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
+from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language import ranks
-from pt2mx.pt2e.language.folder import REPORT, load_tokenizer
+from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
+from pt2mx.pt2e.language.vision import has_tower
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.user_errors import one_line, user_errors
@@ -60,9 +65,8 @@ def load_decoder(
     Raises:
         MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
     """
-    transformers = import_extra("transformers", "hf")
     try:
-        model = from_pretrained(transformers.AutoModelForCausalLM, name, dtype)
+        model = from_pretrained(_class_of(name), name, dtype)
         checkpoint_values(model, name).held_by().check(part, allow_partial)
         return model
     except MXError:
@@ -72,6 +76,16 @@ def load_decoder(
             f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
             f"give --output a name that ends in .pt2): {one_line(error)}"
         ) from None
+
+
+def _class_of(name: str) -> Any:
+    """Return the class that loads a checkpoint: with its vision tower, where it has one."""
+    transformers = import_extra("transformers", "hf")
+    if gguf_in(name) is None:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
@@ -99,11 +113,14 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         _note_tokenizer(name, tokenizer)
-        texts = calibration_blocks(options.calibration, tokenizer, quantizer) if len(contexts) == 1 else []
+        processor = load_processor(name) if has_tower(model) and options.part is None else None
+        texts = _calibration(options.calibration, tokenizer, processor, quantizer) if len(contexts) == 1 else []
         reports = []
         for context in contexts:
             with context:
-                reports.append(_quantize_rank(model, quantizer, texts, tokenizer, options, progress, values))
+                reports.append(
+                    _quantize_rank(model, quantizer, texts, processor or tokenizer, options, progress, values)
+                )
         progress.end()
         ranks.wait()
     report, coverage = reports[0]
@@ -113,7 +130,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
 def _quantize_rank(
     model: PreTrainedModel,
     quantizer: MXQuantizer,
-    texts: list[Tensor],
+    texts: Sequence[Tensor | Mapping[str, Tensor]],
     tokenizer: Any,
     options: argparse.Namespace,
     progress: Progress,
@@ -128,8 +145,8 @@ def _quantize_rank(
         quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **chosen)
     coverage = values.held_by(quantized.coverage.read)
     note_coverage(coverage)
-    report = quantization_report(quantized.program.module())
-    if not any(operator.quantized for operator in report.operators):
+    report = _report(quantized)
+    if not any(one.quantized for one in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
@@ -137,6 +154,21 @@ def _quantize_rank(
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
     return report, coverage
+
+
+def _report(model: LanguageModel) -> QuantizationReport:
+    """Return the report of the programs of a model."""
+    first, *others = (quantization_report(program.module(check_guards=False)) for program in model.programs)
+    return reduce(operator.add, others, first)
+
+
+def _calibration(
+    source: str | None, tokenizer: Any, processor: Any, quantizer: MXQuantizer
+) -> Sequence[Tensor | Mapping[str, Tensor]]:
+    """Return what to calibrate with: blocks of text; for a folder of images also a prompt with each of them."""
+    images = images_in(source) if processor is not None and source is not None else []
+    prompts = [image_prompt(processor, "Describe this image.", [image]) for image in images]
+    return [*calibration_blocks(None if images else source, tokenizer, quantizer), *prompts]
 
 
 def _check_quantize(options: argparse.Namespace) -> None:
@@ -180,7 +212,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
             loaded = load_checkpoint(name, options.device, progress.begin, **partial)
         note_coverage(loaded.coverage)
         _note_tokenizer(name, loaded.tokenizer)
-        report = quantization_report(loaded.program.module())
+        report = _report(loaded)
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)

@@ -29,16 +29,17 @@ def check_model(model: object) -> None:
         )
 
 
-def check_texts(texts: Sequence[Tensor], vocabulary: int) -> None:
-    """Raise an `MXError` where a text is no block of tokens, (B, S) int64."""
-    if isinstance(texts, Tensor | str):
+def check_texts(texts: Sequence[Tensor | Mapping[str, Tensor]], vocabulary: int) -> None:
+    """Raise an `MXError` where a text is no block of tokens, (B, S) int64, nor what a processor gives."""
+    if isinstance(texts, Tensor | str | Mapping):
         raise MXError(
             f"texts must be a list of tokens, (B, S) int64 each, not one {type(texts).__name__}: pass [tokens]"
         )
-    for text in texts:
+    for one in texts:
+        text = one.get("input_ids") if isinstance(one, Mapping) else one
         shape = tuple(text.shape) if isinstance(text, Tensor) else None
-        if shape is None or text.dtype != torch.long or text.dim() != 2 or not text.numel():
-            actual = type(text).__name__ if shape is None else f"{text.dtype} of shape {shape}"
+        if not isinstance(text, Tensor) or text.dtype != torch.long or text.dim() != 2 or not text.numel():
+            actual = f"{text.dtype} of shape {shape}" if isinstance(text, Tensor) else type(text).__name__
             raise MXError(f"texts must be tokens, (B, S) int64 each, not {actual}: tokenize them first")
         if not 0 <= int(text.min()) <= int(text.max()) < vocabulary:
             raise MXError(f"texts hold tokens from {int(text.min())} to {int(text.max())}: the model has {vocabulary}")

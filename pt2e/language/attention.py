@@ -17,6 +17,8 @@ from pt2mx.extras import import_extra
 
 #: the name of attention and mask for transformers, in `config._attn_implementation`
 ATTENTION = "pt2mx"
+#: the name of the attention of packed images. transformers packs only for names with "flash"
+PACKED_ATTENTION = "pt2mx_flash_packed"
 
 
 def attend(
@@ -38,6 +40,23 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
+def attend_packed(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of packed images, (1, heads, P, D): (1, P, heads, D).
+
+    A patch sees those with the same number in `cu_seq_lens_q`, (P,)."""
+    return attend(module, query, key, value, (cu_seq_lens_q[:, None] == cu_seq_lens_q)[None, None], scaling)
+
+
 def mask_of(
     q_length: int, kv_length: int, q_offset: Tensor | int, kv_offset: int, device: torch.device, **kwargs: Any
 ) -> Tensor:
@@ -54,9 +73,10 @@ def mask_of(
 
 def register_attention() -> None:
     """Register attention and mask with transformers."""
-    functions: list[tuple[str, str, Callable[..., Any]]] = [
-        ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend),
-        ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", mask_of),
+    functions: list[tuple[str, str, str, Callable[..., Any]]] = [
+        (ATTENTION, "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend),
+        (ATTENTION, "transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", mask_of),
+        (PACKED_ATTENTION, "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", attend_packed),
     ]
-    for module, name, function in functions:
-        getattr(import_extra(module, "hf"), name).register(ATTENTION, function)
+    for attention, module, table, function in functions:
+        getattr(import_extra(module, "hf"), table).register(attention, function)

@@ -23,6 +23,8 @@ _cache_utils = import_extra("transformers.cache_utils", "hf")
 _SLOTS = 256
 #: tensor of a layer's cache, and input of the program -> True where it has a slot for each token, in dimension 2
 KINDS = {"keys": True, "values": True, "conv_states": False, "recurrent_states": False}
+#: input of the program that has a value for each token of a sequence -> the dimension of the tokens
+OF_TOKENS = {"input_ids": 1, "position_ids": 1, "image_rows": 1, "image_positions": 2}
 #: a tensor of the cache, or its codes and scales
 Stored = Tensor | list[Tensor]
 #: the tensors of each layer by kind; for a cache of any size, meta tensors of one sequence and no slots
@@ -120,11 +122,17 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         #: inside a program: (B, slots), zero at padding
         self.mask = mask
         self.latest: CacheLayer | None = None  #: the layer that was written last
+        #: after images, by how much the positions of the tokens of each sequence differ from their numbers, (B,)
+        self.shift: Tensor | None = None
 
     @property
     def length(self) -> Any:
         """The number of filled slots."""
         return self.layers[0].length
+
+    def reset(self) -> None:
+        super().reset()
+        self.shift = None
 
     def advance(self, tokens: int) -> None:
         """Count tokens that were written."""
@@ -214,7 +222,9 @@ def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
 
     Without these groups a trace assumes that products of these sizes differ."""
     stored = [(one, KINDS[name]) for name in KINDS for one in pytree.tree_leaves(inputs.get(name, []))]
-    tokens, positions, mask = (inputs[name] for name in ("input_ids", "position_ids", "attention_mask"))
-    batch = [(tensor, 0) for tensor in (tokens, positions, mask, *(one for one, _ in stored))]
+    of_tokens = [(inputs[name], dim) for name, dim in OF_TOKENS.items() if inputs.get(name) is not None]
+    mask, features = inputs["attention_mask"], inputs.get("image_features") or []
+    batch = [(tensor, 0) for tensor in (*(one for one, _ in of_tokens), mask, *(one for one, _ in stored))]
     slots = [(mask, 1), *((one, 2) for one, has_slots in stored if has_slots)]
-    return [batch, [(tokens, 1), (positions, 1)], slots]
+    groups = [batch, of_tokens, slots, [(one, 0) for one in features]]
+    return [group for group in groups if group]

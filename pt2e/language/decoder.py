@@ -6,6 +6,7 @@ The same program reads prompts of any length and single tokens, so that both sha
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.language.attention import ATTENTION, register_attention
-from pt2mx.pt2e.language.cache import KINDS, Layers, cache_within, empty_cache, equal_dims
+from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, Layers, cache_within, empty_cache, equal_dims
 from pt2mx.pt2e.language.layers import layers_of
+from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
@@ -35,6 +37,9 @@ DYNAMIC: dict[str, dict[int, Any]] = {
     "attention_mask": {0: _SIZE, 1: _SIZE},
     "start": {},
     "logits_to_keep": {0: _SIZE},
+    "image_features": {0: _SIZE},
+    "image_rows": {0: _SIZE, 1: _SIZE},
+    "image_positions": {0: _SIZE, 2: _SIZE},
     **{name: {0: _SIZE, 2: _SIZE} if has_slots else {0: _SIZE} for name, has_slots in KINDS.items()},
 }
 #: the same for inputs of fixed length
@@ -42,6 +47,8 @@ _OF_LENGTH: dict[str, dict[int, Any]] = {
     "input_ids": {0: _SIZE},
     "position_ids": {0: _SIZE},
     "logits_to_keep": {},
+    "image_rows": {0: _SIZE},
+    "image_positions": {0: _SIZE},
 }
 
 #: the prefix of the names of a decoder's tensors in its program
@@ -63,6 +70,9 @@ class CachedDecoder(nn.Module):
         attention_mask: Tensor,
         start: Tensor,
         logits_to_keep: Tensor,
+        image_features: list[Tensor] | None = None,
+        image_rows: Tensor | None = None,
+        image_positions: Tensor | None = None,
         keys: list[Tensor] | None = None,
         values: list[Tensor] | None = None,
         conv_states: list[Tensor] | None = None,
@@ -76,6 +86,10 @@ class CachedDecoder(nn.Module):
             attention_mask: (B, L) int64, zero where the cache holds padding.
             start: (1,) int64, the number of filled slots.
             logits_to_keep: (T,) int64, the columns of `input_ids` whose logits to return.
+            image_features: (rows, hidden) each, for a model that reads images: rows 1 to N are the features of image
+                tokens, which take the place of embeddings, and those that further layers add.
+            image_rows: (B, S) int64, the row of each token; 0: a token of text.
+            image_positions: (B, axes, S) int64, the positions of the tokens, where they have several axes.
             keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place.
             conv_states: one tensor (B, channels, K) per layer with a convolution, changed in place.
             recurrent_states: one tensor (B, ...) per layer with a recurrence, changed in place.
@@ -86,28 +100,32 @@ class CachedDecoder(nn.Module):
         tokens = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
         all_kinds = zip(KINDS, (keys, values, conv_states, recurrent_states), strict=True)
         stored = {name: tensors for name, tensors in all_kinds if tensors}
-        for (first, first_dim), *others in equal_dims({**tokens, **stored}):
+        of_images = {FEATURES: image_features, ROWS: image_rows, POSITIONS: image_positions}
+        images = {name: value for name, value in of_images.items() if value is not None}
+        for (first, first_dim), *others in equal_dims({**tokens, **images, **stored}):
             for tensor, dim in others:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
         cache = cache_within(self.layers, stored, start, attention_mask)
         optional = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
         optional |= {"past_key_values": cache, "cache_params": cache}
+        optional = {name: value for name, value in optional.items() if name in self._parameters_of_forward}
         if "past_key_values" not in self._parameters_of_forward:  # without attention, the mask is that of the tokens
             attention_mask = cache.mask_of_tokens(input_ids.shape[1])
-        with with_recurrences(self.model, cache):
-            logits = self.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                use_cache=True,
-                **{name: value for name, value in optional.items() if name in self._parameters_of_forward},
-            ).logits
+        call = {"input_ids": input_ids, "attention_mask": attention_mask, **optional}
+        reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
+        if images:
+            reads_images = merged_images(self.model, cache, input_ids, images)
+        with with_recurrences(self.model, cache), reads_images as of_images:
+            logits = self.model(**{**call, **of_images}, use_cache=True).logits
         return logits if "logits_to_keep" in self._parameters_of_forward else logits[:, logits_to_keep]
 
 
-def export_decoder(model: PreTrainedModel, length: int | None = None) -> ExportedProgram:
+def export_decoder(
+    model: PreTrainedModel, length: int | None = None, images: ImageInputs | None = None
+) -> ExportedProgram:
     """Export a causal language model of transformers with its cache, for batches, prompts and caches of any size.
 
-    `length` is that of `longest_text`.
+    `length` is that of `longest_text`; `images` are the image inputs, for a program that reads images.
 
     Raises:
         MXError: for a model that keeps anything but keys and values, and the state of a recurrence, or that cannot be
@@ -115,7 +133,7 @@ def export_decoder(model: PreTrainedModel, length: int | None = None) -> Exporte
     """
     length = longest_text(model, length)
     layers, original = layers_of(model), model.config._attn_implementation
-    example = inputs(layers, model.device)
+    example = inputs(layers, model.device, images=images)
     with with_frequencies_for(model, length):
         if original == "sdpa":
             register_attention()
@@ -128,34 +146,39 @@ def export_decoder(model: PreTrainedModel, length: int | None = None) -> Exporte
             raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
         finally:
             model.set_attn_implementation(original)
-        _check(model, program, layers)
+        _check(model, program, layers, images)
     return program
 
 
 @torch.no_grad()
-def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers) -> None:
+def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers, images: ImageInputs | None) -> None:
     """Compare the program with the model on a few tokens.
 
     Raises an `MXError` for a model that assumes a cache as long as the tokens read, or sees later tokens."""
     prompt, length = 12, 16
     tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
-    call = inputs(layers, model.device, tokens)
+    call = inputs(layers, model.device, tokens, images=images)
     for name in filter(KINDS.get, call):
         call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
     call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
     decoder, logits = program.module(), []
     for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
-        tokens_here = {name: call[name][:, first:last] for name in ("input_ids", "position_ids")}
+        tokens_here = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
         kept = torch.arange(last - first, device=model.device)
         start = torch.full((1,), first, device=model.device)
         logits.append(decoder(**{**call, **tokens_here, "start": start, "logits_to_keep": kept}))
-    expected = model(input_ids=call["input_ids"], use_cache=False).logits.float()
-    error = (torch.cat(logits, 1).float() - expected).norm() / expected.norm()
-    if not error < _AGREEMENT:
+    expected = model(input_ids=call["input_ids"], use_cache=False).logits
+    if (error := relative_error(torch.cat(logits, 1), expected)) is not None:
         raise MXError(
             f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
             f"their norm): its attention cannot be exported with its cache; {WITHOUT_EXPORT}"
         )
+
+
+def relative_error(logits: Tensor, expected: Tensor) -> float | None:
+    """Return the error of logits relative to their norm; None where it is one of rounding."""
+    error = (logits.float() - expected.float()).norm() / expected.float().norm()
+    return None if error < _AGREEMENT else float(error)
 
 
 def export(decoder: nn.Module, example: dict[str, Any], length: int | None = None) -> ExportedProgram:
@@ -173,7 +196,11 @@ def export(decoder: nn.Module, example: dict[str, Any], length: int | None = Non
 
 
 def inputs(
-    layers: Layers, device: torch.device, tokens: Tensor | None = None, slots: int | None = None
+    layers: Layers,
+    device: torch.device,
+    tokens: Tensor | None = None,
+    slots: int | None = None,
+    images: ImageInputs | None = None,
 ) -> dict[str, Any]:
     """Return the inputs with which a decoder reads tokens, (B, S), without padding.
 
@@ -182,16 +209,19 @@ def inputs(
         device: the device of the inputs.
         tokens: None: example tokens for an export, in which no two sizes are equal.
         slots: the slots of the cache; None: as many as tokens.
+        images: the image inputs of the decoder; None: it reads text alone.
     """
     ids = torch.zeros(2, 3, dtype=torch.long) if tokens is None else tokens
     batch, length = ids.shape
     slots, kept = (length + 2, length - 1) if tokens is None else (slots or length, length)
     cache = empty_cache(layers, batch, slots, device)
+    positions = torch.arange(length, device=device).repeat(batch, 1)
     return {
         "input_ids": ids.to(device),
-        "position_ids": torch.arange(length, device=device).repeat(batch, 1),
+        "position_ids": positions,
         "attention_mask": torch.ones(batch, slots, dtype=torch.long, device=device),
         "start": torch.zeros(1, dtype=torch.long, device=device),
         "logits_to_keep": torch.arange(length - kept, length, device=device),
+        **({} if images is None else images.of_text(positions)),
         **cache.inputs(),
     }

@@ -34,8 +34,9 @@ _TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+_PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 #: files that the folder of a model may lack
-_OPTIONAL = (REPORT, ranks.ENCODER, _GENERATION, *_TOKENIZER)
+_OPTIONAL = (REPORT, ranks.ENCODER, _GENERATION, *_TOKENIZER, *_PROCESSOR)
 
 Folder = str | os.PathLike[str]
 
@@ -89,13 +90,7 @@ def save_folder(
             save_program(program, Path(folder) / ranks.program_file(sharded), recipe)
             if overwrites:
                 # a tokenizer of the old model would be loaded with the new one
-                for name in (
-                    REPORT,
-                    ranks.ENCODER,
-                    _GENERATION,
-                    *_TOKENIZER,
-                    *ranks.programs_of_others(folder, sharded),
-                ):
+                for name in (*_OPTIONAL, *ranks.programs_of_others(folder, sharded)):
                     (Path(folder) / name).unlink(missing_ok=True)
                 for package in Path(folder).glob("*.aoti.pt2"):
                     package.unlink()
@@ -125,12 +120,25 @@ def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, Exporte
     if (Path(folder) / _GENERATION).is_file():
         with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
             generation = transformers.GenerationConfig.from_pretrained(folder)
-    return program, config, generation, load_tokenizer(folder), encoder
+    tokenizer = None if encoder is None else load_processor(folder)
+    return program, config, generation, tokenizer or load_tokenizer(folder), encoder
 
 
 def _read_program(folder: Folder, name: str) -> ExportedProgram:
     with user_errors(f"read {name!r} in {str(folder)!r}"):
         return load_program(Path(folder) / name)
+
+
+def load_processor(folder: Folder) -> Any:
+    """Load the processor of a vision-language model, which has its tokenizer; return None where it has none.
+
+    Raises:
+        MXError: where a file of the processor cannot be read.
+    """
+    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in _PROCESSOR):
+        return None
+    with user_errors(f"read the processor in {str(folder)!r}"):
+        return import_extra("transformers", "hf").AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
 
 def load_tokenizer(folder: Folder) -> Any:

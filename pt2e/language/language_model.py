@@ -21,15 +21,18 @@ from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.generation import Generates
+from pt2mx.pt2e.language.images import ReadsImages
 from pt2mx.pt2e.language.layers import cache_of
+from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.user_errors import user_errors
 
 _outputs = import_extra("transformers.modeling_outputs", "hf")
 
 
-class LanguageModel(nn.Module, Generates):
+class LanguageModel(nn.Module, ReadsImages, Generates):
     """A quantized decoder with its cache, its configuration and its tokenizer.
 
     `generate` is the method of transformers, with its arguments and results: greedy search, sampling, beams, streamers,
@@ -39,7 +42,7 @@ class LanguageModel(nn.Module, Generates):
         program: the program of a decoder, quantized or float, with the signature of `CachedDecoder`.
         config: transformers' configuration of the model.
         generation_config: its settings for `generate`; None: transformers' defaults.
-        tokenizer: the tokenizer for `text=`, or None.
+        tokenizer: the tokenizer for `text=`, or None; for a model that reads images its processor.
         encoder: the program whose outputs the decoder reads, such as a vision tower, or None.
 
     Raises:
@@ -70,13 +73,21 @@ class LanguageModel(nn.Module, Generates):
         encoder: ExportedProgram | None = None,
     ) -> None:
         super().__init__()
-        self.program, self.config, self.tokenizer = program, config, tokenizer
+        self.program, self.config = program, config
+        self.processor = tokenizer if hasattr(tokenizer, "image_processor") else None
+        self.tokenizer = tokenizer if self.processor is None else self.processor.tokenizer
         self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
         self._is_stateful = not all(KINDS[name] for layer in self.layers for name in layer)
         self.encoder = None if encoder is None else Encoder(encoder, self.device)
+        self._images = ImageInputs.of_program(program)
         self.coverage = Coverage({}, {})  #: the share of the checkpoint's values in the program; empty for a folder
         self._folder: Path | None = None
+
+    @property
+    def programs(self) -> list[ExportedProgram]:
+        """The programs: of the encoder, if there is one, and of the decoder."""
+        return [self.program] if self.encoder is None else [self.encoder.program, self.program]
 
     @cached_property
     def decoder(self) -> GraphModule:
@@ -126,7 +137,7 @@ class LanguageModel(nn.Module, Generates):
             MXError: where the folder holds no program, and for a sharded model.
         """
         check_holds_program(folder, self.program)
-        return write_packages(self.decoder, self.layers, self.device, Path(folder))
+        return write_packages(self.decoder, self.layers, self._images, self.device, Path(folder))
 
     def save_pretrained(self, folder: Folder, recipe: MXQuantizer | str | None = None) -> None:
         """Write the program, the configurations and the tokenizer to a folder.
@@ -139,7 +150,7 @@ class LanguageModel(nn.Module, Generates):
             MXError: where no file can be written there.
         """
         encoder = None if self.encoder is None else self.encoder.program
-        parts = self.config, self.generation_config, self.tokenizer
+        parts = self.config, self.generation_config, self.processor or self.tokenizer
         save_folder(folder, self.program, recipe, *parts, encoder=encoder)
 
     def compile(self, **options: Any) -> None:
@@ -153,13 +164,21 @@ class LanguageModel(nn.Module, Generates):
             self.encoder.compile()
 
     @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, *, text: str | Sequence[str] | None = None, **options: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *,
+        text: str | Sequence[str] | None = None,
+        images: Any = None,
+        **options: Any,
+    ) -> Any:
         """Generate tokens, or with `text` generate text.
 
         Args:
             inputs: (B, S) int64 tokens, padded on the left.
             text: one prompt or several, instead of `inputs`.
-            **options: the options of transformers' `generate`.
+            images: the images of `text`, as the processor takes them; the prompts hold its image token for each.
+            **options: the options of transformers' `generate`, and what a processor gives for images.
 
         Returns:
             The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
@@ -171,27 +190,42 @@ class LanguageModel(nn.Module, Generates):
         if self.tokenizer is not None:
             options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
         if text is None:
-            return super().generate(inputs, **options)
+            if images is not None:
+                raise MXError("images belong to text: give both, or pixel_values as the processor returns them")
+            tokens = options.get("input_ids", inputs)
+            return super().generate(inputs, **self._with_images_read(tokens, options.get("attention_mask"), options))
         prompts = check_prompts(text, inputs, options)
-        tokens = self.tokens(prompts)
-        output = super().generate(**tokens, **options)
+        tokens = self.tokens(prompts, images)
+        options = self._with_images_read(tokens["input_ids"], tokens["attention_mask"], {**tokens, **options})
+        output = super().generate(**options)
         new = getattr(output, "sequences", output)[:, tokens["input_ids"].shape[1] :]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts[0] if isinstance(text, str) and len(texts) == 1 else texts
 
-    def tokens(self, prompts: list[str]) -> dict[str, Tensor]:
+    def tokens(self, prompts: list[str], images: Any = None) -> dict[str, Tensor]:
         """Return the tokens of prompts, padded on the left, for `generate`.
 
         Args:
             prompts: the prompts.
+            images: their images, as the processor takes them, or None.
 
         Returns:
-            `input_ids` and `attention_mask`, (B, S) int64 on the model's device.
+            `input_ids` and `attention_mask`, (B, S) int64 on the model's device; with images also what the processor
+            gives for them.
 
         Raises:
-            MXError: without a tokenizer, and for a prompt without tokens.
+            MXError: without a tokenizer, or a processor for images; for a prompt without tokens; and for images that
+                are not those of the prompts.
         """
-        return {name: tensor.to(self.device) for name, tensor in padded_tokens(self.tokenizer, prompts).items()}
+        if images is None:
+            tokens = padded_tokens(self.tokenizer, prompts)
+        elif self.processor is None:
+            raise MXError("the model has no processor of images: give pixel_values, or save one in its folder")
+        else:
+            with user_errors("process the images"):
+                padding = {"padding": True, "padding_side": "left"} if len(prompts) > 1 else {}
+                tokens = dict(self.processor(text=prompts, images=images, return_tensors="pt", **padding))
+        return {name: tensor.to(self.device) for name, tensor in tokens.items()}
 
     def forward(
         self,
@@ -201,6 +235,9 @@ class LanguageModel(nn.Module, Generates):
         past_key_values: Any = None,
         logits_to_keep: int | Tensor = 0,
         use_cache: bool | None = None,
+        image_features: list[Tensor] | None = None,
+        image_rows: Tensor | None = None,
+        image_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Compute logits as the model of transformers does; prompts are read in chunks.
@@ -212,7 +249,8 @@ class LanguageModel(nn.Module, Generates):
             past_key_values: the cache from `new_cache` or an earlier call, changed in place; None: a new one.
             logits_to_keep: the number of last tokens whose logits to return, 0 for all; or (T,) int64, their columns.
             use_cache: False: do not return the cache.
-            **kwargs: other arguments that `generate` passes to models, without effect.
+            image_features, image_rows, image_positions: what `generate` makes of images; see `read_images`.
+            **kwargs: what a processor gives for images; other arguments that `generate` passes have no effect.
 
         Returns:
             transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
@@ -230,9 +268,12 @@ class LanguageModel(nn.Module, Generates):
             mask[:, : attention_mask.shape[1]] = attention_mask
         if position_ids is None:
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, filled : filled + length]
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        read = {"image_features": image_features, "image_rows": image_rows, "image_positions": image_positions}
+        inputs |= self._image_inputs({**kwargs, **read}, inputs, mask, cache)
         columns = torch.arange(length, device=self.device)
         kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
-        logits = self.runner.read(input_ids, position_ids, mask, kept, cache)
+        logits = self.runner.read(inputs, mask, kept, cache)
         return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
 
     def train(self, mode: bool = True) -> LanguageModel:

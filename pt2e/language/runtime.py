@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.cache import KINDS, DecoderCache, Layers
+from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
+from pt2mx.pt2e.language.merge_images import FEATURES, ImageInputs
 from pt2mx.pt2e.language.recurrence import pass_batch_sizes, with_single_steps
 from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.packages.package import check_loads
@@ -71,11 +72,11 @@ class Runner:
         self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
         self._token = torch.compile(with_single_steps(self.decoder), **options)
 
-    def read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
+    def read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of some columns.
 
         Args:
-            tokens, positions: (B, S) int64.
+            inputs: the inputs of the program for the tokens.
             mask: (B, slots) int64.
             kept: (T,) int64, the columns of the logits to return.
             cache: as `empty_cache` makes it.
@@ -83,29 +84,32 @@ class Runner:
         Returns:
             (B, T, vocabulary) logits.
         """
-        length, size = tokens.shape[1], _CHUNK.get(self.device.type, _CHUNK["cpu"])
+        length, size = inputs["input_ids"].shape[1], _CHUNK.get(self.device.type, _CHUNK["cpu"])
         if length <= size:
-            return self._read(tokens, positions, mask, kept, cache)
-        logits = []
-        for first in range(0, length, size):
-            chunk = slice(first, min(first + size, length))
-            kept_here = kept[(kept >= chunk.start) & (kept < chunk.stop)] - first
-            logits.append(self._read(tokens[:, chunk], positions[:, chunk], mask, kept_here, cache))
-        by_chunk = (kept // size).argsort(stable=True)  # the order of the logits
+            return self._read(inputs, mask, kept, cache)
+        logits, chunk_of = [], torch.zeros_like(kept)
+        ends = list(_ends_of_chunks(length, size, inputs.get("image_rows")))
+        for first, last in zip([0, *ends], ends, strict=False):
+            here = (kept >= first) & (kept < last)
+            chunk = {name: value[..., first:last] if name in OF_TOKENS else value for name, value in inputs.items()}
+            logits.append(self._read(chunk, mask, kept[here] - first, cache))
+            chunk_of += kept >= last
+        by_chunk = chunk_of.argsort(stable=True)  # the order of the logits
         return torch.cat(logits, 1)[:, by_chunk.argsort()]
 
-    def _read(self, tokens: Tensor, positions: Tensor, mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
-        filled, length = cache.get_seq_length(), tokens.shape[1]
+    def _read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
+        filled, length = cache.get_seq_length(), inputs["input_ids"].shape[1]
         pads = self._pads and length > 1 and all(KINDS[name] for name in cache.inputs())
         padding = -length % _LENGTH_MULTIPLE if pads else 0
         if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
-            tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
+            inputs = {
+                name: F.pad(value, (0, padding)) if name in OF_TOKENS else value for name, value in inputs.items()
+            }
         program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
         # Inductor reads the number of a token in a scan from a tensor
         with torch._dynamo.config.patch(capture_scalar_outputs=True) if self._compiles else nullcontext():
             logits = program(
-                input_ids=tokens,
-                position_ids=positions,
+                **inputs,
                 attention_mask=mask,
                 start=torch.tensor([filled], device=self.device),
                 logits_to_keep=kept,
@@ -115,12 +119,25 @@ class Runner:
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
-def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, folder: Path) -> list[Path]:
+def _ends_of_chunks(length: int, size: int, rows: Tensor | None) -> Iterator[int]:
+    """Yield the ends of chunks of a prompt, none of which is within an image."""
+    last = 0
+    while last < length:
+        last = min(last + size, length)
+        while rows is not None and last < length and bool((rows[:, last - 1 : last + 1] > 0).all(1).any()):
+            last += 1
+        yield last
+
+
+def write_packages(
+    lowered: GraphModule, layers: Layers, images: ImageInputs | None, device: torch.device, folder: Path
+) -> list[Path]:
     """Compile a lowered decoder for prompts of any length and for single tokens; return the packages.
 
     Args:
         lowered: the decoder, which is not changed.
         layers: the layers of its cache.
+        images: its image inputs, or None.
         device: the device that it runs on.
         folder: the folder to write the packages to.
 
@@ -133,7 +150,7 @@ def write_packages(lowered: GraphModule, layers: Layers, device: torch.device, f
     for name, path in paths.items():
         length = _LENGTHS[name]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
-        example = {**decoder.inputs(layers, device, tokens, slots=5), "weights": weights}
+        example = {**decoder.inputs(layers, device, tokens, slots=5, images=images), "weights": weights}
         with warnings.catch_warnings():
             # torch warns of its own code
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
@@ -179,7 +196,7 @@ def _paths(model: GraphModule, device: torch.device, folder: Path) -> dict[str, 
 
 def _with_weights(code: Callable[..., Any], weights: list[Tensor]) -> Callable[..., Tensor]:
     def call(**inputs: Any) -> Tensor:
-        stored = {name: inputs.pop(name) for name in KINDS if name in inputs}
+        stored = {name: inputs.pop(name) for name in (*KINDS, FEATURES) if name in inputs}
         # machine code checks nothing: it reads its inputs as the contiguous int64 that it was compiled for
         converted = {name: value.to(torch.int64).contiguous() for name, value in inputs.items()}
         if not all(tensor.is_contiguous() for tensor in pytree.tree_leaves(stored)):

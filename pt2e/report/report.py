@@ -47,6 +47,12 @@ class QuantizationReport:
     bytes_before: int
     bytes_after: int
 
+    def __add__(self, other: QuantizationReport) -> QuantizationReport:
+        """Return the report of two models that run one after the other and share no parameters."""
+        values, before = self.values + other.values, self.bytes_before + other.bytes_before
+        after = self.bytes_after + other.bytes_after
+        return QuantizationReport(self.operators + other.operators, values, before, after)
+
     @property
     def effective_bits(self) -> float:
         """Return the average bits per value over all parameters and buffers, scales included."""

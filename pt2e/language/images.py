@@ -1,0 +1,127 @@
+"""Turn what the processor of a vision-language model gives into the image inputs of its decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.cache import DecoderCache
+from pt2mx.pt2e.language.encoder import Encoder
+from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs
+from pt2mx.pt2e.language.vision import IMAGES, tower_of
+
+
+class ReadsImages:
+    """Reads what a processor gives for images, in a language model with a vision tower."""
+
+    config: Any
+    encoder: Encoder | None
+    _images: ImageInputs | None
+
+    def _with_images_read(self, tokens: Any, mask: Tensor | None, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return arguments in which the image inputs for tokens, (B, S), take the place of what a processor gives.
+
+        Raises:
+            MXError: for images where the model reads text alone, and as `read_images` does.
+        """
+        if self._images is None or self.encoder is None:
+            if given.get(IMAGES) is not None:
+                raise MXError("the model reads text alone: for images, quantize it whole, without --part (part=None)")
+            return dict(given)
+        names = (IMAGES, *tower_of(self.config).given)
+        others = {name: value for name, value in given.items() if name not in names}
+        images = {name: given[name] for name in names if given.get(name) is not None}
+        return others if IMAGES not in images else others | read_images(self.encoder, self.config, tokens, mask, images)
+
+    def _image_inputs(
+        self, given: Mapping[str, Any], inputs: Mapping[str, Tensor], mask: Tensor, cache: DecoderCache
+    ) -> dict[str, Any]:
+        """Return the image inputs for the next tokens: `inputs` and `mask` are those of the decoder for them.
+
+        Raises:
+            MXError: for what a processor gives, where the cache holds tokens already.
+        """
+        filled, length = cache.length, inputs["input_ids"].shape[1]
+        if filled and given.get(IMAGES) is not None:
+            raise MXError(f"the cache holds {filled} tokens: give images with the first tokens, or to generate")
+        read = self._with_images_read(inputs["input_ids"], mask[:, :length], given)
+        return {} if self._images is None else _of_next_tokens(self._images, read, inputs["position_ids"], mask, cache)
+
+
+@torch.no_grad()
+def read_images(
+    encoder: Encoder, config: Any, tokens: Tensor, mask: Tensor | None, given: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Compute the features of images, and which of them each token of the prompts has.
+
+    Args:
+        encoder: the program of the vision tower.
+        config: the configuration of the model.
+        tokens: (B, S) int64, the prompts with their image tokens.
+        mask: (B, S), zero at padding, or None.
+        given: what the processor gives for the images.
+
+    Returns:
+        `image_features`, `image_rows` and, for positions of several axes, `image_positions`.
+
+    Raises:
+        MXError: where the prompts hold another number of image tokens than the images have features.
+    """
+    tower, device = tower_of(config), encoder.device
+    given = {name: value.to(device) for name, value in given.items()}
+    features = encoder(**tower.prepare(config, given))
+    is_image = tokens.to(device) == config.image_token_id
+    if (number := int(is_image.sum())) != len(features[0]):
+        raise MXError(
+            f"the prompts hold {number} image tokens, and the images have {len(features[0])} features: let the "
+            "processor write the prompts"
+        )
+    rows = is_image.flatten().cumsum(0).view_as(is_image).masked_fill(~is_image, 0)
+    read = {FEATURES: [nn.functional.pad(one, (0, 0, 1, 0)) for one in features], ROWS: rows}
+    if tower.axes:
+        read[POSITIONS] = _positions(config, tokens.to(device), mask, given)
+    return read
+
+
+def _positions(config: Any, tokens: Tensor, mask: Tensor | None, given: Mapping[str, Tensor]) -> Tensor:
+    """Return the positions that transformers gives to tokens, (B, axes, S)."""
+    model_class = import_extra("transformers", "hf").MODEL_MAPPING[type(config)]
+    model = nn.Module.__new__(model_class)  # the method reads only its configuration
+    nn.Module.__init__(model)
+    model.config = config
+    kinds = given.get("mm_token_type_ids", (tokens == config.image_token_id).long())
+    positions, _ = model.get_rope_index(tokens, kinds, given["image_grid_thw"], None, attention_mask=mask)
+    return positions.transpose(0, 1)
+
+
+def _of_next_tokens(
+    inputs: ImageInputs, read: Mapping[str, Any], positions: Tensor, mask: Tensor, cache: DecoderCache
+) -> dict[str, Any]:
+    """Return the image inputs for the next tokens.
+
+    Args:
+        inputs: the image inputs of the decoder.
+        read: arguments with the result of `read_images` for the prompts, or without one.
+        positions: (B, S) int64, the number of each next token.
+        mask: (B, slots) int64, zero at padding.
+        cache: the cache, which keeps by how much positions differ from numbers.
+    """
+    first, rows = cache.length, read.get(ROWS)
+    if rows is not None and inputs.axes:
+        cache.shift = read[POSITIONS].amax((1, 2)) + 1 - mask[:, : rows.shape[1]].sum(1)
+    result = inputs.of_text(positions if cache.shift is None else positions + cache.shift[:, None])
+    if rows is None or first >= rows.shape[1]:
+        return result
+    here = slice(first, first + positions.shape[1])
+    number = rows[:, here].shape[1]
+    result[ROWS][:, :number] = rows[:, here]
+    if inputs.axes:
+        result[POSITIONS][..., :number] = read[POSITIONS][..., here]
+    if rows[:, here].any():
+        result[FEATURES] = read[FEATURES]
+    return result

@@ -1,0 +1,64 @@
+"""Quantize the graph of one program of a language model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.constants import computed_from
+from pt2mx.fx.graph.node import attribute_of
+from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.optimize.optimize import optimize
+from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+
+#: operators that multiply two activations in a decoder
+_MATMULS = (
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.bmm.default,
+)
+
+
+def quantize_graph(
+    graph: GraphModule,
+    quantizer: MXQuantizer,
+    batches: Sequence[dict[str, Any]],
+    stage: Callable[[str], None] = lambda name: None,
+) -> GraphModule:
+    """Optimize, calibrate and convert the graph of a program; `batches` are its inputs, by name."""
+    if quantizer.algorithms is not None:
+        stage("optimize")
+        graph = optimize(graph, quantizer, batches)
+    stage("calibrate")
+    prepared = prepare_pt2e(graph, quantizer)
+    with torch.no_grad():
+        for batch in batches:
+            prepared(**batch)
+    stage("convert")
+    return convert_pt2e(prepared)
+
+
+def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
+    """Return a copy of the quantizer that skips matmuls and attention without a parameter among their operands."""
+    accepts = quantizer.filter_function
+
+    def has_weight(node: Node) -> bool:
+        return (node.target not in _MATMULS or _has_weight(node)) and (accepts is None or accepts(node))
+
+    return copy.copy(quantizer).set_filter_function(has_weight)
+
+
+def _has_weight(matmul: Node) -> bool:
+    model = cast(GraphModule, matmul.graph.owning_module)
+    for operand in matmul.all_input_nodes:
+        leaves = [node for node in computed_from(operand) if not node.all_input_nodes]
+        constants = [attribute_of(model, leaf) for leaf in leaves if leaf.op == "get_attr"]
+        if len(constants) == len(leaves) and any(isinstance(constant, nn.Parameter) for constant in constants):
+            return True
+    return False

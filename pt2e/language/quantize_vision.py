@@ -1,0 +1,131 @@
+"""Export and quantize the vision tower of a model, whose features the decoder reads."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from pt2mx.algorithms.options import look_at_inputs
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.cache import Layers
+from pt2mx.pt2e.language.encoder import Encoder
+from pt2mx.pt2e.language.images import read_images
+from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.quantize_graph import quantize_graph
+from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.language.vision import IMAGES, example_images, export_tower, tower_of
+from pt2mx.pt2e.program import program_of
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.weights import carry_notes
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: what calibrates a model: tokens, or what the processor gives for prompts with images
+Text = Tensor | Mapping[str, Tensor]
+
+
+def tokens_of(text: Text) -> Tensor:
+    return text if isinstance(text, Tensor) else text["input_ids"]
+
+
+@contextmanager
+def _unmatched_settings(found: set[str]) -> Iterator[None]:
+    """Collect the warnings of settings that match no operator, without the advice at their ends; give the others."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        if "matches no operator" in text:
+            found.add(text.partition(";")[0])
+        else:
+            warnings.warn(text, warning.category, stacklevel=4)
+
+
+class FloatTower:
+    """The exported vision tower of a float model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.program, self.images = model, export_tower(model), ImageInputs.of_model(model)
+        self._encoder = Encoder(self.program, model.device)
+        self._unmatched: set[str] = set()
+
+    def read(self, text: Text) -> dict[str, Any]:
+        """Return the image inputs of the decoder for a text; empty for one without images."""
+        if isinstance(text, Tensor) or IMAGES not in text:
+            return {}
+        return read_images(self._encoder, self.model.config, tokens_of(text), None, text)
+
+    def check(self, program: ExportedProgram, layers: Layers) -> None:
+        """Compare tower and decoder with the model on a prompt with two images.
+
+        Raises:
+            MXError: where their logits differ, and for a model that is divided among ranks.
+        """
+        if is_shard(program):
+            raise MXError("a model with a vision tower cannot be divided among ranks: quantize it whole")
+        model, config = self.model, self.model.config
+        given = example_images(config)
+        number, token = len(self._encoder(**self._inputs(given))[0]), config.image_token_id
+        first = number // 2
+        if "image_grid_thw" in given:
+            first = int(given["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
+        text = [1, 2] if token > 2 else [token + 1, token + 2]
+        tokens = torch.tensor([[*text, *[token] * first, *text, *[token] * (number - first), *text]]).to(model.device)
+        for name in tower_of(config).given:
+            if name.endswith("token_type_ids"):
+                given[name] = (tokens == token).long()
+        given = {name: value.to(model.device) for name, value in given.items()}
+        call = decoder.inputs(layers, model.device, tokens, images=self.images)
+        with torch.no_grad():
+            actual = program.module(check_guards=False)(**call | self.read({"input_ids": tokens, **given}))
+            expected = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **given).logits
+        if (error := decoder.relative_error(actual, expected)) is not None:
+            raise MXError(
+                f"{type(model).__name__} gives other logits for a prompt with images than its programs ({error:.2g} of "
+                f"their norm): it cannot be exported with its vision tower; {WITHOUT_EXPORT}"
+            )
+
+    def quantized(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram:
+        """Quantize the tower, calibrated with the images of the texts.
+
+        Raises:
+            MXError: where an algorithm looks at inputs, and no text has images.
+        """
+        batches = [self._inputs(text) for text in texts if not isinstance(text, Tensor) and IMAGES in text]
+        if not batches and look_at_inputs(quantizer.algorithms or ()):
+            raise MXError(
+                "the algorithms look at inputs, and the texts have no images for the vision tower: give what the "
+                "processor returns for prompts with images, or take algorithms that do not, such as 'fast'"
+            )
+        graph = remove_unused(self.program.module(check_guards=False))
+        with _unmatched_settings(self._unmatched):
+            converted = quantize_graph(graph, copy.copy(quantizer).set_kv_cache(None), batches)
+        program = program_of(converted, self.program)
+        carry_notes(converted, program.graph_module)
+        return program
+
+    @contextmanager
+    def only_unmatched_in_both(self) -> Iterator[None]:
+        """Warn of settings that match no operator in the block only where they match none in the tower either."""
+        unmatched: set[str] = set()
+        with _unmatched_settings(unmatched):
+            yield
+        for text in sorted(unmatched & self._unmatched):
+            warnings.warn(text, stacklevel=3)
+
+    def _inputs(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the program for what a processor gives."""
+        config = self.model.config
+        return tower_of(config).prepare(config, {name: value.to(self.model.device) for name, value in given.items()})
