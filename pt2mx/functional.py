@@ -47,8 +47,8 @@ def quantize_mx(
 
     Returns:
         scale: (..., ceil(n / block_size), ...) uint8, E8M0; `.view(torch.float8_e8m0fnu)` reads it. 0xFF marks a block
-            with an Inf or a NaN; it dequantizes to NaN. Of another scale format in its dtype, with its NaN; of blocks
-            with several rows one for `block_rows` rows.
+            with an Inf or a NaN; it dequantizes to NaN. Other scale formats have their own dtype and NaN; `block_rows`
+            rows share a scale.
         data: (..., bytes, ...) uint8: n bytes for 8-bit elements, ceil(n / 2) for FP4, 3 * ceil(n / 4) for FP6, 2 * n
             for elements of more than 8 bits. Both are integers, and have no gradient.
 

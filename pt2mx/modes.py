@@ -65,15 +65,15 @@ SCALE_MODES: dict[str, ScaleMode] = {
 class FloatScaleMode:
     """The rule by which a block's scale follows from its amax, for scale formats with a significand.
 
-    The quotient of amax and the largest value of the element is the scale before it is rounded to its format, to
-    nearest, ties to even. With a tensor scale the quotient counts it, so that the scale of the largest block is
-    `tensor_room`. A quotient of at most `zero_below` (none if that is negative) is replaced by `zero`; then it is
-    clamped to `least` and the largest scale.
+    A scale is amax over the largest value of the element, rounded to the scale format, to nearest, ties to even. With a
+    tensor scale the quotient is also over it, so that the largest block of the tensor has the scale `tensor_room`.
+    Before rounding, a quotient of at most `zero_below` becomes `zero`, and the result is clamped to `least` and the
+    largest scale.
 
     Args:
-        least: the smallest scale before rounding.
-        zero_below, zero: the largest quotient that counts as zero, and the scale instead of it.
-        tensor_room: the scale of the largest block, from which the tensor scale follows.
+        least: the smallest quotient that is rounded.
+        zero_below, zero: the largest quotient that counts as zero, negative for none; and the quotient in its place.
+        tensor_room: the scale of the tensor's largest block, from which the tensor scale follows.
         reciprocal: True multiplies values by a reciprocal; False divides them by the scale.
         rounds_up: True takes the next scale where the rounded one is smaller than the quotient.
         factors, code_offsets: the candidates of a search, as multiples of the quotient and as offsets to the code of
@@ -138,7 +138,7 @@ def _beyond(units: Tensor) -> Tensor:
 
 
 def _away_from_zero(units: Tensor, where: Tensor) -> Tensor:
-    """Return the neighbour away from zero, elsewhere that toward zero."""
+    """Return the neighbour away from zero, elsewhere the one toward zero."""
     away = torch.where(units < 0, -1.0, torch.ones_like(units))  # of two numbers the result has torch's default dtype
     return torch.where(where, units.trunc() + away, units.trunc())
 

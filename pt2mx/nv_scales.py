@@ -1,4 +1,4 @@
-"""Exact conversion of scales between E8M0 and NVFP4's, for the same codes: nothing is rounded, or it is an error."""
+"""Convert scales between E8M0 and NVFP4 exactly, for the same codes: a scale that would be rounded is an error."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def mx_to_nv_scales(
         tensor_scale: () float32.
 
     Raises:
-        MXError: for a block whose scale E4M3 does not hold, naming the block; for shapes that do not fit; for a tensor
-            scale that is no power of two.
+        MXError: for a block whose scale E4M3 does not represent, naming the block; for shapes that do not fit; for a
+            tensor scale that is no power of two.
 
     Example:
         >>> import torch, pt2mx

@@ -18,13 +18,13 @@ from pt2mx.formats import ELEMENTS, ElementFormat
 class ScaleFormat:
     """One scale format. `pt2mx.SCALE_FORMATS` holds every scale format; `parse_scale_format` finds one.
 
-    A scale is positive, and its codes ascend with its value, so that the next code is the next value. Only E8M0 has no
-    significand: its scales are powers of two, and shift a value without rounding it.
+    Scales are positive, and the next code is the next larger scale. Only E8M0 has no significand: its scales are powers
+    of two, which move a value's exponent without rounding the value.
 
     Args:
         name: the canonical name, as specs and files contain it.
         grid: the float whose non-negative values are the scales; its `max_normal` is the largest scale.
-        dtype: of stored scales: uint8 for codes of a byte, otherwise a float.
+        dtype: the dtype of stored scales: uint8, or a float.
         nan: the code of NaN, the scale of a block with an Inf or a NaN.
         tensor: the float32 scale of the whole tensor: `""` for none; `"factor"`: a value is its code times
             `scale * tensor_scale`; `"divisor"`: times `scale / tensor_scale`.
@@ -77,7 +77,7 @@ def _float(dtype: torch.dtype, name: str, exponent_bits: int, mantissa_bits: int
     return ScaleFormat(name, grid, dtype, nan)
 
 
-# one bit more than a byte counts the sign that these scales do not have
+# 9 bits, since an element counts a sign, which these scales lack
 _E8M0 = ElementFormat("fp9_e8m0", 8, 0, 128, 127, 2.0**127, has_nan=True)
 _E5M3 = ElementFormat("fp9_e5m3", 5, 3, 15, 16, 114688.0, has_nan=True)
 _E4M3 = ELEMENTS["fp8_e4m3"]

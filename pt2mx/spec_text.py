@@ -80,8 +80,8 @@ def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:
 
 
 def _as_integer(spelling: str) -> tuple[str, dict[str, Any]]:
-    """Return a spelling in lower case, block floating point as the integer format that it is, and the fields of
-    `MXSpec` that such a shorthand names besides."""
+    """Return a spelling in lower case, with an integer format in place of a shorthand of block floating point, and the
+    fields of `MXSpec` that the shorthand names."""
     text = spelling.strip().lower()
     if named := _BFP_NAME.fullmatch(text):
         block = named["block"] or ("" if "{" in named["rest"] else _BFP_BLOCKS.get(named["bits"], ""))

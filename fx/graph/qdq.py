@@ -33,7 +33,7 @@ def insert_quantize_dequantize(
 ) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
-    `tensor_scale`: where the scale format has one, and it is not to be that of x (`tensor_scale_mx`); a node before x.
+    `tensor_scale`: a node before x, for a scale format with one; None computes it of x (`tensor_scale_mx`).
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.

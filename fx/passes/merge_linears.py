@@ -55,8 +55,8 @@ def merge_linears(model: GraphModule) -> None:
 
 
 def _scales(model: GraphModule, call: LinearMX) -> tuple[object, ...]:
-    """Return what the scales of merged weights have in common, the value of a tensor scale among it; no other call has
-    those of a weight whose blocks end past its last row."""
+    """Return the arguments of scales that weights must share to be merged, with the value of a tensor scale. A weight
+    whose blocks end past its last row shares them with no other."""
     name, rows, t = call.scales
     if (t is not None and t.op != "get_attr") or len(tensor_of(model, call.codes)) % (rows or 1):
         return (call,)

@@ -1,9 +1,9 @@
-"""Scales with a significand: E4M3 and others, with a float32 scale a tensor or without. Part of the definition
+"""Scales with a significand, such as E4M3, with or without a float32 scale of the whole tensor. Part of the definition
 (`pt2mx.kernels.reference`).
 
-Every step is one float32 operation of IEEE 754, so that all devices give the same bits: divisions are true divisions
-(`Prims.divide`), and no product is added to anything. Constants are divided as tensors, because PyTorch multiplies by
-the reciprocal of a number on a GPU.
+Every step is one float32 operation of IEEE 754, so that all devices give the same bits: `Prims.divide` is correctly
+rounded, and no sum follows a multiplication, with which a compiler could fuse it. Constants are divided as tensors,
+because PyTorch multiplies by the reciprocal of a number on a GPU.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _PATTERNS = {2: (torch.int16, 0xFFFF), 4: (torch.int32, -1)}
 
 @dataclass(frozen=True)
 class TensorScale:
-    """The steps in which the scale of a tensor, t, takes part; each operation is one of float32. The last argument of
-    each is the function that divides, by default that of `pt2mx.kernels.elements`.
+    """The steps that read the scale of a tensor, t, in float32 operations. The last argument of each step is the
+    function that divides, by default `elements.divide`.
 
     Args:
         of_amax: (amax of the tensor, the value of the element's largest number at the largest scale) -> t.
         quotient: (amax of a block, largest number of the element, t) -> the block's scale before it is rounded.
         stepwise_quotient: the same, for modes that multiply by a reciprocal.
-        apply: (scale of a block, t) -> what multiplies the codes.
-        reciprocal: (scale of a block, t) -> what multiplies values.
+        apply: (scale of a block, t) -> the factor of codes.
+        reciprocal: (scale of a block, t) -> the factor of values, for modes that multiply by a reciprocal.
     """
 
     of_amax: Callable[..., Tensor]
@@ -144,7 +144,7 @@ def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tens
 
 
 def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims = elements) -> Tensor:
-    """stored: scales -> what multiplies the values of the element, fp32; NaN for the scale NaN."""
+    """stored: scales -> the factors of the element's values, fp32; NaN for the scale NaN."""
     scale, t = value_of(codes_of(stored), spec.scale_format), tensor_scale_of(tensor_scale, spec, stored)
     factor, unit = TENSOR_SCALES[spec.scale_format.tensor].apply(scale, t, prims.divide), spec.element.unit
     return factor if unit == 1 else factor / unit

@@ -8,7 +8,7 @@ bf16 block in 150 would get another exponent. All constants of a format come fro
 rounding (`random_bits`), in the shape of x. `prims`: the primitives, by default `pt2mx.kernels.elements`; all
 implementations give the same bits.
 
-The random numbers are those of Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Philox-4x32-10 gives the random numbers (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 A value's number depends only on the seed and its position in the tensor, so every kernel draws the same numbers, in any
 order.
 """

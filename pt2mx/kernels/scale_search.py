@@ -26,7 +26,7 @@ class BlockScale(Protocol):
         """Return values in units of their scale; NaN where the block is not finite."""
 
     def multiply(self, values: Tensor) -> Tensor:
-        """Return what values in units of their scale stand for; NaN where the block is not finite."""
+        """Return numbers in units of their scale as values; NaN where the block is not finite."""
 
     def stored(self) -> Tensor:
         """Return the stored scales."""

@@ -16,8 +16,8 @@ from pt2mx.spec import MXSpec
 
 @dataclass(frozen=True)
 class Form:
-    """A pair of elements that tensor cores multiply: torch's dtypes of their codes, the dtypes of a result, those of
-    them to which a bias can be added at once, and the major compute capabilities of the GPUs.
+    """A pair of elements that tensor cores multiply: torch's dtypes of their codes, the dtypes of a result, the ones to
+    which a bias can be added at once, and the major compute capabilities of the GPUs.
 
     Source: `ScaledBlas.cpp` of torch. Its matmul of two FP4 tensors ignores a bias.
     """

@@ -200,12 +200,12 @@ class AttentionBfloat16(Operator[T]):
     ]
     is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
-    target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: that of the query"]
+    target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: the query's dtype"]
     element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"]
     block_size: BlockSize
     scale_mode: ScaleMode
     rounding: PlainRounding
-    out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: that of the attention"] = None
+    out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: the attention's dtype"] = None
 
     def check(self) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
         """Return the dtype of the attention, its quantization or None, and the dtype of the result."""
@@ -283,7 +283,7 @@ class AttentionBfloat16(Operator[T]):
         return result.to(self.out_dtype or attention.dtype).transpose(1, 2)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
-        """The gradient of torch's attention, which is computed again; that of a quantization is the identity."""
+        """Return the gradient of torch's attention, which is computed again; quantization passes it on unchanged."""
         names = ["query", "key", "value"]
         if self.mask is not None and self.mask.is_floating_point() and "mask" in ctx.needs:
             names.append("mask")

@@ -124,17 +124,17 @@ class Operator(Generic[T]):
         return True
 
     def check(self) -> Any:
-        """Return what `kernel` needs besides the arguments: the spec, and the dtype of the result where it is an
-        argument. Raise MXError for arguments that the operator does not take."""
+        """Return the spec and, where it is an argument, the dtype of the result, for `kernel`. Raise MXError for
+        arguments that the operator does not take."""
 
     @property
     def result_shape(self) -> Sequence[int]:
-        """The shape of the result; by default that of the first argument."""
+        """The shape of the result; by default the shape of the first argument."""
         return self.args[0].shape
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """The dtype of the result: that of the argument `target_dtype`, or else of the first argument."""
+        """The dtype of the result: `target_dtype`, or else the dtype of the first argument."""
         return getattr(self, "target_dtype", None) or self.args[0].dtype
 
     def fake(self) -> Any:

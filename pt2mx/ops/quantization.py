@@ -37,10 +37,8 @@ from pt2mx.ops.stochastic import seed_of
 from pt2mx.ops.tensor_scale import tensor_scale_mx
 from pt2mx.spec import MXSpec
 
-_KERNELS = {
-    name: functools.partial(run_kernel, name)
-    for name in ("quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx")
-}
+_NAMES = "quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx"
+_KERNELS = {name: functools.partial(run_kernel, name) for name in _NAMES}
 #: attribute of codes: the tensor that was quantized, where it requires a gradient
 _SOURCE = "_mx_source"
 
@@ -75,15 +73,14 @@ class Quantization(ScaleArguments[T]):
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
-        blocks = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
-        spec = check_input(self.x, *blocks, self.scale_format, self.block_rows)
+        spec = check_input(*self.leading, self.scale_format, self.block_rows)
         if self.tensor_scale is not None or (self.returns_scales and spec.scale_format.tensor):
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
 
 
 def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor:
-    """Return the tensor scale of a call that quantizes x, by a format that has one; by default that of x."""
+    """Return the tensor scale of a call that quantizes x by a format with one: the given scale, or else x's own."""
     if call.tensor_scale is not None:
         return call.tensor_scale
     return tensor_scale_mx(call.x, spec.element.name, spec.scale_mode, spec.scale_format.name)
@@ -127,9 +124,8 @@ class Quantize(Quantization[T]):
             scale_shape[rows] = new_size(-(-x.shape[rows] // spec.block_rows), x.shape[rows])
         size = packed_length(length, bits)
         data_shape = resized(x, spec.axis, new_size(size, length) if is_packed(bits) else size)
-        return empty_in_format_of(x, scale_shape, spec.scale_format.dtype), empty_in_format_of(
-            x, data_shape, torch.uint8
-        )
+        scale = empty_in_format_of(x, scale_shape, spec.scale_format.dtype)
+        return scale, empty_in_format_of(x, data_shape, torch.uint8)
 
     def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
         """Codes are integers, through which autograd takes no gradient. So the codes of a tensor that requires one
@@ -181,7 +177,7 @@ class Dequantize(ScaleArguments[T]):
         return empty_in_format_of(self.codes, resized(self.codes, spec.axis, length), self.dtype)
 
     def straight_through(self) -> Tensor:
-        """Return the values, whose gradient is that of the tensor that was quantized."""
+        """Return the values, whose gradient goes to the tensor that was quantized."""
         with torch._C._AutoDispatchBelowAutograd():
             values = self.overload(*self.args)
         source = getattr(self.codes, _SOURCE, None)
@@ -196,7 +192,7 @@ class Dequantize(ScaleArguments[T]):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """values, source -> values; the gradient of the values is that of the source."""
+    """values, source -> values; the source gets the gradient of the values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, source: Tensor) -> Tensor:
@@ -275,8 +271,7 @@ class ClipGradient(ScaleArguments[T]):
 
     def check(self) -> MXSpec:
         spec = check_input(*self.args[1:-1])
-        if self.tensor_scale is not None:
-            check_tensor_scale(spec, self.tensor_scale, self.x)
+        check_tensor_scale(spec, self.tensor_scale, self.x, required=False)
         return spec
 
     def kernel(self) -> Tensor:

@@ -49,7 +49,7 @@ class _QuantizesMatmul(Operator[T]):
     target_dtype: torch.dtype | None
 
     def check_result(self, name: str, dtype: torch.dtype) -> tuple[MXSpec, torch.dtype]:
-        """Return the spec and the dtype of the quantized result. `dtype`: of what is quantized."""
+        """Return the spec and the dtype of the quantized result. `dtype`: the dtype before quantization."""
         check_activation(self.activation)
         spec = self.out_element, self.out_block_size, self.scale_mode, self.rounding
         try:

@@ -1,8 +1,8 @@
 """`scaled_mm_mx`, `swizzle_scale`: matmuls of packed activations and packed weights on tensor cores that take MX.
 
 On NVIDIA GPUs of the Blackwell generation `torch.nn.functional.scaled_mm` computes it, elsewhere a plain emulation
-(`pt2mx.kernels.scaled_mm`). It is an operator of its own because Inductor (torch 2.13) asserts that the scales of
-torch's are not swizzled, which those of MX have to be, and its C++ does not know their dtype.
+(`pt2mx.kernels.scaled_mm`). It is an operator of its own because Inductor (torch 2.13) asserts that scales of
+torch's operator are not swizzled, as MX scales must be, and its C++ does not know their dtype.
 """
 
 from __future__ import annotations

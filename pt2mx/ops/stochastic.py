@@ -41,7 +41,7 @@ class RandomBits(Operator[T]):
     """
 
     seed: Annotated[T, "() int64"]
-    size: Annotated[Sequence[int], As(type="SymInt[]"), "the shape of what is rounded"]
+    size: Annotated[Sequence[int], As(type="SymInt[]"), "the shape of the values that are rounded"]
 
     def kernel(self) -> Tensor:
         if self.seed.dtype != torch.int64 or self.seed.dim():

@@ -154,7 +154,7 @@ def use_built(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{name}.so"
         _build(compiler, (*flags, *sources, *more), path)
-        if _contents(headers, sources) != content:  # installed anew meanwhile: the key is that of the older files
+        if _contents(headers, sources) != content:  # installed anew meanwhile: build these files, under their own key
             return use_built(name, sources, headers, use, more, capability)
         with contextlib.suppress(OSError):  # the folder may not be writable
             return use(_keep(path, cache, f"{name}-{key}"))

@@ -1,7 +1,7 @@
 """Quantization on the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads.
 
-Blocks of several rows, other widths of E8M0's exponent, and tensor scales near the limits of float32 are left to the
-definition.
+The definition quantizes blocks of several rows, other widths of E8M0's exponent, and tensor scales near the limits of
+float32.
 """
 
 from __future__ import annotations

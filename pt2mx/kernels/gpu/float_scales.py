@@ -125,7 +125,7 @@ def value_of(code, C: tl.constexpr):
 
 @triton.jit
 def multiplier(scale, C: tl.constexpr):
-    """Return what multiplies the codes of a block; (lines) fp32."""
+    """Return the factor of the codes of a block; (lines) fp32."""
     code, t = scale
     value = value_of(code, C)
     if C.scale.tensor == "factor":
@@ -171,7 +171,7 @@ def candidate_of(q, INDEX: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def ratio_of(candidate, first, C: tl.constexpr):
-    """Return the scale of a candidate in units of that of the first, (lines) fp32."""
+    """Return the scale of a candidate over the scale of the first one, (lines) fp32."""
     return tl.div_rn(value_of(candidate, C), value_of(first, C))
 
 

@@ -183,7 +183,7 @@ def _rows_to_mma_layout(
         per_word = 2
     if scales is None:
         return None
-    if per_word == 2:  # what a scale of zero scales is zero; its byte is that of another scale
+    if per_word == 2:  # the layout has no scale of zero: codes become zero instead, of any scale
         is_zero = (scales < 0).repeat_interleave(_FLOAT_BLOCK, 1)[:, : codes.shape[1]]
         codes, scales = torch.where(is_zero, codes - magnitude, codes), scales.clamp(min=0)
     codes = pad_axis(pad_axis(codes, 0, ROWS), 1, fragment.k_step)

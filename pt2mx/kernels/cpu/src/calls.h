@@ -9,10 +9,10 @@
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, void (*work)(int64_t, int64_t, void*),
                                void* context);
 
-// A scale format with a significand, and its mode; the names are those of pt2mx/kernels/constants.py.
+// A scale format with a significand, and its mode; pt2mx/kernels/constants.py explains the fields.
 struct FloatScale {
-  const float* factors;         // of the quotient, and
-  const int32_t* code_offsets;  // what is added to a code: the candidates of a search
+  const float* factors;         // multiply the quotient;
+  const int32_t* code_offsets;  // are added to the code: each pair of both is a candidate of a search
   int32_t factor_count, offset_count;
   int32_t dtype;   // of stored scales: a Dtype, or BYTE
   int32_t tensor;  // the scale of the tensor, a TensorScale

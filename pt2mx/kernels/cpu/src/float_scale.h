@@ -7,7 +7,8 @@
 
 namespace {
 
-// The scale of a byte in fp32: its fields are moved to those of a float, and the product makes up for the bias.
+// Returns the scale of a byte: moves its exponent and mantissa to the fields of a float, and multiplies by a power of
+// two for the other bias.
 inline float value_of_byte(int32_t code, const FloatScale& s) {
   const int32_t magnitude = code & s.magnitude, sign = code & s.sign ? kSign : 0;
   const float value = from_bits(u32(magnitude) << (23 - s.mantissa_bits)) * from_bits((2 * kBias - s.bias) << 23);

@@ -101,7 +101,7 @@ void Tile::find_amax() {
   widen(half, blocks_ * w_, call_.dtype, reinterpret_cast<float*>(amax_));
 }
 
-// Finds the scales that a search starts from in `exponent_`; elsewhere those of a candidate.
+// Writes the scales of a candidate to `exponent`; to `exponent_`, the scales from which a search starts.
 void Tile::find_scales(int32_t candidate, int32_t* exponent) {
   const i64 count = blocks_ * w_;
   const Spec spec = spec_;
