@@ -79,12 +79,16 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
         spec = config.spec_of(operand.name, role)
         if spec is None:
             continue
-        if reason := _reason_unfit(tensor, node, operand):
+        if reason := _reason_unfit(tensor, node, operand, spec):
             reasons.append(reason)
         else:
             inputs[tensor, user] = role, _along(spec, tensor, operand.axis)
     result = Operand("output", -1, "output", -1)
-    output = None if config.output is None or _reason_unfit(node, node, result) else _along(config.output, node, -1)
+    output = (
+        None
+        if config.output is None or _reason_unfit(node, node, result, config.output)
+        else _along(config.output, node, -1)
+    )
     if not (inputs or output or reasons or holds_codes):
         reasons.append("the config names no spec for its operands")
     return Plan(node, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
@@ -126,7 +130,7 @@ def _with_axis(spec: MXSpec, axis: int) -> MXSpec:
     return spec.replace(axis=axis)
 
 
-def _reason_unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
+def _reason_unfit(tensor: Node, consumer: Node, operand: Operand, spec: MXSpec) -> str | None:
     """Return why a tensor cannot be quantized although a config names a spec for it; None if it can."""
     value = tensor.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -142,6 +146,8 @@ def _reason_unfit(tensor: Node, consumer: Node, operand: Operand) -> str | None:
         return f"{tensor.name} holds {str(value.dtype).removeprefix('torch.')}"
     if value.dim() == 0:
         return f"{tensor.name} is a scalar"
+    if spec.block_rows > 1 and max(operand.axis, -value.dim()) % value.dim() == 0 and value.dim() != 2:
+        return f"{tensor.name} has no second dimension for blocks of {spec.block_rows} rows ({spec})"
     length = value.shape[max(operand.axis, -value.dim())]
     if operand.role == "operand" and isinstance(length, int) and length == 1:
         return "one value a block (an outer product, or a broadcast)"

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "nvfp4", "nvfp4(four_six)", "fp8_e4m3{row}(f32)"])
 def test_converted_is_prepared_to_the_bit(name, dtype, quantize):
     model, inputs = NormalizedConv().eval().to("cuda", dtype), (IMAGES[0].to("cuda", dtype),)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))

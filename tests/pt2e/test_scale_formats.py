@@ -149,7 +149,8 @@ def test_the_numbers_of_three_libraries(library):
         assert torch.equal(results[i], F.linear(values, values))
 
 
-def test_a_weight_without_rows_for_its_blocks():
-    config = MXQuantizationConfig(weight="mxfp8", bias="fp8_e4m3{32x32}(f32)")
-    with pytest.raises(pt2mx.MXError, match="no rows"):
-        pt2mx.prepare_pt2e(exported(Net().eval(), X), MXQuantizer().set_global(config))(X)
+def test_a_bias_without_rows_for_its_blocks():
+    converted = pt2mx.convert_pt2e(prepared(Net().eval(), "mxfp8", None, bias="fp8_e4m3{32x32}(f32)"))
+    first = pt2mx.quantization_report(converted).operators[0]
+    assert first.reason == "up_bias has no second dimension for blocks of 32 rows (fp8_e4m3{32x32}(f32))"
+    assert [operand.spec is None for operand in first.operands] == [True, False, True]
