@@ -19,6 +19,7 @@ from pt2mx.kernels.float_scales import has_each
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
+from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
     EXPERTS,
@@ -31,7 +32,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
 )
 from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor
 from pt2mx.pt2e.checkpoints.regroup import divide
-from pt2mx.pt2e.checkpoints.weight_formats import rows_of_scales, spec_of
+from pt2mx.pt2e.checkpoints.weight_formats import spec_of
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
 
 if TYPE_CHECKING:

@@ -165,18 +165,7 @@ class Layout:
         return spec_by_grid(weight, data, as_grid(scale, data.dim()) if spread else scale, block)
 
     def check(self, weight: str, form: str) -> Stored:
-        """Return how the layout stores a format.
-
-        Args:
-            weight: the name of the weight, for the error.
-            form: its format.
-
-        Returns:
-            The row of `stored`.
-
-        Raises:
-            MXError: where the layout lacks the format.
-        """
+        """Return how the layout stores the format of a weight, which an `MXError` names where it lacks it."""
         if form not in self.stored:
             able = [layout.name for layout in LAYOUTS.values() if form in layout.stored]
             raise MXError(
@@ -186,15 +175,7 @@ class Layout:
         return self.stored[form]
 
     def check_embedding(self, module: str, form: str) -> None:
-        """Raise an `MXError` where libraries would not find the codes of an embedding.
-
-        Args:
-            module: the embedding.
-            form: the format of its weight.
-
-        Raises:
-            MXError: naming the formats that libraries accept.
-        """
+        """Raise an `MXError` where libraries would not find the codes of an embedding in a format."""
         if form not in self.embeddings:
             able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
             raise MXError(f"loaders of {self.name} take {able}: leave {module} in high precision")
@@ -218,11 +199,14 @@ class Layout:
             return
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
-        name = format_of(inputs)
-        scale_modes = self.inputs.get(name, ())
-        fits = name in self.inputs and inputs.block_size == spec_of(name).block_size
-        if not fits or inputs.scale_mode not in scale_modes or inputs.rounding != "even":
+        if not self.takes_inputs(inputs):
             raise MXError(f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}")
+
+    def takes_inputs(self, inputs: MXSpec) -> bool:
+        """Return whether libraries quantize inputs to this spec."""
+        name = format_of(inputs)
+        same_blocks = name in self.inputs and inputs.block_size == spec_of(name).block_size
+        return same_blocks and inputs.scale_mode in self.inputs[name] and inputs.rounding == "even"
 
     def _inputs_text(self) -> str:
         texts = []

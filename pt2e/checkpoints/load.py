@@ -26,6 +26,7 @@ from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.gguf_tensors import has_codes, packed_gguf
 from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.merge_parts import merge
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EXPERTS,
     LINEAR,
@@ -39,7 +40,7 @@ from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeho
 from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from torch import Tensor
 from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
 from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.merge_parts import merge
 from pt2mx.pt2e.checkpoints.module_schemes import Schemes
 from pt2mx.pt2e.checkpoints.recode import recode
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, merge
+from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -55,7 +55,7 @@ def save_checkpoint(
             meta device if the converted model holds all weights.
         folder: the folder to write, new or empty; the file to write for "gguf".
         layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
-            these that has the formats of the weights. "gguf" is a file of llama.cpp with weights in MXFP4.
+            these that has the formats of the weights and inputs. "gguf" is a file of llama.cpp with weights in MXFP4.
         unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
             values in the model's dtype, because the layout cannot hold their codes.
         tokenizer: the tokenizer to write, for "gguf" also a `GGUFFile` to copy it from; None: the tokenizer of a
@@ -145,7 +145,8 @@ def _graph_of(converted: Any) -> GraphModule:
 
 
 def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
-    """Return the first layout that has the formats of all packed weights; for transposed experts a layout of experts.
+    """Return the first layout that holds all packed weights and says what happens to their inputs, else the first that
+    has their formats; for transposed experts a layout of experts.
 
     Raises:
         MXError: where there is none.
@@ -153,14 +154,26 @@ def _default_layout(graph: GraphModule, model: PreTrainedModel) -> Layout:
     users = weight_users(graph)
     transposed = [name for name in weights_of(model) if is_transposed(model, name)]
     packed_experts = any(user.weight.endswith(name) for user in users for name in transposed)
-    for layout in LAYOUTS.values():
-        if layout.only_experts == packed_experts and all(_takes(layout, user) for user in users):
-            return layout
+    for is_able in (_holds, _takes, _has_format):  # the last names in its error what the layout lacks
+        for layout in LAYOUTS.values():
+            if layout.only_experts == packed_experts and all(is_able(layout, user) for user in users):
+                return layout
     elements = sorted({user.form for user in users})
     raise MXError(f"no layout has weights in {', '.join(elements)}: {'; '.join(map(_supported, LAYOUTS.values()))}")
 
 
+def _holds(layout: Layout, user: WeightUser) -> bool:
+    """Return whether a layout holds a weight in its own format, and says what happens to its inputs."""
+    return user.form in layout.stored and _takes(layout, user)
+
+
 def _takes(layout: Layout, user: WeightUser) -> bool:
+    """Return whether a layout has a format with the values of a weight, and says what happens to its inputs."""
+    inputs = user.inputs is None or layout.takes_inputs(user.inputs)
+    return _has_format(layout, user) and inputs and (user.pre_scale is None or bool(layout.pre_scale))
+
+
+def _has_format(layout: Layout, user: WeightUser) -> bool:
     """Return whether a layout has the format of a weight, or for scales of a tensor one with the same values."""
     form = alike_form(user.form, layout.stored) if user.spec.scale_format.tensor else user.form
     return form in layout.stored

@@ -14,7 +14,7 @@ from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import INPUTS
 
 FP4, FP6, FP8 = "mxfp4{32}(even,even)", "mxfp6{32}(even,even)", "mxfp8_e4m3{32}(rceil)"
-E3M2 = "mxfp6_e3m2{32}"
+E3M2, CT = "mxfp6_e3m2{32}", "compressed-tensors"
 EMBEDDING, ALL = ".*embed_tokens", ".*"
 OTHERS = {EMBEDDING: None, ".*mlp.gate": None}
 MIXED = {EMBEDDING: None, ".*o_proj": (FP8, None), ".*mlp.*": (FP4, FP6), ".*head": None, ALL: (FP4, None)}
@@ -178,8 +178,8 @@ def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, lo
         ("llama", "quark", {".*q_proj": ("mxint8", None)}, "quark cannot hold model.layers.0.self_attn.q_proj.weight"),
         ("llama", None, {".*q_proj": ("mxfp4{16}", None)}, "q_proj.weight has blocks of 16"),
         ("llama", None, {EMBEDDING: (FP4, None)}, "take embeddings in fp8_e4m3 alone: leave model.embed_tokens"),
-        ("llama", None, {".*q_proj": ("mxfp4", "mxfp4")}, "inputs of model.layers.0.self_attn.q_proj are mxfp4"),
-        ("llama", None, {".*q_proj": ("mxfp4", "mxfp6_e3m2")}, "it has fp4_e2m1 with scale_mode even"),
+        ("llama", CT, {".*q_proj": ("mxfp4", "mxfp4")}, "inputs of model.layers.0.self_attn.q_proj are mxfp4"),
+        ("llama", CT, {".*q_proj": ("mxfp4", "mxfp6_e3m2")}, "it has fp4_e2m1 with scale_mode even"),
         ("llama", None, {ALL: ("mxfp8_e5m2", None)}, "no layout has weights in fp8_e5m2"),
         ("llama", "mxfp4", {".*q_proj": (FP4, None)}, "mxfp4 holds experts alone"),
         ("llama", "modelopt", {".*q_proj": (FP8, None)}, "modelopt quantizes inputs too"),
