@@ -122,10 +122,17 @@ def decoder_by_recipe(recipe: str, family: str, **fields) -> LanguageModel:
 
 @functools.cache
 def with_rounded_weights(family):
-    """Return the eager model with the weights of linear layers, embeddings, experts and convolutions in MXFP4."""
-    model, spec = tiny_decoder(family), pt2mx.MXSpec("mxfp4", scale_mode="even")
+    """Return the eager decoder with rounded weights."""
+    return round_weights(tiny_decoder(family))
+
+
+def round_weights(model):
+    """Round the weights of linear layers, embeddings, experts and convolutions to MXFP4 in place; return the model."""
+    spec = pt2mx.MXSpec("mxfp4", scale_mode="even")
     with torch.no_grad():
         for module in model.modules():
+            if type(module).__name__ == "WhisperPositionalEmbedding":
+                continue  # it is indexed, not looked up
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
             elif type(module).__name__.endswith(("Experts", "Router")):

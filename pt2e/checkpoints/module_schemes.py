@@ -151,5 +151,5 @@ def tied_names(model: PreTrainedModel) -> dict[str, set[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups[id(parameter)].add(name)
     for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        groups[name] |= {name, other}
+        groups[other] |= {name, other}
     return {name: names for names in groups.values() if len(names) > 1 for name in names}

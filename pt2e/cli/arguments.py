@@ -193,6 +193,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             metavar="FILE",
             help="an image for each prompt, for a vision-language model; give it several times for several images",
         ),
+        argument(
+            "--audio",
+            action="append",
+            metavar="FILE",
+            help="transcribe this .wav file, with a model of audio such as Whisper; give it several times for several",
+        ),
         flag("--chat", "put prompts into the tokenizer's chat template"),
         argument(
             "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"

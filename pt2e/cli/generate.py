@@ -1,4 +1,4 @@
-"""The command `pt2mx generate`: continue prompts with a language model."""
+"""The command `pt2mx generate`: continue prompts with a language model, or transcribe recordings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.batches import read_image
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt
@@ -41,15 +42,17 @@ def run(options: argparse.Namespace) -> Result | None:
     torch.manual_seed(options.seed)
     progress.begin("generate")
     answers = []
-    for prompt in options.prompt or of_first(_read_prompts()):
+    for question in options.audio or options.prompt or of_first(_read_prompts()):
         with user_errors("generate"), only_first_prints():
-            tokens = _tokens(model, prompt, images, options.chat)
-            answers.append({"prompt": prompt, **_answer(model, tokens, settings)})
+            inputs = _inputs(model, question, images, options)
+            answers.append({"audio" if options.audio else "prompt": question, **_answer(model, inputs, settings)})
     # the streamer has printed the text
     return Result("", {"answers": answers}) if options.json and is_first() else None
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    if options.audio and (options.prompt or options.chat):
+        raise MXError("--audio takes no prompt: leave --prompt and --chat out")
     if options.max_new_tokens < 1:
         raise MXError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
     if not _SEEDS[0] <= options.seed <= _SEEDS[1]:
@@ -77,13 +80,19 @@ def _read_prompts() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _tokens(model: LanguageModel, prompt: str, images: list[Any], in_template: bool) -> dict[str, torch.Tensor]:
-    """Return what `generate` takes for a prompt."""
+def _inputs(
+    model: LanguageModel, question: str, images: list[Any], options: argparse.Namespace
+) -> dict[str, torch.Tensor]:
+    """Return what `generate` takes for a recording or a prompt."""
+    if options.audio:
+        return audio_inputs(model, options.folder, question)
+    if takes_audio(model):
+        raise MXError(f"{options.folder!r} reads audio: give --audio FILE.wav")
     if not images:
-        return _in_template(model, prompt) if in_template else model.tokens([prompt])
+        return _in_template(model, question) if options.chat else model.tokens([question])
     if model.processor is None:
         raise MXError("--image: the folder holds no vision-language model with its processor")
-    given = image_prompt(model.processor, prompt, images, in_template or None)
+    given = image_prompt(model.processor, question, images, options.chat or None)
     return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
@@ -97,7 +106,7 @@ def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:
     return dict(model.tokenizer.apply_chat_template(messages, **options).to(model.device))
 
 
-def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, Any]) -> dict[str, object]:
+def _answer(model: LanguageModel, inputs: dict[str, Any], settings: dict[str, Any]) -> dict[str, object]:
     """Print the continuation of a prompt as it is generated, then its speed; return both."""
     base = import_extra("transformers", "hf").TextStreamer
 
@@ -118,7 +127,7 @@ def _answer(model: LanguageModel, tokens: dict[str, Any], settings: dict[str, An
             super().on_finalized_text(text, stream_end)
 
     streamer, begin = Streamer(), time.perf_counter()
-    model.generate(tokens.pop("input_ids"), streamer=streamer, **tokens, **settings)
+    model.generate(**inputs, streamer=streamer, **settings)
     _, *times = streamer.times
     first = times[0] - begin
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None

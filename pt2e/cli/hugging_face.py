@@ -169,6 +169,20 @@ class FeatureExtractor:
         # some extractors pad to the one length of their model; those that do not pad cannot make a batch
         self._options = {"padding": True} if padding is not None and padding.default is False else {}
 
+    @property
+    def rate(self) -> int:
+        """The samples of a recording in a second."""
+        return int(self._extractor.sampling_rate)
+
+    @property
+    def longest(self) -> int | None:
+        """The samples beyond which the extractor cuts a recording off; None: it takes all."""
+        return getattr(self._extractor, "n_samples", None)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the extractor to a folder, from which it can be loaded."""
+        self._extractor.save_pretrained(folder)
+
     def noise(self) -> np.ndarray:
         """Return a second of noise."""
         return self._recording(1)
@@ -179,15 +193,14 @@ class FeatureExtractor:
 
     def read(self, file: Path) -> np.ndarray:
         """Read a recording from a file."""
-        return read_audio(file, self._extractor.sampling_rate)
+        return read_audio(file, self.rate)
 
     def inputs(self, items: list) -> dict[str, Tensor]:
         """Return the inputs for a batch of recordings."""
-        rate = self._extractor.sampling_rate
-        return dict(self._extractor(items, sampling_rate=rate, return_tensors="pt", **self._options))
+        return dict(self._extractor(items, sampling_rate=self.rate, return_tensors="pt", **self._options))
 
     def _recording(self, seconds: int) -> np.ndarray:
-        return (0.1 * torch.randn(seconds * self._extractor.sampling_rate)).numpy()
+        return (0.1 * torch.randn(seconds * self.rate)).numpy()
 
 
 #: input -> the class that makes it of files

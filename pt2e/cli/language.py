@@ -18,7 +18,8 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
-from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained
+from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
+from pt2mx.pt2e.cli.hugging_face import FeatureExtractor, checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
@@ -28,6 +29,7 @@ from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
@@ -50,12 +52,14 @@ _QUANTIZING = {
 }
 #: tokens, in two texts, on which packages are compared with the program
 _TOKENS = 32
+#: samples of the audio for these tokens
+_SAMPLES = 8000
 
 
 def load_decoder(
     name: str, part: str | None = None, allow_partial: bool = False, dtype: str | None = None
 ) -> PreTrainedModel:
-    """Load the causal language model of a checkpoint, in evaluation mode.
+    """Load the language model of a checkpoint, in evaluation mode.
 
     Args:
         name: a local folder, or a name on the hub.
@@ -73,18 +77,21 @@ def load_decoder(
         raise
     except Exception as error:  # any of the libraries that read a checkpoint may raise anything
         raise MXError(
-            f"{name!r} is no causal language model that can be loaded (a local folder works offline; for another model "
+            f"{name!r} is no language model that can be loaded (a local folder works offline; for another model "
             f"give --output a name that ends in .pt2): {one_line(error)}"
         ) from None
 
 
 def _class_of(name: str) -> Any:
-    """Return the class that loads a checkpoint: with its vision tower, where it has one."""
+    """Return the class that loads a checkpoint: with its vision tower, or its encoder, where it has one."""
     transformers = import_extra("transformers", "hf")
     if gguf_in(name) is None:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return transformers.AutoModelForImageTextToText
+        if config.is_encoder_decoder:
+            is_speech = type(config) in transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
+            return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM
 
 
@@ -114,7 +121,11 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         _note_tokenizer(name, tokenizer)
         processor = load_processor(name) if has_tower(model) and options.part is None else None
-        texts = _calibration(options.calibration, tokenizer, processor, quantizer) if len(contexts) == 1 else []
+        texts: Sequence[Any] = []
+        if takes_audio(model):
+            texts = calibration_audio(options.calibration, model, name, quantizer)
+        elif len(contexts) == 1:
+            texts = _calibration(options.calibration, tokenizer, processor, quantizer)
         reports = []
         for context in contexts:
             with context:
@@ -151,6 +162,8 @@ def _quantize_rank(
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
         quantized.save_pretrained(options.output, quantizer)
+        if takes_audio(model):
+            FeatureExtractor(options.model.removeprefix("hf:"), model.config).save(options.output)
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
     return report, coverage
@@ -261,5 +274,11 @@ def _count_agreement(model: LanguageModel, compiled: LanguageModel) -> int:
     """Count the tokens for which both predict the same most likely one."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (2, _TOKENS // 2), generator=torch.Generator().manual_seed(0)).to(model.device)
+    inputs = {"input_ids": ids}
+    if model.encoder is not None and model.config.is_encoder_decoder:
+        expected = example_inputs(model.encoder.program)[model.main_input_name]
+        sizes = [2, *(size if isinstance(size, int) else _SAMPLES for size in expected.shape[1:])]
+        source = torch.randn(sizes, generator=torch.Generator().manual_seed(0)) if takes_audio(model) else ids
+        inputs = {model.main_input_name: source, "decoder_input_ids": ids}
     with torch.no_grad():
-        return int((model(ids).logits.argmax(-1) == compiled(ids).logits.argmax(-1)).sum())
+        return int((model(**inputs).logits.argmax(-1) == compiled(**inputs).logits.argmax(-1)).sum())

@@ -48,6 +48,7 @@ EXAMPLES = {
     "generate": (
         ("answer a question", 'smollm2 --chat --prompt "What is the capital of France?"'),
         ("read prompts from the keyboard, and sample", "smollm2 --temperature 0.7 --top-p 0.9"),
+        ("transcribe a recording", "whisper-tiny --audio speech.wav"),
     ),
     "perplexity": (
         ("compare a quantized model with its checkpoint", "smollm2 --text book.txt --float SmolLM2-135M-Instruct"),

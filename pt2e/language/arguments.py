@@ -18,24 +18,28 @@ LONGEST_TEXT = "pt2mx_longest_text"
 
 
 def check_model(model: object) -> None:
-    """Raise an `MXError` where `model` is no causal language model of transformers."""
+    """Raise an `MXError` where `model` is no language model of transformers."""
     transformers = import_extra("transformers", "hf")
     if not isinstance(model, transformers.PreTrainedModel):
-        raise MXError(f"expected a causal language model of transformers, not {type(model).__name__}")
-    if model.config.is_encoder_decoder or not model.can_generate():
+        raise MXError(f"expected a language model of transformers, not {type(model).__name__}")
+    if not model.can_generate():
         raise MXError(
-            f"{type(model).__name__} is no causal language model, which alone has a cache: export it by itself, as "
+            f"{type(model).__name__} generates no text, and has no cache: export it by itself, as "
             "`pt2mx quantize --output NAME.pt2` does"
         )
 
 
-def check_texts(texts: Sequence[Tensor | Mapping[str, Tensor]], vocabulary: int) -> None:
-    """Raise an `MXError` where a text is no block of tokens, (B, S) int64, nor what a processor gives."""
+def check_texts(texts: Sequence[Tensor | Mapping[str, Tensor]], vocabulary: int, name: str = "input_ids") -> None:
+    """Raise an `MXError` where a text is no block of tokens, (B, S) int64, nor what a processor gives.
+
+    `name` is the main input of the model; of audio it is floats."""
     if isinstance(texts, Tensor | str | Mapping):
         raise MXError(
             f"texts must be a list of tokens, (B, S) int64 each, not one {type(texts).__name__}: pass [tokens]"
         )
     for one in texts:
+        if name != "input_ids" and isinstance(one, Tensor) and one.is_floating_point():
+            continue
         text = one.get("input_ids") if isinstance(one, Mapping) else one
         shape = tuple(text.shape) if isinstance(text, Tensor) else None
         if not isinstance(text, Tensor) or text.dtype != torch.long or text.dim() != 2 or not text.numel():
@@ -79,6 +83,28 @@ def check_step(
     ):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise MXError(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")
+
+
+def check_source(name: str, source: object, mask: Tensor | None, expected: Tensor) -> None:
+    """Raise an `MXError` for a source of another dtype or shape than the encoder takes, or a mask that does not fit.
+
+    Args:
+        name: the name of the source.
+        source, mask: the arguments.
+        expected: the source in the example of the program; its dimensions that are no number may have any size.
+    """
+    sizes = [size if isinstance(size, int) else None for size in expected.shape]
+    if (
+        not isinstance(source, Tensor)
+        or source.is_floating_point() != expected.is_floating_point()
+        or source.dim() != len(sizes)
+        or any(size not in (None, of_source) for size, of_source in zip(sizes, source.shape, strict=True))
+    ):
+        actual = f"{source.dtype} of shape {tuple(source.shape)}" if isinstance(source, Tensor) else repr(source)
+        shape = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise MXError(f"{name} must be {expected.dtype} of shape ({shape}), not {actual}")
+    if mask is not None and source.dim() == 2 and mask.shape != source.shape:
+        raise MXError(f"attention_mask must be of shape {tuple(source.shape)}, not {tuple(mask.shape)}")
 
 
 def check_length(config: object, tokens: int) -> None:

@@ -7,13 +7,17 @@ softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pt2mx.extras import import_extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: the name of attention and mask for transformers, in `config._attn_implementation`
 ATTENTION = "pt2mx"
@@ -28,12 +32,17 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention of query (B, heads, S, D) over key, value (B, KV heads, L, D): (B, S, heads, D).
 
-    The mask is (B, 1, S, L)."""
+    The mask is (B, 1, S, L) booleans, the bias of positions (1, heads, S, L)."""
     grouped = query.shape[1] != key.shape[1]
+    if position_bias is not None and attention_mask is not None:
+        attention_mask = torch.where(attention_mask, position_bias, torch.finfo(position_bias.dtype).min)
+    elif position_bias is not None:
+        attention_mask = position_bias
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
     )
@@ -62,13 +71,28 @@ def mask_of(
 ) -> Tensor:
     """Return transformers' mask for `scaled_dot_product_attention`, (B, 1, S, L) booleans.
 
-    It is never None, and each query sees its own key, also in padding."""
+    It is never None. In a decoder each query sees its own key, also in padding."""
     masking = import_extra("transformers.masking_utils", "hf")
     sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
     mask = masking.sdpa_mask(**sizes, device=device, **{**kwargs, **skips})
+    if "allow_is_bidirectional_skip" in kwargs:  # of an encoder, or cross attention
+        return mask
     queries = torch.arange(q_length, device=device) + q_offset
     return mask | (queries[:, None] == torch.arange(kv_length, device=device) + kv_offset)
+
+
+@contextmanager
+def with_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Replace transformers' scaled dot product attention in a model by this one."""
+    original = model.config._attn_implementation
+    if original == "sdpa":
+        register_attention()
+        model.set_attn_implementation(ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(original)
 
 
 def register_attention() -> None:

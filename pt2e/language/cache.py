@@ -2,7 +2,8 @@
 
 Keys and values have a fixed number of slots, one a token: (B, heads, slots, width). In a quantized cache they are lists
 of two tensors, codes and scales. Recurrent layers have states whose size does not depend on the number of tokens: the
-last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds.
+last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds. The decoder of an
+encoder-decoder also has the keys and values of its cross attention, which the encoder's program computes once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,19 @@ _cache_utils = import_extra("transformers.cache_utils", "hf")
 
 #: the slots of a cache are a multiple of this, so that few programs are compiled
 _SLOTS = 256
-#: tensor of a layer's cache, and input of the program -> True where it has a slot for each token, in dimension 2
-KINDS = {"keys": True, "values": True, "conv_states": False, "recurrent_states": False}
+#: sizes of dimension 2: the slots of the decoder's tokens, and the length of the encoder's result
+SLOTS, SOURCE = "slots", "source"
+#: tensor of a layer's cache, and input of the program -> the size of dimension 2; None where it is fixed
+KINDS = {
+    "keys": SLOTS,
+    "values": SLOTS,
+    "cross_keys": SOURCE,
+    "cross_values": SOURCE,
+    "conv_states": None,
+    "recurrent_states": None,
+}
+#: input of the program: (B, source) int64, zero where the encoder's result is padding
+SOURCE_MASK = "encoder_attention_mask"
 #: input of the program that has a value for each token of a sequence -> the dimension of the tokens
 OF_TOKENS = {"input_ids": 1, "position_ids": 1, "image_rows": 1, "image_positions": 2}
 #: a tensor of the cache, or its codes and scales
@@ -116,11 +128,13 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
     Inside a program `layers` are those of the model. Outside, where only the program knows its layers, the tensors of
     each kind are in the order of the layers that have them."""
 
-    def __init__(self, layers: list[CacheLayer], slots: int, mask: Any = None) -> None:
+    def __init__(self, layers: list[CacheLayer], slots: int, mask: Any = None, source_mask: Any = None) -> None:
         super().__init__(layers=layers)
         self.slots, self.grows = slots, False
         #: inside a program: (B, slots), zero at padding
         self.mask = mask
+        #: of an encoder-decoder: the input `SOURCE_MASK`
+        self.source_mask = source_mask
         self.latest: CacheLayer | None = None  #: the layer that was written last
         #: after images, by how much the positions of the tokens of each sequence differ from their numbers, (B,)
         self.shift: Tensor | None = None
@@ -143,8 +157,34 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         """Return the columns of the mask for the next tokens."""
         return self.mask.index_select(1, self.length + torch.arange(number, device=self.mask.device))
 
-    def inputs(self) -> dict[str, list[Stored]]:
-        return by_kind([layer.stored for layer in self.layers])
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs of the program that are the cache."""
+        source = {} if self.source_mask is None else {SOURCE_MASK: self.source_mask}
+        return {**source, **by_kind([layer.stored for layer in self.layers])}
+
+    def set_source(self, results: Mapping[str, Any]) -> None:
+        """Set the results of the encoder by input of the program: mask, keys and values of cross attention.
+
+        Raises:
+            MXError: where the cache is for another number of sequences, and not for several beams of each.
+        """
+        batch, sequences = self.batch_size, len(results["cross_keys"][0])
+        if batch % sequences:
+            raise MXError(f"the source holds {sequences} sequences, the tokens {batch}: give as many of both")
+
+        def repeated(one: Tensor) -> Tensor:
+            return one.repeat_interleave(batch // len(one), 0)
+
+        self.source_mask = repeated(results[SOURCE_MASK])
+        for name in ("cross_keys", "cross_values"):
+            for layer, one in zip(self.layers, results[name], strict=True):
+                layer.stored[name] = repeated(one)
+
+    def with_cross_attention(self) -> Any:
+        """Return transformers' cache of an encoder-decoder, whose keys and values of cross attention are computed."""
+        cross = [{"keys": one.stored["cross_keys"], "values": one.stored["cross_values"]} for one in self.layers]
+        source = DecoderCache([CacheLayer(one, 1) for one in cross], self.slots)  # a filled cache: 1 is any number
+        return _cache_utils.EncoderDecoderCache(self, source)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.length
@@ -183,17 +223,24 @@ def by_layer(inputs: Mapping[str, Any]) -> Layers:
     ]
 
 
-def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device) -> DecoderCache:
-    """Return a cache of empty layers."""
+def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device, source: int = 0) -> DecoderCache:
+    """Return a cache of empty layers; `source` is the length of the encoder's result."""
+    lengths = {SLOTS: slots, SOURCE: source}
 
-    def zeros(stored: Tensor, has_slots: bool) -> Tensor:
-        sizes = (stored.shape[1], slots, stored.shape[3]) if has_slots else stored.shape[1:]
+    def zeros(stored: Tensor, size: str | None) -> Tensor:
+        sizes = stored.shape[1:] if size is None else (stored.shape[1], lengths[size], stored.shape[3])
         return torch.zeros(batch, *sizes, device=device, dtype=stored.dtype)
 
     def empty(layer: dict[str, Stored]) -> dict[str, Stored]:
         return {k: pytree.tree_map(lambda stored: zeros(stored, KINDS[k]), v) for k, v in layer.items()}  # noqa: B023
 
-    return DecoderCache([CacheLayer(empty(layer)) for layer in layers if layer], slots)
+    mask = torch.ones(batch, source, dtype=torch.long, device=device) if has_source(layers) else None
+    return DecoderCache([CacheLayer(empty(layer)) for layer in layers if layer], slots, source_mask=mask)
+
+
+def has_source(layers: Layers) -> bool:
+    """Return True for the cache of an encoder-decoder."""
+    return any("cross_keys" in layer for layer in layers)
 
 
 def room_for(tokens: int) -> int:
@@ -205,26 +252,30 @@ def grow(cache: DecoderCache, slots: int) -> None:
     """Add slots to a cache in place."""
     more = (0, 0, 0, slots - cache.slots)
     for layer in cache.layers:
-        for name in filter(KINDS.get, layer.stored):
+        for name in (name for name in layer.stored if KINDS[name] == SLOTS):
             layer.stored[name] = pytree.tree_map(lambda one: nn.functional.pad(one, more), layer.stored[name])
     cache.slots = slots
 
 
-def cache_within(layers: Layers, inputs: Mapping[str, Any], start: Tensor, mask: Tensor) -> DecoderCache:
+def cache_within(
+    layers: Layers, inputs: Mapping[str, Any], start: Tensor, mask: Tensor, source_mask: Tensor | None = None
+) -> DecoderCache:
     """Return a cache over the inputs of a program, with `start` filled slots; `layers` are those of the model."""
     of_kind = {name: iter(tensors) for name, tensors in inputs.items()}
     stored = [{name: next(of_kind[name]) for name in KINDS if name in layer} for layer in layers]
-    return DecoderCache([CacheLayer(one, start) for one in stored], mask.shape[1], mask)
+    return DecoderCache([CacheLayer(one, start) for one in stored], mask.shape[1], mask, source_mask)
 
 
 def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
-    """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots.
+    """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots, the source.
 
     Without these groups a trace assumes that products of these sizes differ."""
     stored = [(one, KINDS[name]) for name in KINDS for one in pytree.tree_leaves(inputs.get(name, []))]
     of_tokens = [(inputs[name], dim) for name, dim in OF_TOKENS.items() if inputs.get(name) is not None]
     mask, features = inputs["attention_mask"], inputs.get("image_features") or []
-    batch = [(tensor, 0) for tensor in (*(one for one, _ in of_tokens), mask, *(one for one, _ in stored))]
-    slots = [(mask, 1), *((one, 2) for one, has_slots in stored if has_slots)]
-    groups = [batch, of_tokens, slots, [(one, 0) for one in features]]
+    source_masks = [inputs[SOURCE_MASK]] if inputs.get(SOURCE_MASK) is not None else []
+    batch = [(one, 0) for one in (*(one for one, _ in of_tokens), mask, *source_masks, *(one for one, _ in stored))]
+    slots = [(mask, 1), *((one, 2) for one, size in stored if size == SLOTS)]
+    source = [*((one, 1) for one in source_masks), *((one, 2) for one, size in stored if size == SOURCE)]
+    groups = [batch, of_tokens, slots, source, [(one, 0) for one in features]]
     return [group for group in groups if group]

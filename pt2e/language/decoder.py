@@ -15,12 +15,22 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.language.attention import ATTENTION, register_attention
-from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, Layers, cache_within, empty_cache, equal_dims
+from pt2mx.pt2e.language.attention import with_attention
+from pt2mx.pt2e.language.cache import (
+    KINDS,
+    OF_TOKENS,
+    SOURCE_MASK,
+    Layers,
+    cache_within,
+    empty_cache,
+    equal_dims,
+    has_source,
+)
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
+from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -40,7 +50,8 @@ DYNAMIC: dict[str, dict[int, Any]] = {
     "image_features": {0: _SIZE},
     "image_rows": {0: _SIZE, 1: _SIZE},
     "image_positions": {0: _SIZE, 2: _SIZE},
-    **{name: {0: _SIZE, 2: _SIZE} if has_slots else {0: _SIZE} for name, has_slots in KINDS.items()},
+    SOURCE_MASK: {0: _SIZE, 1: _SIZE},
+    **{name: {0: _SIZE} if size is None else {0: _SIZE, 2: _SIZE} for name, size in KINDS.items()},
 }
 #: the same for inputs of fixed length
 _OF_LENGTH: dict[str, dict[int, Any]] = {
@@ -53,10 +64,12 @@ _OF_LENGTH: dict[str, dict[int, Any]] = {
 
 #: the prefix of the names of a decoder's tensors in its program
 PREFIX = "model."
+#: the length of the encoder's result in an example, which is no other size of it
+_SOURCE_LENGTH = 7
 
 
 class CachedDecoder(nn.Module):
-    """A causal language model whose cache is an input."""
+    """A language model whose cache is an input."""
 
     def __init__(self, model: PreTrainedModel, layers: Layers) -> None:
         super().__init__()
@@ -73,8 +86,11 @@ class CachedDecoder(nn.Module):
         image_features: list[Tensor] | None = None,
         image_rows: Tensor | None = None,
         image_positions: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         keys: list[Tensor] | None = None,
         values: list[Tensor] | None = None,
+        cross_keys: list[Tensor] | None = None,
+        cross_values: list[Tensor] | None = None,
         conv_states: list[Tensor] | None = None,
         recurrent_states: list[Tensor] | None = None,
     ) -> Tensor:
@@ -90,7 +106,9 @@ class CachedDecoder(nn.Module):
                 tokens, which take the place of embeddings, and those that further layers add.
             image_rows: (B, S) int64, the row of each token; 0: a token of text.
             image_positions: (B, axes, S) int64, the positions of the tokens, where they have several axes.
+            encoder_attention_mask: (B, source) int64, zero where the encoder's result is padding.
             keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place.
+            cross_keys, cross_values: one tensor (B, heads, source, width) per layer with cross attention.
             conv_states: one tensor (B, channels, K) per layer with a convolution, changed in place.
             recurrent_states: one tensor (B, ...) per layer with a recurrence, changed in place.
 
@@ -98,20 +116,21 @@ class CachedDecoder(nn.Module):
             (B, T, vocabulary) logits.
         """
         tokens = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        all_kinds = zip(KINDS, (keys, values, conv_states, recurrent_states), strict=True)
+        all_kinds = zip(KINDS, (keys, values, cross_keys, cross_values, conv_states, recurrent_states), strict=True)
         stored = {name: tensors for name, tensors in all_kinds if tensors}
         of_images = {FEATURES: image_features, ROWS: image_rows, POSITIONS: image_positions}
         images = {name: value for name, value in of_images.items() if value is not None}
-        for (first, first_dim), *others in equal_dims({**tokens, **images, **stored}):
+        source = {SOURCE_MASK: encoder_attention_mask}
+        for (first, first_dim), *others in equal_dims({**tokens, **images, **source, **stored}):
             for tensor, dim in others:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
-        cache = cache_within(self.layers, stored, start, attention_mask)
-        optional = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
-        optional |= {"past_key_values": cache, "cache_params": cache}
-        optional = {name: value for name, value in optional.items() if name in self._parameters_of_forward}
+        cache = cache_within(self.layers, stored, start, attention_mask, encoder_attention_mask)
         if "past_key_values" not in self._parameters_of_forward:  # without attention, the mask is that of the tokens
-            attention_mask = cache.mask_of_tokens(input_ids.shape[1])
-        call = {"input_ids": input_ids, "attention_mask": attention_mask, **optional}
+            tokens["attention_mask"] = cache.mask_of_tokens(input_ids.shape[1])
+        call = decoder_call(self.model, tokens, encoder_attention_mask)
+        past = cache if encoder_attention_mask is None else cache.with_cross_attention()
+        call |= {"past_key_values": past, "cache_params": past, "logits_to_keep": logits_to_keep}
+        call = {name: value for name, value in call.items() if name in self._parameters_of_forward}
         reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if images:
             reads_images = merged_images(self.model, cache, input_ids, images)
@@ -132,20 +151,15 @@ def export_decoder(
             exported.
     """
     length = longest_text(model, length)
-    layers, original = layers_of(model), model.config._attn_implementation
+    layers = layers_of(model)
     example = inputs(layers, model.device, images=images)
     with with_frequencies_for(model, length):
-        if original == "sdpa":
-            register_attention()
-            model.set_attn_implementation(ATTENTION)
         try:
-            with quiet_export():
+            with with_attention(model), quiet_export():
                 program = export(CachedDecoder(model, layers), example)
         except Exception as error:
             text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
             raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
-        finally:
-            model.set_attn_implementation(original)
         _check(model, program, layers, images)
     return program
 
@@ -161,13 +175,18 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers, ima
     for name in filter(KINDS.get, call):
         call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
     call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
+    mask = result = None
+    if has_source(layers):
+        encoded = encoder_results(SourceEncoder(model)(**example_source(model)))
+        mask, result = encoded.attention_mask, encoded.last_hidden_state
+        call |= decoder_inputs(encoded)
     decoder, logits = program.module(), []
     for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
         tokens_here = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
         kept = torch.arange(last - first, device=model.device)
         start = torch.full((1,), first, device=model.device)
         logits.append(decoder(**{**call, **tokens_here, "start": start, "logits_to_keep": kept}))
-    expected = model(input_ids=call["input_ids"], use_cache=False).logits
+    expected = model(**decoder_call(model, {"input_ids": call["input_ids"]}, mask, result), use_cache=False).logits
     if (error := relative_error(torch.cat(logits, 1), expected)) is not None:
         raise MXError(
             f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
@@ -214,7 +233,7 @@ def inputs(
     ids = torch.zeros(2, 3, dtype=torch.long) if tokens is None else tokens
     batch, length = ids.shape
     slots, kept = (length + 2, length - 1) if tokens is None else (slots or length, length)
-    cache = empty_cache(layers, batch, slots, device)
+    cache = empty_cache(layers, batch, slots, device, _SOURCE_LENGTH)
     positions = torch.arange(length, device=device).repeat(batch, 1)
     return {
         "input_ids": ids.to(device),

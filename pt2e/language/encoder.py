@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx.pt2e.language.runtime import lower_program
+from pt2mx.pt2e.language.signature import example_inputs
 
 
 class Encoder(nn.Module):
@@ -29,6 +30,11 @@ class Encoder(nn.Module):
     def lowered(self) -> GraphModule:
         """The lowered program. The first access lowers it."""
         return lower_program(self.program, self.device)
+
+    @cached_property
+    def main_input_name(self) -> str:
+        """The name of the first input."""
+        return next(iter(example_inputs(self.program)))
 
     @cached_property
     def _call(self) -> Any:

@@ -33,6 +33,7 @@ _TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "normalizer.json",
 )
 _PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 #: files that the folder of a model may lack

@@ -19,6 +19,7 @@ from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_length, check_prompts, check_sampling, check_step
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.encoder import Encoder
+from pt2mx.pt2e.language.encoder_decoder import class_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.generation import Generates
 from pt2mx.pt2e.language.images import ReadsImages
@@ -63,6 +64,10 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         >>> torch.equal(loaded.generate(prompt, **options), quantized.generate(prompt, **options))
         True
     """
+
+    def __new__(cls, program: ExportedProgram, config: Any, *args: Any, **kwargs: Any) -> LanguageModel:
+        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source."""
+        return super().__new__(class_for(cls, config))
 
     def __init__(
         self,
@@ -198,12 +203,13 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         tokens = self.tokens(prompts, images)
         options = self._with_images_read(tokens["input_ids"], tokens["attention_mask"], {**tokens, **options})
         output = super().generate(**options)
-        new = getattr(output, "sequences", output)[:, tokens["input_ids"].shape[1] :]
+        first = 0 if self.config.is_encoder_decoder else tokens["input_ids"].shape[1]
+        new = getattr(output, "sequences", output)[:, first:]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts[0] if isinstance(text, str) and len(texts) == 1 else texts
 
     def tokens(self, prompts: list[str], images: Any = None) -> dict[str, Tensor]:
-        """Return the tokens of prompts, padded on the left, for `generate`.
+        """Return the tokens of prompts for `generate`, padded on the left; for an encoder on the right.
 
         Args:
             prompts: the prompts.
@@ -218,7 +224,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
                 are not those of the prompts.
         """
         if images is None:
-            tokens = padded_tokens(self.tokenizer, prompts)
+            tokens = padded_tokens(self.tokenizer, prompts, "right" if self.config.is_encoder_decoder else "left")
         elif self.processor is None:
             raise MXError("the model has no processor of images: give pixel_values, or save one in its folder")
         else:

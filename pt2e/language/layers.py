@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.cache import KINDS, Layers, Stored, by_layer
 from pt2mx.pt2e.language.signature import example_inputs
+from pt2mx.pt2e.language.source import decoder_call
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
@@ -25,7 +26,7 @@ _WITH_CACHE = (
 
 
 def layers_of(model: Any) -> Layers:
-    """Return the layers of the cache that a causal language model fills.
+    """Return the layers of the cache that a language model fills.
 
     Raises:
         MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
@@ -34,8 +35,18 @@ def layers_of(model: Any) -> Layers:
     if model.config.model_type == "recurrent_gemma":
         return _griffin_layers(model, tokens)
     with torch.no_grad():
-        output = model(input_ids=tokens, use_cache=True)
+        mask = torch.ones_like(tokens) if model.config.is_encoder_decoder else None
+        output = model(**decoder_call(model, {"input_ids": tokens}, mask), use_cache=True)
     cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    if not isinstance(cache, _cache_utils.EncoderDecoderCache):
+        return _layers_in(model, cache)
+    own, cross = (_layers_in(model, part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
+    pairs = zip(own, cross, strict=True)
+    return [{**layer, **{f"cross_{name}": one for name, one in source.items()}} for layer, source in pairs]
+
+
+def _layers_in(model: Any, cache: Any) -> Layers:
+    """Return the layers of transformers' cache of two tokens."""
     layers: Layers = []
     for number, layer in enumerate(getattr(cache, "layers", [])):
         if (stored := _stored_in(layer)) is None:
@@ -83,7 +94,7 @@ def _stored_in(layer: Any) -> dict[str, Stored] | None:
             return None
         stored |= {"conv_states": layer.conv_states[0], "recurrent_states": layer.recurrent_states[0]}
     tensors = {name: tensor for name, tensor in stored.items() if tensor is not None}
-    slots = [tensor for name, tensor in tensors.items() if KINDS[name]]
+    slots = [tensor for name, tensor in tensors.items() if KINDS[name] is not None]
     of_tokens = [isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == 2 for one in slots]
     if not all(of_tokens) or (len(of_tokens) != 2 and not (recurrent and not of_tokens)):
         return None
@@ -91,5 +102,5 @@ def _stored_in(layer: Any) -> dict[str, Stored] | None:
 
 
 def _on_meta(name: str, stored: Any) -> Tensor:
-    sizes = (stored.shape[1], 0, stored.shape[3]) if KINDS[name] else stored.shape[1:]
+    sizes = stored.shape[1:] if KINDS[name] is None else (stored.shape[1], 0, stored.shape[3])
     return torch.empty(1, *sizes, dtype=stored.dtype, device="meta")

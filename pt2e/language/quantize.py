@@ -1,4 +1,4 @@
-"""`quantize_language_model`: export and quantize a causal language model of transformers, with its cache."""
+"""`quantize_language_model`: export and quantize a language model of transformers, with its cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
+from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
+from pt2mx.pt2e.language.quantize_source import FloatSource
 from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
@@ -41,7 +43,7 @@ def quantize_language_model(
     allow_partial: bool = False,
     length: int | None = None,
 ) -> LanguageModel:
-    """Export a causal language model with its cache, and quantize its weights and the inputs multiplied with them.
+    """Export a language model with its cache, and quantize its weights and the inputs multiplied with them.
 
     A model with a vision tower becomes two programs: the tower with its projection, and the decoder.
 
@@ -52,7 +54,8 @@ def quantize_language_model(
         model: a model of transformers in evaluation mode, or the result of `shard`. It is not changed.
         quantizer: the quantizer; its algorithms run as in `pt2mx.optimize`.
         texts: tokens to calibrate with, (B, S) int64 each, without padding; for a model with a vision tower also what
-            its processor gives for prompts with images.
+            its processor gives for prompts with images; for a model of audio its features or samples. The decoder of an
+            encoder-decoder is calibrated with the text that the model generates from them.
         tokenizer: the tokenizer of the result.
         stage: called with the name of each stage as it begins.
         part: the top-level module to put into the program, such as "language_model" for text without images; the others
@@ -80,12 +83,13 @@ def quantize_language_model(
         torch.Size([1, 8])
     """
     check_model(model)
-    check_texts(texts, model.config.get_text_config().vocab_size)
+    check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
     stage("export")
     length = longest_text(model, length)
     layers = layers_of(model)
     if part is None and not allow_partial:
         check_tower(model)
+    source = FloatSource(model) if has_source(layers) else None
     tower = FloatTower(model) if part is None and has_tower(model) else None
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
@@ -93,15 +97,22 @@ def quantize_language_model(
     if tower is not None:
         tower.check(exported, layers)
         read |= tensors_read(tower.program, decoder.PREFIX)
+    if source is not None:
+        read |= tensors_read(source.program, decoder.PREFIX)
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
     graph = remove_unused(exported.module())
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
-    encoder = None if tower is None else tower.quantized(quantizer, texts)
-    batches = [decoder.inputs(layers, model.device, tokens_of(text), images=images) for text in texts]
+    encoder = None
+    if source is not None:
+        encoder = source.quantized(quantizer, texts)
+        batches = [source.read(text, layers) for text in texts]
+    else:
+        batches = [decoder.inputs(layers, model.device, tokens_of(text), images=images) for text in texts]
     if tower is not None:
+        encoder = tower.quantized(quantizer, texts)
         batches = [batch | tower.read(text) for batch, text in zip(batches, texts, strict=True)]
     with nullcontext() if tower is None else tower.only_unmatched_in_both():
         converted = quantize_graph(graph, quantizer, batches, stage)

@@ -99,7 +99,7 @@ class Runner:
 
     def _read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         filled, length = cache.get_seq_length(), inputs["input_ids"].shape[1]
-        pads = self._pads and length > 1 and all(KINDS[name] for name in cache.inputs())
+        pads = self._pads and length > 1 and all(layer.is_croppable for layer in cache.layers)
         padding = -length % _LENGTH_MULTIPLE if pads else 0
         if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
             inputs = {

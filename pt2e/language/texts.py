@@ -47,8 +47,8 @@ def built_in_text() -> str:
     return "\n".join(sentences())
 
 
-def padded_tokens(tokenizer: Any, prompts: list[str]) -> dict[str, Tensor]:
-    """Return `input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left.
+def padded_tokens(tokenizer: Any, prompts: list[str], side: str = "left") -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left or the right side.
 
     Raises:
         MXError: without a tokenizer, and for a prompt without tokens.
@@ -59,7 +59,7 @@ def padded_tokens(tokenizer: Any, prompts: list[str]) -> dict[str, Tensor]:
     if empty := [prompt for prompt, row in zip(prompts, rows, strict=True) if not len(row)]:
         raise MXError(f"the prompt {empty[0]!r} has no tokens: give another one")
     ones = [torch.ones_like(row) for row in rows]  # the mask hides the tokens of the padding
-    pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side="left") for tensors in (rows, ones))
+    pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side) for tensors in (rows, ones))
     return dict(zip(("input_ids", "attention_mask"), pair, strict=True))
 
 

@@ -167,7 +167,7 @@ def test_perplexity(run):
         ((*QUANTIZE, "hf:llama", "--output", "llama"), "is the folder of the checkpoint"),
         ((*QUANTIZE, "hf:llama", "--output", "text.txt"), "is a file: a language model is written to a folder"),
         ((*QUANTIZE, "hf:llama", "--output", "o", "--compile"), "--compile is for a program"),
-        ((*QUANTIZE, "hf:nowhere", "--output", "o"), "no causal language model"),
+        ((*QUANTIZE, "hf:nowhere", "--output", "o"), "no language model"),
     ],
 )
 def test_errors(run, arguments, text):

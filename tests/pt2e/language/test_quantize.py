@@ -73,11 +73,9 @@ def test_a_filter_of_the_users_stays():
 
 def test_what_is_no_language_model_and_no_text():
     quantizer, model = MXQuantizer.from_recipe("mxfp8"), tiny_decoder("llama")
-    t5 = transformers.T5Config(d_model=32, d_ff=32, d_kv=16, num_layers=1, num_heads=2, vocab_size=64)
     classifier = transformers.LlamaForSequenceClassification(model.config)
-    for one, text in ((transformers.T5ForConditionalGeneration(t5), "T5"), (classifier, "LlamaForSeq")):
-        with pytest.raises(MXError, match=f"{text}.* is no causal language model"):
-            quantize_language_model(one.eval(), quantizer)
+    with pytest.raises(MXError, match="LlamaForSequenceClassification generates no text"):
+        quantize_language_model(classifier.eval(), quantizer)
     with pytest.raises(MXError, match="not Linear"):
         quantize_language_model(torch.nn.Linear(4, 4), quantizer)
     for texts, text in (

@@ -1,0 +1,157 @@
+"""Generate text from a source, tokens or audio: the encoder reads it once, and the decoder attends to the result."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.arguments import check_source
+from pt2mx.pt2e.language.signature import example_inputs
+from pt2mx.pt2e.language.source import EncoderOutput, decoder_inputs, encoder_results
+
+if TYPE_CHECKING:
+    from pt2mx.pt2e.language.encoder import Encoder
+    from pt2mx.pt2e.language.generation import Generates as _Base
+else:
+    _Base = object
+
+Model = TypeVar("Model")
+
+_outputs = import_extra("transformers.modeling_outputs", "hf")
+_whisper = import_extra("transformers.models.whisper.generation_whisper", "hf")
+
+
+class EncoderDecoder(_Base):
+    """The part of a `LanguageModel` that reads a source. Its class comes before `LanguageModel`."""
+
+    encoder: Encoder
+
+    @property
+    def main_input_name(self) -> str:  # type: ignore[override]
+        """The name of the source in transformers.
+
+        Returns:
+            "input_ids", "input_features" or "input_values".
+        """
+        return self.encoder.main_input_name
+
+    def encode(self, source: Tensor, attention_mask: Tensor | None = None) -> EncoderOutput:
+        """Encode tokens or audio.
+
+        Args:
+            source: (B, S) int64 tokens, (B, channels, time) features, or (B, time) samples.
+            attention_mask: of tokens and samples, zero at padding; None: no padding.
+
+        Returns:
+            The output for `encoder_outputs` of `generate` and of calls.
+
+        Raises:
+            MXError: for a source that the encoder does not take.
+        """
+        expected = example_inputs(self.encoder.program)
+        name = self.main_input_name
+        check_source(name, source, attention_mask, expected[name])
+        inputs = {name: source.to(self.device, expected[name].dtype)}
+        if "attention_mask" in expected:
+            mask = torch.ones_like(source, dtype=torch.long) if attention_mask is None else attention_mask.long()
+            inputs["attention_mask"] = mask.to(self.device)
+        return encoder_results(self.encoder(**inputs))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        encoder_outputs: EncoderOutput | None = None,
+        past_key_values: Any = None,
+        input_features: Tensor | None = None,
+        input_values: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute the logits of the decoder's tokens as the model of transformers does.
+
+        Args:
+            input_ids, input_features, input_values: the source, as for `encode`; one of them.
+            attention_mask: the mask of the source.
+            decoder_input_ids: (B, S) int64.
+            decoder_attention_mask: (B, tokens in the cache + S), zero at padding, on the left; None: no padding.
+            decoder_position_ids: (B, S) int64; None: computed from the mask.
+            encoder_outputs: the result of `encode`, instead of a source.
+            past_key_values: the cache of an earlier call, which has the source; None: a new one.
+            use_cache: False: do not return the cache.
+            **kwargs: other arguments that `generate` passes to models, without effect.
+
+        Returns:
+            transformers' `Seq2SeqLMOutput`: logits (B, S, vocabulary), and the cache.
+
+        Raises:
+            MXError: without a source, without tokens, and as `LanguageModel` does.
+        """
+        if decoder_input_ids is None:
+            raise MXError("decoder_input_ids is missing: give the tokens with which the text begins")
+        cache = self._cache_for(decoder_input_ids, past_key_values)
+        sources = {"input_ids": input_ids, "input_features": input_features, "input_values": input_values}
+        if encoder_outputs is None and (source := sources[self.main_input_name]) is not None:
+            encoder_outputs = self.encode(source, attention_mask)
+        if encoder_outputs is not None and not cache.length:
+            cache.set_source(decoder_inputs(encoder_outputs))
+        if not cache.source_mask.numel():
+            raise MXError(f"the source is missing: give {self.main_input_name}, or encoder_outputs")
+        output = super().forward(
+            decoder_input_ids, decoder_attention_mask, decoder_position_ids, cache, use_cache=use_cache, **kwargs
+        )
+        return _outputs.Seq2SeqLMOutput(logits=output.logits, past_key_values=output.past_key_values)
+
+    # a method that transformers' generate calls
+    def _prepare_encoder_decoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+    ) -> dict[str, Any]:
+        model_kwargs["encoder_outputs"] = self.encode(inputs_tensor, model_kwargs.get("attention_mask"))
+        return model_kwargs
+
+
+class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin):  # type: ignore[name-defined]
+    """Transcribe audio with transformers' options: language, task, timestamps, and audio of any length."""
+
+    #: the strides of the encoder's convolutions, which transformers reads
+    model = SimpleNamespace(
+        encoder=SimpleNamespace(conv1=SimpleNamespace(stride=(1,)), conv2=SimpleNamespace(stride=(2,)))
+    )
+
+    def generate(self, input_features: Tensor | None = None, **options: Any) -> Any:
+        """Transcribe features of audio.
+
+        Args:
+            input_features: (B, channels, time), as transformers' feature extractor makes them.
+            **options: the options of transformers' `generate` for Whisper.
+
+        Returns:
+            The result of transformers' `generate`.
+
+        Raises:
+            MXError: for timestamps of tokens, which need the weights of attention.
+        """
+        if options.get("return_token_timestamps"):
+            raise MXError("return_token_timestamps needs the weights of attention: give return_timestamps")
+        return super().generate(input_features, **options)
+
+
+def class_for(base: type[Model], config: Any) -> type[Model]:
+    """Return the class of a `LanguageModel` with this configuration: with its source before it, or itself."""
+    if not config.is_encoder_decoder:
+        return base
+    return _with_source(base, Whisper if config.model_type == "whisper" else EncoderDecoder)  # type: ignore[arg-type]
+
+
+@cache
+def _with_source(base: Any, source: type) -> Any:
+    return type(base.__name__, (source, base), {"__doc__": base.__doc__})

@@ -1,0 +1,172 @@
+"""Encoder-decoders: the encoder is a program of its own, and cross attention reads its results from the cache."""
+
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from tests.encoder_decoders import (
+    FAMILIES,
+    quantized_encoder_decoder,
+    rounded_encoder_decoder,
+    sources,
+    tiny_encoder_decoder,
+    transformers,
+)
+
+#: families that differ in the program: a bias of positions, audio
+DEFAULT = ("t5", "whisper")
+EACH = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+#: the settings of a multilingual Whisper
+WHISPER = {
+    "decoder_start_token_id": 256,
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 290, "<|de|>": 291},
+    "task_to_id": {"transcribe": 292, "translate": 293},
+    "no_timestamps_token_id": 295,
+    "begin_suppress_tokens": [5],
+    "suppress_tokens": [7],
+    "max_length": 100,
+    "pad_token_id": 257,
+    "eos_token_id": 258,
+}
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
+    """Sources have different lengths. A folder holds all of the model."""
+    model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)
+    options = {"max_new_tokens": 33, "do_sample": False}
+    tokens = model.generate(**source, **options)
+    assert torch.equal(tokens, eager.generate(**source, **options)) and tokens.unique().numel() > 12
+    options["max_new_tokens"] = 8
+    beams = {"num_beams": 3, **options}
+    assert torch.equal(model.generate(**source, **beams), eager.generate(**source, **beams))
+    assert model.coverage.held == model.coverage.values
+    model.save_pretrained(tmp_path)
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
+
+
+@torch.no_grad()
+def test_calls_with_a_cache():
+    """The first call reads the source; later ones find it in the cache."""
+    model, eager, source = quantized_encoder_decoder("t5"), rounded_encoder_decoder("t5"), sources("t5")
+    tokens = torch.randint(256, (3, 7), generator=torch.Generator().manual_seed(2))
+    expected = eager(**source, decoder_input_ids=tokens).logits
+    first = model(**source, decoder_input_ids=tokens[:, :4])
+    second = model(decoder_input_ids=tokens[:, 4:], past_key_values=first.past_key_values)
+    logits = torch.cat([first.logits, second.logits], 1)
+    assert (logits - expected).norm() < 1e-4 * expected.norm()
+    encoded = model.encode(**{"source": source["input_ids"], "attention_mask": source["attention_mask"]})
+    assert torch.equal(model(encoder_outputs=encoded, decoder_input_ids=tokens[:, :4]).logits, first.logits)
+    assert first.past_key_values.layers[0].stored["cross_keys"].shape == (3, 4, 12, 16)
+
+
+@pytest.mark.parametrize("family", DEFAULT)
+def test_sampled_tokens(family):
+    model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)
+    results = []
+    for one in (model, eager):
+        torch.manual_seed(3)
+        results.append(one.generate(**source, do_sample=True, temperature=0.9, max_new_tokens=8))
+    assert torch.equal(*results)
+
+
+@torch.no_grad()
+def test_activations_are_quantized_and_calibrated():
+    """The decoder is calibrated with the text that the model generates."""
+    float_model, source = tiny_encoder_decoder("t5", num_layers=1, initializer_factor=1.0), sources("t5")
+    names, texts = [], [source["input_ids"][:1]]
+    quantizer = MXQuantizer.from_recipe("mxfp8").set_algorithms("fast").set_kv_cache("mxfp8")
+    model = quantize_language_model(float_model, quantizer, texts, stage=names.append)
+    assert names == ["export", "optimize", "calibrate", "convert"]
+    tokens = torch.randint(256, (3, 7), generator=torch.Generator().manual_seed(2))
+    logits, expected = (one(**source, decoder_input_ids=tokens).logits.flatten() for one in (model, float_model))
+    assert torch.cosine_similarity(logits, expected, 0) > 0.99
+    stored = model.layers[0]
+    assert len(stored["keys"]) == 2 and stored["keys"][0].dtype == torch.uint8
+    assert stored["cross_keys"].dtype == torch.float32  # nothing is written to them
+
+
+def whisper_with_settings():
+    eager = rounded_encoder_decoder("whisper")
+    model = LanguageModel(
+        quantized_encoder_decoder("whisper").program,
+        eager.config,
+        transformers.GenerationConfig(**WHISPER),
+        encoder=quantized_encoder_decoder("whisper").encoder.program,
+    )
+    return model, eager
+
+
+@pytest.mark.parametrize(
+    "options", [{"language": "de", "task": "translate"}, {}, {"language": "en", "return_timestamps": True}]
+)
+def test_whisper_takes_language_task_and_timestamps(options, monkeypatch):
+    """Without a language, the model detects it."""
+    model, eager = whisper_with_settings()
+    monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))
+    options = {**options, "max_new_tokens": 20, "force_unique_generate_call": True}
+    tokens = model.generate(**sources("whisper"), **options)
+    assert torch.equal(tokens, eager.generate(**sources("whisper"), **options))
+    assert set(tokens[:, 1].tolist()) <= {290, 291}
+
+
+def test_whisper_reads_long_audio_in_segments(monkeypatch):
+    model, eager = whisper_with_settings()
+    monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))
+    features = torch.randn(2, 8, 230, generator=torch.Generator().manual_seed(4))
+    options = {"language": "en", "return_timestamps": True, "attention_mask": torch.ones(2, 230, dtype=torch.long)}
+    tokens = model.generate(features, **options)
+    assert torch.equal(tokens, eager.generate(features, **options))
+
+
+def test_bad_sources():
+    model, whisper = quantized_encoder_decoder("t5"), quantized_encoder_decoder("whisper")
+    tokens = torch.zeros(2, 1, dtype=torch.long)
+    with pytest.raises(
+        MXError, match=r"input_features must be torch.float32 of shape \(any, 8, 100\), not torch.float32"
+    ):
+        whisper(input_features=torch.zeros(2, 8, 99), decoder_input_ids=tokens)
+    with pytest.raises(MXError, match=r"input_ids must be torch.int64 of shape \(any, any\), not torch.float32"):
+        model.generate(torch.zeros(2, 3))
+    with pytest.raises(MXError, match=r"attention_mask must be of shape \(2, 3\), not \(2, 4\)"):
+        model.encode(torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4))
+    with pytest.raises(MXError, match="the source is missing: give input_ids, or encoder_outputs"):
+        model(decoder_input_ids=tokens)
+    with pytest.raises(MXError, match="decoder_input_ids is missing"):
+        model(input_ids=tokens)
+    with pytest.raises(MXError, match="the source holds 3 sequences, the tokens 2"):
+        model(input_ids=torch.zeros(3, 4, dtype=torch.long), decoder_input_ids=tokens)
+    with pytest.raises(MXError, match="return_token_timestamps needs the weights of attention"):
+        whisper.generate(torch.zeros(1, 8, 100), return_token_timestamps=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DEFAULT)
+def test_compiled(family, compiler):
+    model, source = (
+        quantize_language_model(tiny_encoder_decoder(family), MXQuantizer.from_recipe("mxfp4_weight_only")),
+        sources(family),
+    )
+    options = {"do_sample": False, "max_new_tokens": 6}
+    expected = model.generate(**source, **options)
+    model.compile()
+    assert torch.equal(model.generate(**source, **options), expected)
+
+
+@pytest.mark.slow
+def test_packages(tmp_path, compiler):
+    model, source = quantized_encoder_decoder("t5"), sources("t5")
+    model.save_pretrained(tmp_path)
+    model.write_packages(tmp_path)
+    options = {"do_sample": False, "max_new_tokens": 6}
+    loaded = LanguageModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
+
+
+def test_positions_that_depend_on_the_length_of_the_cache_are_refused():
+    config = transformers.UMT5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
+    model = transformers.UMT5ForConditionalGeneration(config).eval()
+    with pytest.raises(MXError, match="gives other logits than without one"):
+        quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
