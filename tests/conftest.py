@@ -18,7 +18,7 @@ import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.language.texts import sentences
-from tests.fresh_process import run_program
+from tests.fresh_process import IMPORTED, run_program
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
@@ -65,11 +65,12 @@ def warning_filters(pytestconfig):
 @pytest.fixture(scope="session")
 def run_python(tmp_path_factory):
     """Run code in a process of its own, with arguments; return what it printed. The process is forked from one that has
-    imported torch and Dynamo; torch alone, if `fresh`; `env` asks for a new interpreter, which takes seconds."""
+    imported torch, Inductor and torchao; torch alone, if `fresh`; `env` asks for a new interpreter, which takes
+    seconds."""
 
     def run(code: str, arguments: tuple | list = (), cwd: Path | None = None, env=None, fresh: bool = False) -> str:
         if env is None:
-            folder, imported = tmp_path_factory.mktemp("process"), ("torch",) if fresh else ("torch", "torch._dynamo")
+            folder, imported = tmp_path_factory.mktemp("process"), ("torch",) if fresh else IMPORTED
             status, out, err = run_program(code, "-c", Path(cwd or Path.cwd()), (), arguments, folder, imported)
         else:
             command = [sys.executable, "-c", code, *arguments]

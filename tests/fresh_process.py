@@ -1,11 +1,12 @@
-"""Run programs in separate processes, forked from a process that has imported torch: importing torch takes longer
-than most programs."""
+"""Run programs in separate processes, forked from a process that has imported torch and torchao: importing them takes
+longer than most programs."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import importlib
+import logging
 import os
 import pickle
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+#: what most programs import, of others than pt2mx
+IMPORTED = ("torch", "torch._inductor.compile_fx", "torchao.quantization.pt2e.quantize_pt2e")
 
 
 class Finished(NamedTuple):
@@ -34,7 +37,7 @@ def run_program(
     warning_filters: Sequence[tuple] = (),
     arguments: Sequence[str] = (),
     output: Path | None = None,
-    imported: tuple[str, ...] = ("torch", "torch._dynamo"),
+    imported: tuple[str, ...] = IMPORTED,
 ) -> Finished:
     """Run a program in a separate process.
 
@@ -66,8 +69,12 @@ def _server(imported: tuple[str, ...]) -> subprocess.Popen:
 
 def serve() -> None:
     """Import the modules of the command line. Then run each program of stdin in a fork, and print its exit status."""
-    for module in sys.argv[1].split(","):
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable()  # torchao announces extensions that are not there
+        for module in sys.argv[1].split(","):
+            importlib.import_module(module)
+        logging.disable(logging.NOTSET)
     for line in sys.stdin:
         if not (child := os.fork()):
             _run(*pickle.loads(bytes.fromhex(line)))

@@ -79,10 +79,10 @@ def test_trap_15_storage_dtypes(tmp_path):
 
 def test_trap_19_inductors_configuration_stays(run_python):
     """Importing X86InductorQuantizer changes Inductor's global configuration."""
-    code = "import torch._inductor.config as c; before = c.save_config_portable(); import pt2mx; {}".format(
+    code = "import torch._inductor.config as c; before = c.save_config_portable(); import pt2mx.pt2e.prepare; {}".format(
         "print(before == c.save_config_portable())"
     )
-    assert run_python(code).split() == ["True"]
+    assert run_python(code, fresh=True).split() == ["True"]
 
 
 def test_trap_22_torchvision_with_a_cpu_torch(run_python):
@@ -132,10 +132,10 @@ def test_trap_23_with_another_quantizer(run_python):
 
 
 def test_trap_24_quiet_import(run_python):
-    """torchao announces CUDA extensions that a CPU machine lacks."""
+    """torchao announces CUDA extensions that a CPU machine lacks, and warns."""
     code = (
-        "import io, contextlib, sys; e = io.StringIO()\n"
-        "with contextlib.redirect_stderr(e), contextlib.redirect_stdout(e): import pt2mx\n"
+        "import io, contextlib, sys, warnings; e = io.StringIO(); warnings.simplefilter('error')\n"
+        "with contextlib.redirect_stderr(e), contextlib.redirect_stdout(e): import pt2mx.pt2e.prepare\n"
         "print(repr(e.getvalue()))"
     )
-    assert run_python(code).strip() == "''"
+    assert run_python(code, fresh=True).strip() == "''"
