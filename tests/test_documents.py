@@ -21,12 +21,13 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 from pt2mx.pt2e.quantizer.shipped import summary, tasks
 from pt2mx.scale_formats import SCALE_FORMATS
+from tests import documents
 from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
 from tests.fresh_process import run_program
 
-#: notebooks that take more than half a minute on one core
-SLOW_NOTEBOOKS = ("01_quantize_a_model", "04_lower_and_package")
+#: notebooks that run as programs by default, in seconds, and the one that runs in a kernel
+PROGRAMS, IN_A_KERNEL = ("02_quantization_aware_training", "03_choose_formats"), "05_inside_a_block"
 
 
 def read(name: str) -> str:
@@ -287,19 +288,38 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpec(argv=argv, display_name="this interpreter", language="python")
 
 
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebook_is_stored_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_cells_of_a_notebook_run(name, tmp_path_factory, warning_filters):
+    """As one program, in a fraction of the time that a kernel takes to start."""
+    folder, output = tmp_path_factory.mktemp("notebook"), tmp_path_factory.mktemp("output")
+    code = "\n\n".join(documents.cells(ROOT / "notebooks" / f"{name}.ipynb"))
+    finished = run_program(code, name, folder, warning_filters, output=output)
+    assert finished.status == 0, finished.err
+    assert not list(folder.iterdir()), "it leaves files behind"
+
+
 def notebooks():
     for path in NOTEBOOKS:
-        yield pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW_NOTEBOOKS else [])
+        yield pytest.param(path, id=path.stem, marks=[] if path.stem == IN_A_KERNEL else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("path", list(notebooks()))
 def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(not cell.outputs and cell.execution_count is None for cell in code), "store it without outputs"
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=600, resources=resources, kernel_manager_class=ThisInterpreter).execute()
+    code = code_cells(notebook)
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not list(tmp_path.iterdir()), "it leaves files behind"
 

@@ -79,9 +79,12 @@ def test_trap_15_storage_dtypes(tmp_path):
 
 def test_trap_19_inductors_configuration_stays(run_python):
     """Importing X86InductorQuantizer changes Inductor's global configuration."""
-    code = "import torch._inductor.config as c; before = c.save_config_portable(); import pt2mx.pt2e.prepare; {}".format(
-        "print(before == c.save_config_portable())"
-    )
+    code = """
+import torch._inductor.config as config
+before = config.save_config_portable()
+import pt2mx.pt2e.prepare
+print(before == config.save_config_portable())
+"""
     assert run_python(code, fresh=True).split() == ["True"]
 
 
