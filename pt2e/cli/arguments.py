@@ -27,6 +27,11 @@ def flag(name: str, text: str) -> Argument:
     return argument(name, action="store_true", help=text)
 
 
+def several(name: str, text: str, **options: Any) -> Argument:
+    """Return an option with one value or more, which may be given several times."""
+    return argument(name, nargs="+", action="extend", default=[], help=text, **options)
+
+
 def device(meaning: str) -> Argument:
     """Return the option `--device`."""
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
@@ -169,11 +174,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             default="gradient",
             help="forward: run the model once per module and format; gradient: estimate from backward passes (default)",
         ),
-        argument(
-            "--operands",
-            choices=OPERANDS,
-            help="the operands of a module to quantize (default: both; with --bits: weights)",
-        ),
+        argument("--operands", choices=OPERANDS, help="operands to quantize (default: both; with --bits: weights)"),
         flag("--left", "with forward: also quantize all modules but one"),
         argument("--bits", type=float, help="suggest formats of the weights with at most this many bits per value"),
         argument("--activation", metavar="FORMAT", help="with --bits: the format of all activations (default: float)"),
@@ -222,13 +223,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--text", required=True, help="a text file, or a folder of .txt files"),
         argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text"),
         argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
-        argument(
-            "--recipe",
-            nargs="+",
-            action="extend",
-            default=[],
-            help="for a checkpoint: recipes to quantize it with, one row each",
-        ),
+        several("--recipe", "for a checkpoint: recipes to quantize it with, one row each"),
         argument("--calibration", help="a text for the recipes' algorithms, or none (default: the built-in sample)"),
         *_PARTIAL,
     ),
@@ -264,13 +259,10 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=(*LAYOUTS, "gguf"),
             help="the layout of the checkpoint (default: the first that has the formats); gguf writes a file",
         ),
-        argument(
+        several(
             "--unpack",
-            nargs="+",
-            action="extend",
-            default=[],
+            "modules whose weights are written as values, not codes, such as '.*embed_tokens'",
             metavar="REGEX",
-            help="modules whose weights are written as values, not codes, such as '.*embed_tokens'",
         ),
         argument("--max-shard-size", default="5GB", help="the size of a file of tensors (default: 5GB)"),
     ),
@@ -294,13 +286,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),
-    "demo": (
-        argument(
-            "--output",
-            default=DEMO_FOLDER,
-            help=f"the folder for programs, packages and pages (default: {DEMO_FOLDER})",
-        ),
-    ),
+    "demo": (argument("--output", default=DEMO_FOLDER, help=f"the folder for all results (default: {DEMO_FOLDER})"),),
     "completion": (argument("shell", choices=("bash", "zsh", "fish"), help="the shell that completes"),),
 }
 
