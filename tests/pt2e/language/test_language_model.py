@@ -50,7 +50,8 @@ def saved(llama, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+# gemma3: its program is tested in test_decoder.py
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_generate_gives_the_tokens_of_transformers(llama, family):
     model, eager = llama if family == "llama" else quantized(family), with_rounded_weights(family)
     ids, mask = padded()
