@@ -1,12 +1,28 @@
-"""All operators of one tensor, to compare eager and compiled runs."""
+"""All operators of one tensor, to compare eager and compiled runs; and checks of operators by torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from pt2mx import dequantize_mx, fake_quantize_mx, quantize_mx
+
+_UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def opchecks(names: Iterable[str]) -> list[object]:
+    """Return parameters: a name, and checks of `torch.library.opcheck`.
+
+    The first name has all checks. Of the others, the check that traces forward and backward is slow: it takes 40 times
+    as long as the rest."""
+    parameters = []
+    for i, name in enumerate(names):
+        marks = [pytest.mark.slow] if i else []
+        parameters.append(pytest.param(name, ("test_aot_dispatch_dynamic",), id=f"{name}, traced", marks=marks))
+        parameters.append(pytest.param(name, _UNTRACED, id=name))
+    return parameters
 
 
 def through_all_operators(x: Tensor, name: str, axis: int, scale_mode: str = "floor") -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from pt2mx import FORMATS, MXError, MXSpec, ops
 from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import relative_error
+from tests.operators import opchecks
 
 
 def packed(*shape: int, name: str = "fp4_e2m1", block: int = 32) -> tuple[Tensor, Tensor, str, int]:
@@ -25,14 +26,14 @@ def dequantized(
     return ops.dequantize_mx(data, scale, name, block, dtype, -1, k)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(name, dtype):
+def test_opcheck(name, checks, dtype):
     data, scale, *modes = packed(9, 70, name=name)
     bias = torch.randn(9, dtype=dtype, requires_grad=True)
     x = torch.randn(2, 3, 70, dtype=dtype, requires_grad=True)
-    torch.library.opcheck(linear_mx, (x, data, scale, None, *modes, 0))
-    torch.library.opcheck(linear_mx, (x, data, scale, bias, *modes, 0))
+    torch.library.opcheck(linear_mx, (x, data, scale, None, *modes, 0), test_utils=checks)
+    torch.library.opcheck(linear_mx, (x, data, scale, bias, *modes, 0), test_utils=checks)
 
 
 def test_opcheck_grouped():

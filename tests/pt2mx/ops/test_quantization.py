@@ -4,18 +4,19 @@ from torch.library import opcheck
 
 import pt2mx
 from pt2mx import FORMATS, MXError, dequantize_mx, fake_quantize_mx, ops, quantize_mx
+from tests.operators import opchecks
 
 
 @pytest.mark.parametrize("axis", [0, -1])
-@pytest.mark.parametrize("name", FORMATS)
-def test_opcheck(name, axis):
+@pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
+def test_opcheck(name, checks, axis):
     x = torch.randn(4, 70, requires_grad=True)
-    opcheck(ops.quantize_mx, (x, name, 32, axis, "floor", "even"))
-    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil", "even", None, "identity"))
-    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "mse", "stochastic", 3, "clipped"))
-    opcheck(ops.clip_gradient_mx, (torch.randn(4, 70), x.detach(), name, 32, axis, "floor", "even"))
+    opcheck(ops.quantize_mx, (x, name, 32, axis, "floor", "even"), test_utils=checks)
+    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "rceil", "even", None, "identity"), test_utils=checks)
+    opcheck(ops.fake_quantize_mx, (x, name, 32, axis, "mse", "stochastic", 3, "clipped"), test_utils=checks)
+    opcheck(ops.clip_gradient_mx, (torch.randn(4, 70), x.detach(), name, 32, axis, "floor", "even"), test_utils=checks)
     scale, data = ops.quantize_mx(x, name, 32, axis, "floor", "even")
-    opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]))
+    opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]), test_utils=checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

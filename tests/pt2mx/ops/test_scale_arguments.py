@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXError, parse
 from tests.compare import same
 from tests.float_scale_operators import NAMES, values
+from tests.operators import opchecks
 
 ops = torch.ops.pt2mx
 
@@ -21,19 +22,19 @@ def arguments(name, x):
     return spec, (*spec.quantize_args(), None, *spec.scale_args(), t)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(name):
+@pytest.mark.parametrize(("name", "checks"), opchecks(NAMES))
+def test_opcheck(name, checks):
     x = torch.randn(5, 6, 70)
     spec, args = arguments(name, x)
     scale, data = ops.quantize_mx(x, *args)
     blocks = spec.element.name, spec.block_size, torch.float32, -1, 70
-    torch.library.opcheck(ops.quantize_mx.default, (x, *args))
-    torch.library.opcheck(ops.dequantize_mx.default, (data, scale, *blocks, *args[6:]))
+    torch.library.opcheck(ops.quantize_mx.default, (x, *args), test_utils=checks)
+    torch.library.opcheck(ops.dequantize_mx.default, (data, scale, *blocks, *args[6:]), test_utils=checks)
     for ste in ("identity", "clipped"):
         leaf = x.clone().requires_grad_()
-        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:]))
-        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:8]))
-    torch.library.opcheck(ops.clip_gradient_mx.default, (x, x, *args[:5], *args[6:]))
+        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:]), test_utils=checks)
+        torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:8]), test_utils=checks)
+    torch.library.opcheck(ops.clip_gradient_mx.default, (x, x, *args[:5], *args[6:]), test_utils=checks)
 
 
 def test_opcheck_of_the_tensor_scale():
