@@ -16,9 +16,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.language.texts import sentences
 from tests.fresh_process import IMPORTED, run_program
+from tests.models import exported_encoder
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
@@ -85,12 +84,7 @@ def run_python(tmp_path_factory):
 @pytest.fixture(scope="session")
 def minilm():
     """The pretrained sentence encoder, exported with dynamic batch and sequence."""
-    encoder, tokenize = load_minilm()
-    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
-    shapes = {"input_ids": shape, "attention_mask": shape}
-    texts = sentences()
-    program = torch.export.export(encoder, tokenize(texts[:2]), dynamic_shapes=shapes)
-    return SimpleNamespace(program=program, shapes=shapes, args=tokenize(texts[:4]), inputs=tokenize(texts))
+    return exported_encoder()
 
 
 @pytest.fixture(scope="session")

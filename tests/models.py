@@ -1,10 +1,14 @@
 """Small models that several tests quantize."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
 from pt2mx import MXSpec
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
+from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.language.texts import sentences
 from tests.flow import exported
 
 BATCH = ({0: torch.export.Dim("batch")},)
@@ -207,3 +211,15 @@ OF_EACH_KIND = {
     "convolution": (lambda: _convolution().eval(), torch.randn(2, 3, 8, 8), "4"),
     "gated": (lambda: Gated().eval(), torch.arange(10).view(2, 5), "first"),
 }
+
+
+def exported_encoder(layers: int | None = None) -> SimpleNamespace:
+    """Return the pretrained sentence encoder, or its first layers: its `program`, of any batch and length, the dynamic
+    `shapes`, four sentences as `args`, and 72 as `inputs`."""
+    encoder, tokenize = load_minilm()
+    encoder.bert.encoder.layer = encoder.bert.encoder.layer[:layers]
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
+    shapes = {"input_ids": shape, "attention_mask": shape}
+    texts = sentences()
+    program = torch.export.export(encoder, tokenize(texts[:2]), dynamic_shapes=shapes)
+    return SimpleNamespace(program=program, shapes=shapes, args=tokenize(texts[:4]), inputs=tokenize(texts))

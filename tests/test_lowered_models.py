@@ -203,9 +203,16 @@ def test_scales_other_than_e8m0(name, weight, activation, tensor_scale):
     assert_as_exact(lowered, args, counts[linear.linear_mx] + counts[linear.grouped_linear_mx])
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
-@pytest.mark.parametrize(("name", "matmuls", "convolutions"), [("minilm", 24, 0), ("resnet18", 1, 20)])
-def test_real_models(name, matmuls, convolutions, recipe, request):
+@pytest.mark.parametrize(
+    ("name", "recipe", "matmuls", "convolutions"),
+    [
+        ("minilm", "mxfp8", 24, 0),
+        ("resnet18", "mxfp8", 1, 20),
+        ("resnet18", "mxfp4_weight_only", 1, 20),
+        pytest.param("minilm", "mxfp4_weight_only", 24, 0, marks=pytest.mark.slow),  # as of the language models
+    ],
+)
+def test_real_models(name, recipe, matmuls, convolutions, request):
     """With bfloat16 instructions, convolutions of quantized activations become matmuls."""
     model = request.getfixturevalue(name)
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model.program.module(), MXQuantizer.from_recipe(recipe)))

@@ -11,6 +11,7 @@ from torch.nn.functional import cosine_similarity
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.pt2e.cli.models import export
+from tests.models import exported_encoder
 
 #: bits of a weight -> the largest file, relative to the float32 program (issue: what the first release must show)
 LARGEST = {4: 0.18, 6: 0.24, 8: 0.30}
@@ -22,6 +23,13 @@ COSINES = {"fp8_e4m3": 0.99, "fp8_e5m2": 0.97, "fp6_e3m2": 0.97, "fp6_e2m3": 0.9
 _DEFAULT = (("minilm", "fp4_e2m1"), ("resnet18", "fp6_e2m3"), ("resnet18", "fp8_e4m3"))
 
 
+_RELOAD = """
+import torch, pt2mx
+inputs, want = torch.load("io.pt")
+print(torch.equal(torch.export.load("mx.pt2").module()(*inputs), want))
+"""
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -29,7 +37,7 @@ _DEFAULT = (("minilm", "fp4_e2m1"), ("resnet18", "fp6_e2m3"), ("resnet18", "fp8_
         for case in itertools.product(("minilm", "resnet18"), FORMATS)
     ],
 )
-def test_converted_is_prepared_to_the_bit_small_and_reloads(model, name, request, quantize, tmp_path):
+def test_converted_is_prepared_to_the_bit_small_and_reloads(model, name, request, quantize, tmp_path, run_python):
     model = request.getfixturevalue(model)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     want, _, converted = quantize(model.program, quantizer, model.args)
@@ -40,7 +48,8 @@ def test_converted_is_prepared_to_the_bit_small_and_reloads(model, name, request
     torch.export.save(program, tmp_path / "mx.pt2")
     ratio = os.path.getsize(tmp_path / "mx.pt2") / os.path.getsize(tmp_path / "float.pt2")
     assert ratio <= LARGEST[FORMATS[name].bits]
-    assert torch.equal(torch.export.load(tmp_path / "mx.pt2").module()(*model.args), want)
+    torch.save((model.args, want), tmp_path / "io.pt")
+    assert run_python(_RELOAD, cwd=tmp_path).split() == ["True"]
 
 
 @pytest.fixture(scope="module")
@@ -61,19 +70,6 @@ def test_embeddings_stay_close_to_the_float_ones(name, minilm, float_model):
     assert len(cosine) == 72 and cosine.mean() >= COSINES[name]
 
 
-def test_saved_program_gives_the_same_bits_in_a_fresh_process(minilm, tmp_path, run_python):
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(minilm.program.module(), MXQuantizer.from_recipe("mxfp6")))
-    torch.export.save(export(converted, minilm.args, minilm.shapes), tmp_path / "mx.pt2")
-    with torch.no_grad():
-        torch.save((minilm.inputs, converted(*minilm.inputs)), tmp_path / "io.pt")
-    code = """
-import torch, pt2mx
-inputs, want = torch.load("io.pt")
-print(torch.equal(torch.export.load("mx.pt2").module()(*inputs), want))
-"""
-    assert run_python(code, cwd=tmp_path).split() == ["True"]
-
-
 def compiled_and_eager(converted, args):
     torch._dynamo.reset()
     with torch.no_grad():
@@ -82,13 +78,18 @@ def compiled_and_eager(converted, args):
         return got, converted(*args), "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
 
+@pytest.fixture
+def two_layers():
+    return exported_encoder(layers=2)
+
+
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("minilm", "mxfp4_weight_only"),
+        ("two_layers", "mxfp4_weight_only"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("minilm", "mxfp8"), ("resnet18", "mxfp4_weight_only"), ("resnet18", "mxfp8"))
+            for case in itertools.product(("minilm", "resnet18"), ("mxfp4_weight_only", "mxfp8"))
         ),
     ],
 )

@@ -173,8 +173,18 @@ def first(k):
 LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
 
 
-@pytest.mark.parametrize("formats", [("mxfp8", "mxfp8"), ("mxfp4", "mxfp6")], ids=str)
-@pytest.mark.parametrize(("model", "count"), [(Selected(), first), (First(), torch.tensor)], ids=["nonzero", "item"])
+_SELECTED, _FIRST = (Selected(), first), (First(), torch.tensor)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "formats"),
+    [
+        pytest.param(*_SELECTED, ("mxfp8", "mxfp8"), id="nonzero, 8 bits"),
+        pytest.param(*_FIRST, ("mxfp4", "mxfp6"), id="item, 4 and 6 bits"),
+        pytest.param(*_SELECTED, ("mxfp4", "mxfp6"), id="nonzero, 4 and 6 bits", marks=pytest.mark.slow),
+        pytest.param(*_FIRST, ("mxfp8", "mxfp8"), id="item, 8 bits", marks=pytest.mark.slow),
+    ],
+)
 def test_a_blocked_dimension_as_long_as_the_data_say(model, count, formats):
     x, y = torch.randn(4, 100), torch.randn(100, 8)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(*formats))
