@@ -201,9 +201,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="transcribe this .wav file, with a model of audio such as Whisper; give it several times for several",
         ),
         flag("--chat", "put prompts into the tokenizer's chat template"),
-        argument(
-            "--max-new-tokens", type=int, default=256, metavar="N", help="generate at most N tokens (default: 256)"
-        ),
+        argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
         argument(
             "--temperature",
             type=float,
