@@ -143,6 +143,7 @@ class GGUFTensors(StoredTensors):
         blocks = self._blocks(source)
         step = max(1, SLICE // self.entries[name].row_bytes // multiple) * multiple
         for first in range(0, len(blocks), step):
+            self._file.release()  # the memory of the slices before
             yield first, self._values(source, blocks[first : first + step])
 
     def _blocks(self, source: Source) -> Tensor:
