@@ -55,7 +55,7 @@ class StaticTensorScale(nn.Module):
         super().__init__()
         self.spec, self.rule = spec, rule
         self.observed = False  # a Python flag: testing `amax` would break the graph of torch.compile
-        self.register_buffer("amax", torch.tensor(-1.0))
+        self.register_buffer("amax", torch.tensor(-1.0, dtype=torch.float32))
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
