@@ -252,6 +252,7 @@ LAYOUTS: dict[str, Layout] = {
             dict.fromkeys(("fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3"), ("even", "floor", "ceil")),
             dtypes=_FLOATS,
         ),
+        Layout("fp8", _FP8_GRID, dtypes=_FLOATS, by_grid=tuple(_FP8_GRID)),
         Layout(
             "modelopt",
             {
@@ -267,7 +268,6 @@ LAYOUTS: dict[str, Layout] = {
             input_scale="input_scale",
             pre_scale="pre_quant_scale",
         ),
-        Layout("fp8", _FP8_GRID, dtypes=_FLOATS, by_grid=tuple(_FP8_GRID)),
     )
 }
 

@@ -54,7 +54,7 @@ def save_checkpoint(
         model: the float model of transformers before conversion, for its configuration and its names. It may be on the
             meta device if the converted model holds all weights.
         folder: the folder to write, new or empty; the file to write for "gguf".
-        layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "modelopt" or "fp8"; None: the first of
+        layout: "compressed-tensors", "mxfp4" (gpt-oss's experts), "quark", "fp8" or "modelopt"; None: the first of
             these that has the formats of the weights and inputs. "gguf" is a file of llama.cpp with weights in MXFP4.
         unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
             values in the model's dtype, because the layout cannot hold their codes.

@@ -179,7 +179,7 @@ def check_last_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
 
 
 def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
-    """Raise an `MXError` for scales that are negative, and for a scale of zero with codes that are not zero.
+    """Raise an `MXError` for scales that are negative or NaN, and for a scale of zero with codes that are not zero.
 
     Integers may have any scale: GGUF's Q4_0 gives the largest value of a block the code -8, whatever its sign.
 
@@ -192,8 +192,9 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
     if spec.scale_format.is_power_of_two or spec.element.is_int:
         return
     value = scale if scale.dtype.is_floating_point else scale.view(torch.float8_e4m3fn).float()
-    if bool((value.signbit() & ~value.isnan()).any()):
-        raise MXError(f"{name} holds negative scales: fetch the checkpoint again")
+    if bool((value.signbit() | value.isnan()).any()):
+        kind = "NaN" if bool(value.isnan().any()) else "negative"
+        raise MXError(f"{name} holds {kind} scales: fetch the checkpoint again")
     zero = value == 0
     if not bool(zero.any()):
         return

@@ -15,6 +15,8 @@ from torch import Tensor
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of
+from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
@@ -208,11 +210,19 @@ def _note_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
-    """Return True where `--model` is a checkpoint in MX formats whose codes are kept: a recipe takes values of GGUF."""
+    """Return True where `--model` is a checkpoint in MX formats whose codes are kept: a recipe takes values of GGUF.
+
+    Raises:
+        MXError: without a recipe, for a checkpoint that another method quantized.
+    """
     folder = options.model.removeprefix("hf:")
     if options.recipe is not None and gguf_in(folder) is not None:
         return False
-    return folder != options.model and is_mx_checkpoint(folder)
+    if folder == options.model or is_mx_checkpoint(folder):
+        return folder != options.model
+    if options.recipe is None and (Path(folder) / CONFIG).is_file() and (config := quantization_of(Path(folder))):
+        read_config(config)
+    return False
 
 
 def load_to_folder(options: argparse.Namespace) -> Result:

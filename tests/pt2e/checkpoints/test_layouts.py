@@ -134,6 +134,7 @@ def _nvfp4():
             "fc.weight_scale holds a scale of 0 for codes",
         ),
         ({"fc.weight_scale": torch.full((4, 2), -1.0).to(E4M3)}, "fc.weight_scale holds negative scales"),
+        ({"fc.weight_scale": torch.full((4, 2), float("nan")).to(E4M3)}, "fc.weight_scale holds NaN scales"),
         ({"fc.weight_scale": torch.ones(4, 2)}, "fc.weight_scale is torch.float32"),
         ({"fc.weight_scale": torch.ones(4, 1).to(E4M3)}, "fc.weight has codes of shape"),
     ],

@@ -163,3 +163,9 @@ def test_the_command(llama, tmp_path, capsys):
     assert errors[-1:] == [f"pt2mx: error: {Q}_scale_2 is nan: a tensor scale is a positive number"]
     assert main(["quantize", "--model", f"hf:{out}", "--output", str(tmp_path / "program")]) == 2
     assert not (tmp_path / "again" / "config.json").exists() and not (tmp_path / "program").exists()
+    config = json.loads((tmp_path / "mx" / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "gptq"
+    (tmp_path / "mx" / "config.json").write_text(json.dumps(config))
+    for command in (["quantize", "--model", f"hf:{mx}", "--output"], ["convert-checkpoint", mx]):
+        assert main([*command, str(tmp_path / "last")]) == 2 and not (tmp_path / "last").exists()
+        assert "pt2mx: error: quant_method 'gptq' of the checkpoint is none of" in capsys.readouterr().err
