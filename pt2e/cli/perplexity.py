@@ -103,6 +103,8 @@ def _by_recipes(
 
 
 def _predictions(model: PreTrainedModel | LanguageModel, **options: bool) -> Predict:
+    if model.config.is_encoder_decoder:
+        raise MXError(f"a {model.config.model_type} answers a text and does not continue it: it has no perplexity")
     return lambda block: model(input_ids=block.to(model.device), **options).logits
 
 

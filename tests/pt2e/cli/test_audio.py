@@ -81,6 +81,7 @@ def test_bad_input_is_one_line(run, place):
     write_recording(place / "long.wav", 1.5)
     write_recording(place / "slow.wav", 1, 8000)
     (place / "empty").mkdir()
+    (place / "text.txt").write_text("The quick brown fox")
     audio = ("generate", "whisper-mxfp4", "--audio")
     quantize = ("quantize", "--recipe", "mxfp8", "--output", "out", "--model")
     for arguments, message in (
@@ -90,6 +91,8 @@ def test_bad_input_is_one_line(run, place):
         ((*audio, "speech.wav", "--prompt", "x"), "--audio takes no prompt"),
         (("generate", "whisper-mxfp4", "--prompt", "x"), "'whisper-mxfp4' reads audio: give --audio FILE.wav"),
         (("generate", "t5-mxfp4", "--audio", "speech.wav"), "'t5-mxfp4' reads no audio: give --prompt"),
+        (("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it"),
+        (("perplexity", "t5", "--text", "text.txt"), "a t5 answers a text and does not continue it"),
         ((*quantize, "hf:whisper", "--calibration", "empty"), "no recordings in 'empty'"),
         ((*quantize, "hf:whisper", "--optimize", "best"), "the algorithms look at inputs: give --calibration a folder"),
     ):
