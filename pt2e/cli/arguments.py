@@ -61,12 +61,7 @@ COMMON = (
 
 _ALLOW_NAN = flag("--allow-nan", "warn of NaN or Inf in weights or batches and go on; by default they are an error")
 _PARTIAL = (
-    argument(
-        "--part",
-        metavar="NAME",
-        help="for a checkpoint: the top-level module to put into the program, such as language_model; the others may "
-        "be left out",
-    ),
+    argument("--part", metavar="NAME", help="for a checkpoint: the module to keep whole; others may be left out"),
     flag("--allow-partial", "for a checkpoint: let the program leave out any part"),
 )
 _EVALUATED_MODEL = (
@@ -202,13 +197,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         ),
         flag("--chat", "put prompts into the tokenizer's chat template"),
         argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
-        argument(
-            "--temperature",
-            type=float,
-            default=0.0,
-            metavar="T",
-            help="sample with this temperature (default: 0, which takes the most likely token)",
-        ),
+        argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0, no sampling)"),
         argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens"),
         argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens of total probability P"),
         argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less"),
