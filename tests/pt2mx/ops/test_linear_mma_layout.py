@@ -10,18 +10,19 @@ from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx_mma_layout
+from tests.operators import opchecks
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("name", [*FORMATS, "fp8_e3m4", "int8_full"])
-def test_product(name, bias):
+@pytest.mark.parametrize(("name", "checks"), opchecks([*FORMATS, "fp8_e3m4", "int8_full"]))
+def test_product(name, checks, bias):
     scale, data = quantize_mx(torch.randn(20, 72), name)
     weight = to_mma_layout(data, scale, ELEMENTS[name], 32)
     x = torch.randn(2, 3, 72, dtype=torch.bfloat16)
     bias = torch.randn(20, dtype=torch.bfloat16) if bias else None
     want = F.linear(x, dequantize_mx(data, scale, name, 32, torch.bfloat16, length=72), bias)
     assert torch.equal(linear_mx_mma_layout(x, *weight, bias, name, 20, 0), want)
-    opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20, 0))
+    opcheck(linear_mx_mma_layout, (x, *weight, bias, name, 20, 0), test_utils=checks)
 
 
 @pytest.mark.parametrize("spec", ["nvfp4", "fp6_e2m3{32}(e4m3)"])

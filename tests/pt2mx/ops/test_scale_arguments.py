@@ -35,6 +35,11 @@ def test_opcheck(name, checks):
         torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:]), test_utils=checks)
         torch.library.opcheck(ops.fake_quantize_mx.default, (leaf, *args[:6], ste, *args[6:8]), test_utils=checks)
     torch.library.opcheck(ops.clip_gradient_mx.default, (x, x, *args[:5], *args[6:]), test_utils=checks)
+    weight, leaf = torch.randn(32, 64), torch.randn(6, 64, requires_grad=True)
+    _, args = arguments(name, weight)
+    scale, data = ops.quantize_mx(weight, *args)
+    operands = leaf, data, scale, torch.randn(32), *args[:2], 0, None, *args[6:]
+    torch.library.opcheck(ops.linear_mx.default, operands, test_utils=checks)
 
 
 def test_opcheck_of_the_tensor_scale():
@@ -168,7 +173,6 @@ def test_linear_layers():
         torch.testing.assert_close(ops.linear_mx(*operands), x @ dense[0].T + bias)
         ops.linear_mx(*operands).sum().backward()
         torch.testing.assert_close(leaf.grad, dense[0].sum(0).expand(6, 64))
-        torch.library.opcheck(ops.linear_mx.default, operands)
         with torch.autocast("cpu", torch.bfloat16):
             y = ops.linear_mx(*operands)
         assert y.dtype == torch.bfloat16
