@@ -65,7 +65,7 @@ def test_ptx_decodes_eight_codes(name):
         for at in range(0, 4, of_word):
             halves = [sum(pairs[at + i][h] << element.bits * i for i in range(of_word)) for h in range(2)]
             registers[f"${4 + at // of_word}"] = halves[0] | halves[1] << 16
-        found = {}
+        decoded = {}
         for line in decode_eight_ptx(element).strip("{}\n").split(";"):
             instruction, _, rest = line.strip().partition(" ")
             target, *operands = rest.split(", ")
@@ -77,8 +77,8 @@ def test_ptx_decodes_eight_codes(name):
                     registers[operands[2]]
                 )
             elif instruction == "mov.b32" and target.startswith("$"):
-                found[target] = product.tolist()
+                decoded[target] = product.tolist()
             elif instruction == "mov.b32":
                 registers[target] = int(operands[0], 0)
         codes = torch.tensor(pairs, dtype=torch.int32)
-        assert [found[f"${i}"] for i in range(4)] == decode(codes, element).tolist()
+        assert [decoded[f"${i}"] for i in range(4)] == decode(codes, element).tolist()
