@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import logging
 import os
@@ -75,6 +76,7 @@ def serve() -> None:
         for module in sys.argv[1].split(","):
             importlib.import_module(module)
         logging.disable(logging.NOTSET)
+    gc.freeze()  # a fork would copy all of these objects when it ends, which takes a second
     for line in sys.stdin:
         if not (child := os.fork()):
             _run(*pickle.loads(bytes.fromhex(line)))
