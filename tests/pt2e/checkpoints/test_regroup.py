@@ -118,7 +118,7 @@ def test_formats_without_an_equal(llama, tmp_path, capsys):
     for arguments, text in (
         ([mx, out, "--weights", "mxfp8"], "q_proj.weight in fp4_e2m1 has no equal in fp8_e4m3 of compressed-tensors"),
         ([mx, out, "--weights", "mxint8"], "compressed-tensors has no weights in mxint8: it has fp4_e2m1, "),
-        ([mx, out, "--weights", "nvfp5"], "in 'nvfp5': unknown MX element format"),
+        ([mx, out, "--weights", "nvfp5"], "unknown element format in 'nvfp5': did you mean 'nvfp4'?"),
         ([str(llama), out, "--weights", "nvfp4"], "(--weights) is for codes: "),
     ):
         assert main(["convert-checkpoint", *arguments]) == 2
