@@ -35,13 +35,13 @@ WHISPER = {
 def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
     """Sources have different lengths. A folder holds all of the model."""
     model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)
-    options = {"max_new_tokens": 33, "do_sample": False}
+    options = {"max_new_tokens": 33, "do_sample": False, "no_repeat_ngram_size": 2}  # so that the text varies
     tokens = model.generate(**source, **options)
     assert torch.equal(tokens, eager.generate(**source, **options)) and tokens.unique().numel() > 12
     options["max_new_tokens"] = 8
     beams = {"num_beams": 3, **options}
     assert torch.equal(model.generate(**source, **beams), eager.generate(**source, **beams))
-    assert model.coverage.held == model.coverage.values
+    assert not model.coverage.lost
     model.save_pretrained(tmp_path)
     loaded = LanguageModel.from_pretrained(tmp_path)
     assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
