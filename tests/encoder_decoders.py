@@ -45,7 +45,6 @@ FAMILIES = {
     "mbart": ("MBartConfig", _TEXT),
     "marian": ("MarianConfig", _TEXT),
     "pegasus": ("PegasusConfig", _TEXT),
-    "m2m_100": ("M2M100Config", _TEXT),
     "whisper": ("WhisperConfig", _WHISPER),
     "moonshine": ("MoonshineConfig", _MOONSHINE),
 }
