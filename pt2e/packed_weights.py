@@ -36,6 +36,8 @@ _MATMULS = (
 )
 #: matmuls whose weight is in the layout of a GPU's tensor cores
 _REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rowwise.mm_fp8_rows)
+#: all operators that multiply with packed weights
+PACKED_MATMULS = (*_MATMULS, *_REORDERED)
 #: operators that select rows of codes, or pass all of them on
 _ROWS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor, aten.alias.default, aten.detach.default)
 #: a note is given if scales and padding add this share to the bits of a value

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.errors import MXError
@@ -20,6 +20,7 @@ from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
+from pt2mx.pt2e.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 
@@ -212,7 +213,7 @@ def check_exported(model: object) -> None:
             f"expected an exported graph, not {type(model).__name__}: "
             "pass torch.export.export(model, example_inputs).module()"
         )
-    if any(node.target is ops.dequantize_mx and ROUNDED_KEY not in node.meta for node in model.graph.nodes):
+    if any(_is_converted(node) for node in model.graph.nodes):
         raise MXError("the model is converted already: prepare the exported float model instead")
     if is_portable(model):
         raise MXError("the model belongs to a portable program, which is already converted: prepare the float model")
@@ -224,6 +225,11 @@ def check_exported(model: object) -> None:
             f"the model spans the devices {', '.join(devices)}: move it to one device, or export and quantize the part "
             "on each device by itself"
         )
+
+
+def _is_converted(node: Node) -> bool:
+    """Return whether a node reads codes, of a converted or a lowered model; not of a weight that `optimize` rounded."""
+    return (node.target is ops.dequantize_mx and ROUNDED_KEY not in node.meta) or node.target in PACKED_MATMULS
 
 
 def _is_exported(model: GraphModule) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pt2mx import ops
 from pt2mx.errors import MXError
@@ -165,7 +166,8 @@ def fake_quantize_mx(
 ) -> Tensor:
     """Return `dequantize_mx(quantize_mx(x))` to the bit, in x's dtype, without the codes.
 
-    Its gradient is the straight-through estimator (Bengio et al., arXiv:1308.3432).
+    Its gradient is the straight-through estimator (Bengio et al., arXiv:1308.3432), in forward mode (`torch.func.jvp`)
+    with `ste="identity"` alone.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16; blocks run along `axis`, the last may be shorter.
@@ -183,7 +185,8 @@ def fake_quantize_mx(
         (..., n, ...) in x's dtype.
 
     Raises:
-        MXError: for another dtype, an unknown format, mode or `ste`, a block size below 1, an axis out of range.
+        MXError: for another dtype, an unknown format, mode or `ste`, a block size below 1, an axis out of range, and a
+            derivative in forward mode with another `ste`.
 
     Example:
         >>> import torch, pt2mx
@@ -199,6 +202,13 @@ def fake_quantize_mx(
     check_ste(ste)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
     _check_tensor_scale(tensor_scale, spec, x)
+    # torch drops the tangent of an operator without a rule of its own
+    primal, tangent = forward_ad.unpack_dual(x) if forward_ad._current_level >= 0 else (x, None)
+    if tangent is not None:
+        if ste != "identity":
+            raise MXError(f"ste={ste!r} has no forward-mode derivative: choose ste='identity', or call backward()")
+        y = fake_quantize_mx(primal, spec, seed=seed, tensor_scale=tensor_scale)
+        return forward_ad.make_dual(y, tangent)
     if not spec.has_operators:
         return _OtherWidth.apply(x, check_spec(x, spec), _seed(seed), ste)
     return ops.fake_quantize_mx(x, *spec.quantize_args(), _seed(seed), ste, *spec.scale_args(), tensor_scale)

@@ -87,6 +87,14 @@ def test_dead_code_is_not_quantized():
     assert len(pt2mx.quantization_report(prepared).operators) == 1
 
 
+def lowered_again():
+    """-> the export of a lowered model, whose linear layer reads packed weights."""
+    x = torch.ones(4, 32)
+    model = torch.export.export(nn.Linear(32, 32).eval(), (x,)).module()
+    lowered = pt2mx.lower_to_inductor(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, QUANTIZER)))
+    return torch.export.export(lowered, (x,)).module()
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -97,6 +105,7 @@ def test_dead_code_is_not_quantized():
         (lambda: pt2mx.prepare_pt2e(exported_conv(), QUANTIZER), "prepared already: calibrate"),
         (lambda: pt2mx.prepare_qat_pt2e(exported_conv(), QUANTIZER), "prepared already"),
         (lambda: pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported_conv(), QUANTIZER)), "converted already"),
+        (lambda: lowered_again(), "converted already"),
     ],
 )
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])

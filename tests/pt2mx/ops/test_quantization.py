@@ -19,6 +19,16 @@ def test_opcheck(name, checks, axis):
     opcheck(ops.dequantize_mx, (data, scale, name, 32, torch.bfloat16, axis, x.shape[axis]), test_utils=checks)
 
 
+@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4"])
+def test_the_derivative_in_forward_mode_passes_straight_through(spec):
+    x, tangent = torch.randn(2, 3, 32)
+    y, of_y = torch.func.jvp(lambda x: 2 * fake_quantize_mx(x, spec), (x,), (tangent,))
+    assert torch.equal(y, 2 * fake_quantize_mx(x, spec)) and torch.equal(of_y, 2 * tangent)
+    assert torch.equal(torch.func.jacfwd(lambda x: fake_quantize_mx(x, "mxfp4"))(x[0]), torch.eye(32))
+    with pytest.raises(MXError, match="ste='clipped' has no forward-mode derivative: choose ste='identity'"):
+        torch.func.jvp(lambda x: fake_quantize_mx(x, spec, ste="clipped"), (x,), (tangent,))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_passes_straight_through(dtype):
     x = torch.randn(3, 70, dtype=dtype, requires_grad=True)
