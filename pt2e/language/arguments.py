@@ -60,26 +60,32 @@ def check_prompts(text: object, inputs: object, options: dict[str, Any]) -> list
     return prompts
 
 
-def check_step(
-    input_ids: object, attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, filled: int, slots: int
-) -> None:
-    """Raise an `MXError` where tokens do not fit into the cache, or mask and positions do not match the tokens."""
+def check_tokens(input_ids: object) -> Tensor:
+    """Return tokens, (B, S); raise an `MXError` for anything else."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
         actual = f"{input_ids.dtype} of shape {tuple(input_ids.shape)}" if isinstance(input_ids, Tensor) else input_ids
         raise MXError(f"input_ids must be tokens, (B, S) int64, not {actual!r}")
     if not input_ids.numel():
         raise MXError(f"input_ids of shape {tuple(input_ids.shape)} hold no token: give one at least")
-    if input_ids.shape[0] != batch:
-        raise MXError(f"input_ids hold {input_ids.shape[0]} sequences, the cache {batch}: make another cache")
-    length = filled + input_ids.shape[1]
+    return input_ids
+
+
+def check_step(
+    input_ids: object, attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, filled: int, slots: int
+) -> None:
+    """Raise an `MXError` where tokens do not fit into the cache, or mask and positions do not match the tokens."""
+    shape_of_tokens = check_tokens(input_ids).shape
+    if shape_of_tokens[0] != batch:
+        raise MXError(f"input_ids hold {shape_of_tokens[0]} sequences, the cache {batch}: make another cache")
+    length = filled + shape_of_tokens[1]
     if length > slots:
         raise MXError(
-            f"{filled} + {input_ids.shape[1]} tokens do not fit into a cache of {slots}: make one with "
+            f"{filled} + {shape_of_tokens[1]} tokens do not fit into a cache of {slots}: make one with "
             f"new_cache({batch}, tokens)"
         )
     for name, tensor, shape in (
         ("attention_mask", attention_mask, (batch, length)),
-        ("position_ids", position_ids, tuple(input_ids.shape)),
+        ("position_ids", position_ids, tuple(shape_of_tokens)),
     ):
         if tensor is not None and tuple(tensor.shape) != shape:
             raise MXError(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")

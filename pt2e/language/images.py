@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.arguments import check_step, check_tokens
 from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs
-from pt2mx.pt2e.language.vision import IMAGES, tower_of
+from pt2mx.pt2e.language.vision import IMAGES, check_images, tower_of
 
 
 class ReadsImages:
@@ -44,13 +45,17 @@ class ReadsImages:
         """Return the image inputs for the next tokens: `inputs` and `mask` are those of the decoder for them.
 
         Raises:
-            MXError: for what a processor gives, where the cache holds tokens already.
+            MXError: for what a processor gives, where the cache holds tokens already, and for image tokens without it.
         """
         filled, length = cache.length, inputs["input_ids"].shape[1]
         if filled and given.get(IMAGES) is not None:
             raise MXError(f"the cache holds {filled} tokens: give images with the first tokens, or to generate")
         read = self._with_images_read(inputs["input_ids"], mask[:, :length], given)
-        return {} if self._images is None else _of_next_tokens(self._images, read, inputs["position_ids"], mask, cache)
+        if self._images is None:
+            return {}
+        if not filled and read.get(ROWS) is None:
+            _check_number(inputs["input_ids"] == self.config.image_token_id, 0)
+        return _of_next_tokens(self._images, read, inputs["position_ids"], mask, cache)
 
 
 @torch.no_grad()
@@ -70,22 +75,30 @@ def read_images(
         `image_features`, `image_rows` and, for positions of several axes, `image_positions`.
 
     Raises:
-        MXError: where the prompts hold another number of image tokens than the images have features.
+        MXError: where the prompts hold another number of image tokens than the images have features; for tokens, a
+            mask or images of other shapes.
     """
     tower, device = tower_of(config), encoder.device
-    given = {name: value.to(device) for name, value in given.items()}
+    tokens = check_tokens(tokens).to(device, torch.long)
+    check_step(tokens, mask, None, len(tokens), 0, tokens.shape[1])
+    given = {name: value.to(device) for name, value in check_images(config, given).items()}
     features = encoder(**tower.prepare(config, given))
-    is_image = tokens.to(device) == config.image_token_id
-    if (number := int(is_image.sum())) != len(features[0]):
-        raise MXError(
-            f"the prompts hold {number} image tokens, and the images have {len(features[0])} features: let the "
-            "processor write the prompts"
-        )
+    is_image = tokens == config.image_token_id
+    _check_number(is_image, len(features[0]))
     rows = is_image.flatten().cumsum(0).view_as(is_image).masked_fill(~is_image, 0)
     read = {FEATURES: [nn.functional.pad(one, (0, 0, 1, 0)) for one in features], ROWS: rows}
     if tower.axes:
-        read[POSITIONS] = _positions(config, tokens.to(device), mask, given)
+        read[POSITIONS] = _positions(config, tokens, mask, given)
     return read
+
+
+def _check_number(is_image: Tensor, features: int) -> None:
+    """Raise an `MXError` where prompts hold another number of image tokens than their images have features."""
+    if (number := int(is_image.sum())) != features:
+        raise MXError(
+            f"the prompts hold {number} image tokens, and the images have {features} features: let the processor write "
+            "the prompts, and give what it returns for the images"
+        )
 
 
 def _positions(config: Any, tokens: Tensor, mask: Tensor | None, given: Mapping[str, Tensor]) -> Tensor:

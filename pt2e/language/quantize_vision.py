@@ -22,7 +22,7 @@ from pt2mx.pt2e.language.images import read_images
 from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.quantize_graph import quantize_graph
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.language.vision import IMAGES, example_images, export_tower, tower_of
+from pt2mx.pt2e.language.vision import IMAGES, check_images, example_images, export_tower, tower_of
 from pt2mx.pt2e.program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.weights import carry_notes
@@ -127,5 +127,6 @@ class FloatTower:
 
     def _inputs(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the program for what a processor gives."""
-        config = self.model.config
-        return tower_of(config).prepare(config, {name: value.to(self.model.device) for name, value in given.items()})
+        config, device = self.model.config, self.model.device
+        images = check_images(config, given)
+        return tower_of(config).prepare(config, {name: value.to(device) for name, value in images.items()})

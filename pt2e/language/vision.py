@@ -75,14 +75,13 @@ def _of_patches(model: Any, pixel_values: Tensor, **sizes: Tensor) -> list[Tenso
 
 
 def _pixels(config: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    size = config.vision_config.image_size
-    return {IMAGES: _check_size(given[IMAGES], size)}
+    return {IMAGES: given[IMAGES]}
 
 
 def _tiles(config: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tiles of all images without those that only fill up the batch, and the patches that are no padding."""
     vision = config.vision_config
-    pixels = _check_size(given[IMAGES].flatten(0, 1), vision.image_size)
+    pixels = given[IMAGES].flatten(0, 1)
     real = pixels.flatten(1).any(1)
     mask = given.get("pixel_attention_mask")
     mask = torch.ones_like(pixels[:, 0]) if mask is None else mask.flatten(0, 1)
@@ -111,10 +110,30 @@ def _numbers(ends: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(ends) - 1, device=ends.device), ends.diff())
 
 
-def _check_size(pixels: Tensor, size: int) -> Tensor:
-    if tuple(pixels.shape[-2:]) != (size, size):
-        raise MXError(f"images of {tuple(pixels.shape[-2:])} pixels: the vision tower takes {size} x {size}")
-    return pixels
+def check_images(config: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a processor gives for images, with pixels in float32, the dtype of the program's input.
+
+    Raises:
+        MXError: for pixels that are no floats, of another size than the tower takes, or without their grid.
+    """
+    expected = example_images(config)
+    for name, example in expected.items():
+        value, sizes = given.get(name), example.shape[-1:] if example.dim() == 2 else example.shape[-3:]
+        fits = isinstance(value, Tensor) and value.is_floating_point() == example.is_floating_point()
+        if not fits or value.dim() != example.dim() or value.shape[-len(sizes) :] != sizes:
+            actual = (
+                f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
+            shape = ", ".join(["any"] * (example.dim() - len(sizes)) + [str(size) for size in sizes])
+            raise MXError(f"{name} must be {example.dtype} of shape ({shape}), not {actual}: let the processor make it")
+    if (grid := given.get("image_grid_thw")) is not None:
+        merge = config.vision_config.spatial_merge_size
+        if bool((grid < 1).any() or (grid[:, 1:] % merge).any()) or int(grid.prod(1).sum()) != len(given[IMAGES]):
+            raise MXError(
+                f"image_grid_thw {grid.tolist()} must hold times, rows and columns of {len(given[IMAGES])} patches, "
+                f"rows and columns in multiples of {merge}: let the processor make it"
+            )
+    return {**given, IMAGES: given[IMAGES].float()}
 
 
 _CLIP = ("clip_vision_model", "siglip_vision_model")

@@ -92,8 +92,15 @@ def test_what_is_no_image(folder):
     pixels = prompts["pixel_values"]
     with pytest.raises(MXError, match="hold 12 image tokens, and the images have 8 features"):
         model.generate(**{**prompts, "pixel_values": pixels[:2]}, **GREEDY)
-    with pytest.raises(MXError, match=r"images of \(16, 32\) pixels: the vision tower takes 32 x 32"):
-        model(**{**prompts, "pixel_values": pixels[:, :, :16]})
+    for images in (pixels[:, :, :16], pixels[0], pixels[None], pixels.byte()):
+        with pytest.raises(MXError, match=r"pixel_values must be torch.float32 of shape \(any, 3, 32, 32\), not "):
+            model(**{**prompts, "pixel_values": images})
+    with pytest.raises(MXError, match="not list: let the processor make it"):
+        model.generate(**{**prompts, "pixel_values": [pixels]}, **GREEDY)
+    with pytest.raises(MXError, match="input_ids must be tokens"):
+        model.generate(pixel_values=pixels, **GREEDY)
+    with pytest.raises(MXError, match="hold 12 image tokens, and the images have 0 features"):
+        model(prompts["input_ids"], prompts["attention_mask"])
     with pytest.raises(MXError, match="the cache holds 13 tokens: give images with the first tokens"):
         model(prompts["input_ids"], pixel_values=pixels, past_key_values=model(**prompts).past_key_values)
     with pytest.raises(MXError, match="the model has no processor of images"):
@@ -101,6 +108,31 @@ def test_what_is_no_image(folder):
     text = LanguageModel(exported_decoder("llama")[1], exported_decoder("llama")[0].config)
     with pytest.raises(MXError, match=r"the model reads text alone: for images, quantize it whole"):
         text.generate(**prompts, **GREEDY)
+
+
+def test_what_is_no_grid_of_patches(folder):
+    model, prompts = LanguageModel.from_pretrained(folder("qwen3_vl")), image_prompts("qwen3_vl")
+    grid, pixels, mask = (prompts[name] for name in ("image_grid_thw", "pixel_values", "attention_mask"))
+    for wrong, text in (
+        ({"image_grid_thw": None}, "image_grid_thw must be torch.int64 of shape .any, 3., not NoneType"),
+        (
+            {"image_grid_thw": grid[:1]},
+            r"image_grid_thw \[\[1, 4, 6\]\] must hold times, rows and columns of 72 patches",
+        ),
+        ({"image_grid_thw": grid - 1}, "in multiples of 2: let the processor make it"),
+        ({"pixel_values": pixels[0]}, r"pixel_values must be torch.float32 of shape \(any, 1536\), not torch.float32"),
+        ({"attention_mask": mask[:, 1:]}, r"attention_mask must be of shape \(3, 19\), not \(3, 18\)"),
+    ):
+        with pytest.raises(MXError, match=text):
+            model.generate(**{**prompts, **wrong}, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+def test_images_and_tokens_of_other_dtypes(folder, kind):
+    model, prompts = LanguageModel.from_pretrained(folder(kind)), image_prompts(kind)
+    others = {**prompts, "pixel_values": prompts["pixel_values"].bfloat16(), "input_ids": prompts["input_ids"].int()}
+    rounded = {**prompts, "pixel_values": prompts["pixel_values"].bfloat16().float()}
+    assert torch.equal(model(**others).logits, model(**rounded).logits)
 
 
 def test_towers_that_are_not_supported():
