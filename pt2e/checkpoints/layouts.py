@@ -200,7 +200,11 @@ class Layout:
         if not self.inputs:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
         if not self.takes_inputs(inputs):
-            raise MXError(f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}")
+            able = " or ".join(layout.name for layout in LAYOUTS.values() if layout.takes_inputs(inputs))
+            raise MXError(
+                f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}"
+                + f"; give the layout {able}" * bool(able)
+            )
 
     def takes_inputs(self, inputs: MXSpec) -> bool:
         """Return whether libraries quantize inputs to this spec."""

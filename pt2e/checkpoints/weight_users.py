@@ -18,6 +18,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts
 from pt2mx.pt2e.checkpoints.packed_modules import PRE_SCALE
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
@@ -95,9 +96,11 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
             sources = [*floats, *map(node_arg, quantized)]
             users.append(dataclasses.replace(user, pre_scale=_pre_scale(model, sources[0]) if sources else None))
     for node in (*inner, *(node for node in model.graph.nodes if is_ours(node) and node not in explained)):
+        rotates = node.target is hadamard
         raise MXError(
             f"{module_name(node) or node.name} calls {operator_name(node.target)} for what is neither a weight nor the "
-            "input multiplied with one: a checkpoint has no place for it; leave it in high precision"
+            "input multiplied with one: a checkpoint has no place for it; "
+            + ("optimize without Rotation, as preset='fast' does" if rotates else "leave it in high precision")
         )
     return users
 

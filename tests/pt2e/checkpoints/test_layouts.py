@@ -212,3 +212,11 @@ def test_nvfp4_tensors_equal_those_that_modelopt_recorded(name, dtype):
     back = LAYOUTS["modelopt"].from_tensors("fc.weight", NVFP4, tensors)
     values = torch.from_numpy(NVFP4_RECORDED[f"{name}/{dtype}/modelopt/dequantized"])
     assert torch.equal(pt2mx.dequantize_mx(*back[:3], tensor_scale=back.tensor_scale), values)
+
+
+def test_the_error_of_inputs_names_the_layouts_that_hold_them():
+    layout = LAYOUTS["compressed-tensors"]
+    with pytest.raises(MXError, match=r"cannot say .* of fc are nvfp4.* nearest_flush; give the layout modelopt$"):
+        layout.check_inputs("fc", "fp4_e2m1", pt2mx.parse("nvfp4"))
+    with pytest.raises(MXError, match=r"cannot say that inputs of fc are mxint8.* with scale_mode nearest_flush$"):
+        layout.check_inputs("fc", "fp4_e2m1", pt2mx.parse("mxint8"))

@@ -227,7 +227,7 @@ def test_what_no_checkpoint_holds(bf16, convert, quantizer, tmp_path):
             "out",
             "self_attn calls pt2mx.quantize_mx",
         ),
-        (convert(rotated, settings), model, "out", "q_proj calls pt2mx.hadamard for what is neither a weight"),
+        (convert(rotated, settings), model, "out", "q_proj calls pt2mx.hadamard for .* optimize without Rotation, as"),
         (convert(full_graph, settings), full, "out", "in torch.float32, loaders of compressed-tensors in bfloat16"),
         (converted, bf16("gpt_oss").model, "out", "which GptOssForCausalLM has not|has no weight"),
         (converted, torch.nn.Linear(2, 2), "out", "not Linear"),
