@@ -102,6 +102,8 @@ class EncoderDecoder(_Base):
         sources = {"input_ids": input_ids, "input_features": input_features, "input_values": input_values}
         if encoder_outputs is None and (source := sources[self.main_input_name]) is not None:
             encoder_outputs = self.encode(source, attention_mask)
+        if encoder_outputs is not None and not isinstance(encoder_outputs, EncoderOutput):
+            raise MXError(f"encoder_outputs must be the result of encode, not {type(encoder_outputs).__name__}")
         if encoder_outputs is not None and not cache.length:
             cache.set_source(decoder_inputs(encoder_outputs))
         if not cache.source_mask.numel():

@@ -65,9 +65,11 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         True
     """
 
-    def __new__(cls, program: ExportedProgram, config: Any, *args: Any, **kwargs: Any) -> LanguageModel:
-        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source."""
-        return super().__new__(class_for(cls, config))
+    def __new__(cls, program: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> LanguageModel:
+        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source.
+
+        `copy` gives no arguments: a copy has the class of its original."""
+        return super().__new__(cls if config is None else class_for(cls, config))
 
     def __init__(
         self,

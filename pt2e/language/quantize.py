@@ -18,7 +18,7 @@ from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
+from pt2mx.pt2e.language.quantize_graph import only_unmatched_in_both, quantize_graph, without_activation_matmuls
 from pt2mx.pt2e.language.quantize_source import FloatSource
 from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
@@ -114,7 +114,8 @@ def quantize_language_model(
     if tower is not None:
         encoder = tower.quantized(quantizer, texts)
         batches = [batch | tower.read(text) for batch, text in zip(batches, texts, strict=True)]
-    with nullcontext() if tower is None else tower.only_unmatched_in_both():
+    first = tower or source
+    with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
         converted = quantize_graph(graph, quantizer, batches, stage)
     if quantizer.kv_cache is None and not any(hop_calls(converted)):
         program = program_of(converted, exported)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -42,6 +44,30 @@ def quantize_graph(
             prepared(**batch)
     stage("convert")
     return convert_pt2e(prepared)
+
+
+@contextmanager
+def unmatched_settings(found: set[str]) -> Iterator[None]:
+    """Collect the warnings of settings that match no operator, without the advice at their ends; give the others."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        text = str(warning.message)
+        if "matches no operator" in text:
+            found.add(text.partition(";")[0])
+        else:
+            warnings.warn(text, warning.category, stacklevel=4)
+
+
+@contextmanager
+def only_unmatched_in_both(others: set[str]) -> Iterator[None]:
+    """Warn of settings that match no operator in the block only where they are also among those of another program."""
+    unmatched: set[str] = set()
+    with unmatched_settings(unmatched):
+        yield
+    for text in sorted(unmatched & others):
+        warnings.warn(text, stacklevel=3)
 
 
 def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:

@@ -14,7 +14,7 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
-from pt2mx.pt2e.language.quantize_graph import quantize_graph
+from pt2mx.pt2e.language.quantize_graph import quantize_graph, unmatched_settings
 from pt2mx.pt2e.language.quantize_vision import Text
 from pt2mx.pt2e.language.source import (
     SOURCES,
@@ -40,6 +40,7 @@ class FloatSource:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.program = model, export_encoder(model)
+        self.unmatched: set[str] = set()
 
     @torch.no_grad()
     def read(self, source: Text, layers: Layers) -> dict[str, Any]:
@@ -55,7 +56,9 @@ class FloatSource:
         """Quantize the encoder, calibrated with tokens or audio without padding."""
         batches = [self._inputs(source) for source in sources]
         quantizer = copy.copy(quantizer).set_kv_cache(None)  # an encoder writes to no cache
-        converted = quantize_graph(remove_unused(self.program.module(check_guards=False)), quantizer, batches)
+        graph = remove_unused(self.program.module(check_guards=False))
+        with unmatched_settings(self.unmatched):
+            converted = quantize_graph(graph, quantizer, batches)
         program = export(converted, example_source(self.model))
         carry_notes(converted, program.graph_module)
         return program

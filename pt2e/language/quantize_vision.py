@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.images import read_images
 from pt2mx.pt2e.language.merge_images import ImageInputs
-from pt2mx.pt2e.language.quantize_graph import quantize_graph
+from pt2mx.pt2e.language.quantize_graph import quantize_graph, unmatched_settings
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.vision import IMAGES, check_images, example_images, export_tower, tower_of
 from pt2mx.pt2e.program import program_of
@@ -39,27 +37,13 @@ def tokens_of(text: Text) -> Tensor:
     return text if isinstance(text, Tensor) else text["input_ids"]
 
 
-@contextmanager
-def _unmatched_settings(found: set[str]) -> Iterator[None]:
-    """Collect the warnings of settings that match no operator, without the advice at their ends; give the others."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for warning in caught:
-        text = str(warning.message)
-        if "matches no operator" in text:
-            found.add(text.partition(";")[0])
-        else:
-            warnings.warn(text, warning.category, stacklevel=4)
-
-
 class FloatTower:
     """The exported vision tower of a float model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.program, self.images = model, export_tower(model), ImageInputs.of_model(model)
         self._encoder = Encoder(self.program, model.device)
-        self._unmatched: set[str] = set()
+        self.unmatched: set[str] = set()
 
     def read(self, text: Text) -> dict[str, Any]:
         """Return the image inputs of the decoder for a text; empty for one without images."""
@@ -110,20 +94,11 @@ class FloatTower:
                 "processor returns for prompts with images, or take algorithms that do not, such as 'fast'"
             )
         graph = remove_unused(self.program.module(check_guards=False))
-        with _unmatched_settings(self._unmatched):
+        with unmatched_settings(self.unmatched):
             converted = quantize_graph(graph, copy.copy(quantizer).set_kv_cache(None), batches)
         program = program_of(converted, self.program)
         carry_notes(converted, program.graph_module)
         return program
-
-    @contextmanager
-    def only_unmatched_in_both(self) -> Iterator[None]:
-        """Warn of settings that match no operator in the block only where they match none in the tower either."""
-        unmatched: set[str] = set()
-        with _unmatched_settings(unmatched):
-            yield
-        for text in sorted(unmatched & self._unmatched):
-            warnings.warn(text, stacklevel=3)
 
     def _inputs(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the program for what a processor gives."""

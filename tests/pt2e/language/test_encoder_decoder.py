@@ -1,5 +1,7 @@
 """Encoder-decoders: the encoder is a program of its own, and cross attention reads its results from the cache."""
 
+import copy
+
 import pytest
 import torch
 
@@ -138,8 +140,26 @@ def test_bad_sources():
         model(input_ids=tokens)
     with pytest.raises(MXError, match="the source holds 3 sequences, the tokens 2"):
         model(input_ids=torch.zeros(3, 4, dtype=torch.long), decoder_input_ids=tokens)
+    with pytest.raises(MXError, match="encoder_outputs must be the result of encode, not tuple"):
+        model(decoder_input_ids=tokens, encoder_outputs=(torch.zeros(2, 4, 64),))
     with pytest.raises(MXError, match="return_token_timestamps needs the weights of attention"):
         whisper.generate(torch.zeros(1, 8, 100), return_token_timestamps=True)
+
+
+def test_a_copy_gives_the_same_tokens():
+    model, source = quantized_encoder_decoder("t5"), sources("t5")
+    copied, options = copy.deepcopy(model), {"do_sample": False, "max_new_tokens": 6}
+    assert type(copied) is type(model)
+    assert torch.equal(copied.generate(**source, **options), model.generate(**source, **options))
+
+
+def test_settings_of_one_of_both_programs():
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    quantizer.set_module_name_regex(r".*encoder\.block.*", None).set_module_name_regex(r".*lm_head", None)
+    quantizer.set_module_name_regex(r".*no_module", None)
+    with pytest.warns(UserWarning, match="no_module' matches no operator") as caught:
+        quantize_language_model(tiny_encoder_decoder("t5"), quantizer)
+    assert sum("matches no operator" in str(warning.message) for warning in caught) == 1
 
 
 @pytest.mark.slow
@@ -169,4 +189,11 @@ def test_positions_that_depend_on_the_length_of_the_cache_are_refused():
     config = transformers.UMT5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
     model = transformers.UMT5ForConditionalGeneration(config).eval()
     with pytest.raises(MXError, match="gives other logits than without one"):
+        quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
+
+
+def test_a_table_of_positions_that_grows_is_refused():
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)).eval()
+    with pytest.raises(MXError, match=r"^M2M100ForConditionalGeneration cannot be exported with its cache: [^\n]*$"):
         quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
