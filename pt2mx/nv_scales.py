@@ -11,7 +11,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.elements import BIAS, NAN_SCALE
 from pt2mx.kernels.float_scales import code_of, value_of
 from pt2mx.kernels.packing import split_axis, trim_axis, unpack, unpacked_length
-from pt2mx.ops.checks import check_tensors
+from pt2mx.ops.checks import check_tensor_scale, check_tensors
 from pt2mx.spec import MXSpec, parse
 
 
@@ -54,10 +54,11 @@ def mx_to_nv_scales(
         True
     """
     spec = parse(elem_dtype)
-    check_tensors(data=data, scale=scale)
+    check_tensors(data=data, scale=scale, **({} if tensor_scale is None else {"tensor_scale": tensor_scale}))
+    target = _nv_spec(spec, block_size)  # raises for what is no block size
     if not spec.has_plain_scale or spec.block_size % block_size:
         raise MXError(f"{spec} has no E8M0 scales of blocks that consist of blocks of {block_size}")
-    target = _nv_spec(spec, block_size)
+    check_tensor_scale(target, tensor_scale, data, required=False)
     length = _length(data, spec, length)
     _check_scale(scale, data, spec, length)
     axis = spec.axis % data.dim()
@@ -112,8 +113,10 @@ def nv_to_mx_scales(
     """
     spec = parse(elem_dtype)
     check_tensors(data=data, scale=scale, tensor_scale=tensor_scale)
+    spec.replace(block_size=block_size)  # raises for what is no block size
     if spec.scale_format.tensor != "factor" or spec.block_rows > 1 or block_size % spec.block_size:
         raise MXError(f"blocks of {block_size} do not consist of blocks of {spec} with a factor a tensor")
+    check_tensor_scale(spec, tensor_scale, data)
     length = _length(data, spec, length)
     _check_scale(scale, data, spec, length)
     axis = spec.axis % data.dim()

@@ -65,3 +65,19 @@ def test_what_is_no_power_of_two_does_not_go_back():
         mx_to_nv_scales(data, scale)
     with pytest.raises(MXError, match="has no E8M0 scales of blocks that consist of blocks of 16"):
         mx_to_nv_scales(data, scale, "mxfp4{24}")
+
+
+@pytest.mark.parametrize("block_size", [0, "16"])
+def test_arguments_that_say_nothing(block_size):
+    scale, data = quantize_mx(torch.ones(64), "mxfp4")
+    nv_scale, tensor_scale = mx_to_nv_scales(data, scale)
+    with pytest.raises(MXError, match=r"block_size=.* must be an integer of at least 1"):
+        mx_to_nv_scales(data, scale, block_size=block_size)
+    with pytest.raises(MXError, match=r"block_size=.* must be an integer of at least 1"):
+        nv_to_mx_scales(data, nv_scale, tensor_scale, block_size=block_size)
+    with pytest.raises(MXError, match="tensor_scale must be one float32 number, not of shape"):
+        mx_to_nv_scales(data, scale, tensor_scale=torch.ones(2))
+    with pytest.raises(MXError, match=r"tensor_scale must be a torch\.Tensor, not float"):
+        mx_to_nv_scales(data, scale, tensor_scale=0.5)
+    with pytest.raises(MXError, match="tensor_scale must be one float32 number, not of shape"):
+        nv_to_mx_scales(data, nv_scale, torch.ones(2))
