@@ -106,9 +106,13 @@ def check_source(name: str, source: object, mask: Tensor | None, expected: Tenso
         or source.dim() != len(sizes)
         or any(size not in (None, of_source) for size, of_source in zip(sizes, source.shape, strict=True))
     ):
-        actual = f"{source.dtype} of shape {tuple(source.shape)}" if isinstance(source, Tensor) else repr(source)
+        actual = (
+            f"{source.dtype} of shape {tuple(source.shape)}" if isinstance(source, Tensor) else type(source).__name__
+        )
         shape = ", ".join("any" if size is None else str(size) for size in sizes)
         raise MXError(f"{name} must be {expected.dtype} of shape ({shape}), not {actual}")
+    if not source.numel():
+        raise MXError(f"{name} of shape {tuple(source.shape)} is empty: give one source at least")
     if mask is not None and source.dim() == 2 and mask.shape != source.shape:
         raise MXError(f"attention_mask must be of shape {tuple(source.shape)}, not {tuple(mask.shape)}")
 

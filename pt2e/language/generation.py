@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.arguments import check_length
+from pt2mx.pt2e.language.arguments import check_length, check_tokens
 from pt2mx.pt2e.language.cache import DecoderCache, Layers, empty_cache, grow, room_for
 
 _generation = import_extra("transformers.generation.utils", "hf")
@@ -26,6 +26,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
 
     def _cache_for(self, tokens: Tensor, cache: Any) -> DecoderCache:
         """Return the cache to write to: a cache of this model, or a new one that grows in place of an empty one."""
+        check_tokens(tokens)
         if isinstance(cache, DecoderCache):
             if cache.grows and cache.length + tokens.shape[1] > cache.slots:
                 grow(cache, room_for(cache.length + tokens.shape[1]))

@@ -66,9 +66,8 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
     """
 
     def __new__(cls, program: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> LanguageModel:
-        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source.
-
-        `copy` gives no arguments: a copy has the class of its original."""
+        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source."""
+        # `copy` gives no arguments
         return super().__new__(cls if config is None else class_for(cls, config))
 
     def __init__(

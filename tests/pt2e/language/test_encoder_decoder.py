@@ -132,6 +132,12 @@ def test_bad_sources():
         whisper(input_features=torch.zeros(2, 8, 99), decoder_input_ids=tokens)
     with pytest.raises(MXError, match=r"input_ids must be torch.int64 of shape \(any, any\), not torch.float32"):
         model.generate(torch.zeros(2, 3))
+    with pytest.raises(MXError, match=r"input_ids of shape \(2, 0\) is empty: give one source at least"):
+        model.generate(torch.zeros(2, 0, dtype=torch.long))
+    with pytest.raises(MXError, match=r"shape \(any, any\), not ndarray"):
+        model.encode(torch.zeros(2, 3).numpy())
+    with pytest.raises(MXError, match="input_ids must be tokens"):
+        model(input_ids=tokens, decoder_input_ids=tokens[0])
     with pytest.raises(MXError, match=r"attention_mask must be of shape \(2, 3\), not \(2, 4\)"):
         model.encode(torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 4))
     with pytest.raises(MXError, match="the source is missing: give input_ids, or encoder_outputs"):
