@@ -284,6 +284,8 @@ def _count_agreement(model: LanguageModel, compiled: LanguageModel) -> int:
     """Count the tokens for which both predict the same most likely one."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (2, _TOKENS // 2), generator=torch.Generator().manual_seed(0)).to(model.device)
+    if (image := getattr(model.config, "image_token_id", None)) is not None:
+        ids[ids == image] = 0  # there is no image
     inputs = {"input_ids": ids}
     if model.encoder is not None and model.config.is_encoder_decoder:
         expected = example_inputs(model.encoder.program)[model.main_input_name]

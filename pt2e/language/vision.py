@@ -119,8 +119,12 @@ def check_images(config: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
     expected = example_images(config)
     for name, example in expected.items():
         value, sizes = given.get(name), example.shape[-1:] if example.dim() == 2 else example.shape[-3:]
-        fits = isinstance(value, Tensor) and value.is_floating_point() == example.is_floating_point()
-        if not fits or value.dim() != example.dim() or value.shape[-len(sizes) :] != sizes:
+        if (
+            not isinstance(value, Tensor)
+            or value.is_floating_point() != example.is_floating_point()
+            or value.dim() != example.dim()
+            or value.shape[-len(sizes) :] != sizes
+        ):
             actual = (
                 f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             )
