@@ -189,13 +189,14 @@ def _load_packed(
     packed_names = _packed_names(packed, schemes.layout, tensors)
     biases = _linear_biases(skeleton, packed)
     merged = {part for bias in biases for part in bias.sources}
-    floats = {name: size for name, size in sizes.items() if name not in {*packed_names, *merged}}
+    elsewhere = {*packed_names, *merged}
+    floats = {name: size for name, size in sizes.items() if name not in elsewhere}
     whole = {name: skeleton.get_parameter(name).numel() for name in (*packed, *(bias.name for bias in biases))}
     values = CheckpointValues(skeleton, {**floats, **whole})
     coverage = values.held_by()
     coverage.check(part, allow_partial)
     left_out = {name for name, share in coverage.modules.items() if not share.held}
-    kept = [name for name in tensors if name in floats and values.top_level(name) not in left_out]
+    kept = [name for name in tensors if name not in elsewhere and values.top_level(name) not in left_out]
     state = {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
     state |= {name: tensors[name] for name in kept}
     state |= {name: values for bias in biases for name, values in bias.bias(tensors).items()}

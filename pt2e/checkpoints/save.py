@@ -128,7 +128,8 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _graph_of(converted: Any) -> GraphModule:
-    if getattr(converted, "encoder", None) is not None:
+    is_program = isinstance(converted, GraphModule | ExportedProgram)  # which may have a layer of this name
+    if not is_program and getattr(converted, "encoder", None) is not None:
         raise MXError(
             "the model has an encoder, and a checkpoint is written of one program: save_pretrained writes both"
         )

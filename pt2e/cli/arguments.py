@@ -42,7 +42,7 @@ METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
 OPERANDS = ("both", "weights", "activations")
 DTYPES = ("float32", "float16", "bfloat16")
-LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "modelopt", "fp8")
+LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "fp8", "modelopt")
 DIALECTS = ("pt2mx", "quark", "standard")
 OPSETS = (18, 25)
 #: formats that `compare` tries without a recipe

@@ -84,7 +84,7 @@ def test_a_tensor_scale_belongs_to_its_formats():
         tensor_scale_mx(x, "fp4{16}(e4m3)")
     with pytest.raises(MXError, match=r"tensor_scale must be one float32 number, not of shape \(2,\)"):
         quantize_mx(x, "nvfp4", tensor_scale=torch.ones(2))
-    with pytest.raises(MXError, match="take E8M0 scales"):
+    with pytest.raises(MXError, match="takes E8M0 scales"):
         parse("nvfp4").op_args()
     scale, data = quantize_mx(x, "nvfp4", tensor_scale=one)
     with pytest.raises(

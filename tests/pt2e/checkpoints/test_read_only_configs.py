@@ -61,7 +61,7 @@ def test_schemes_of_auto_round():
         ({**MX4, "act_dynamic": False}, "the checkpoint has static scales of inputs"),
         ({"quant_method": "fp_quant", "forward_dtype": "int4"}, "forward_dtype 'int4'"),
         ({"quant_method": "fp_quant", "forward_dtype": "mxfp4", "pseudoquantization": True}, "pseudoquantization"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo 'FP8' of the checkpoint"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' of the checkpoint"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size [128] of the checkpoint"),
     ],
 )  # fmt: skip
