@@ -42,7 +42,11 @@ def test_no_less_exact_than_a_float_matmul(isa, name, rows, n, k, block):
     rounded = F.linear(x.double(), weight.double(), bias.bfloat16().double()).bfloat16()
     assert half.dtype == torch.bfloat16 and relative_error(half, rounded.double()) < 1e-3
     fp16 = linear(x, data, scale, None, spec, dtype=torch.float16)
-    assert torch.equal(fp16, linear(x, data, scale, None, spec, dtype=torch.float32).half())
+    wide = linear(x, data, scale, None, spec, dtype=torch.float32).half()
+    if cpu_linear.isa_for(spec, k):
+        assert torch.equal(fp16, wide)
+    else:  # the last bits of a dense matmul depend on the addresses of its operands
+        assert relative_error(fp16, wide.double()) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
