@@ -69,10 +69,10 @@ def mx_qspec(
 
 
 def mx_qscheme(spec: MXSpec, ste: str = "identity", tensor_scale: str = "dynamic") -> tuple:
-    """Return the spec, the gradient estimator and the choice of the tensor scale as a tuple; torchao shares observers
-    with equal tuples."""
-    of_tensor = tensor_scale if spec.scale_format.tensor else "dynamic"
-    return (_TAG, *spec.quantize_args(), ste, *spec.scale_args(), of_tensor)
+    """Return the spec, the gradient estimator and, of scales other than E8M0 ones of one row, their format, rows and
+    choice of the tensor scale as a tuple; torchao shares observers with equal tuples."""
+    scales = *spec.scale_args(), tensor_scale if spec.scale_format.tensor else "dynamic"
+    return (_TAG, *spec.quantize_args(), ste, *(scales if scales != _DEFAULTS[1:] else ()))
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:

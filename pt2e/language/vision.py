@@ -210,7 +210,7 @@ def example_images(config: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def _packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a tower that packs the patches of all images call its attention once, with the image of each patch."""
+    """Make a tower that packs the patches of all images call its attention once, with the image of each patch."""
     config = getattr(model.base_model, "visual", model).config
     original = config._attn_implementation
     if tower_of(model.config).axes:
