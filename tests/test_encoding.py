@@ -12,7 +12,7 @@ FILES = [path for folder in ("pt2mx", "fx", "pt2e") for path in sorted((ROOT / f
 METHODS = {"read_text", "write_text"}
 OPENS = {"open", "fdopen", "TextIOWrapper", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"}
 #: owners of functions called `open` that open no text
-OTHERS = {"wave", "pillow", "Image", "zipfile", "archive", "upgraded", "gzip", "safetensors"}
+OTHERS = {"wave", "pillow", "Image", "zipfile", "archive", "upgraded", "gzip", "safetensors", "shards"}
 #: functions of `subprocess`, which reads the output as text with these
 PROCESSES, AS_TEXT = {"run", "Popen", "check_output"}, {"text", "universal_newlines"}
 TEXT = "naïve Größe 日本語\n"
@@ -27,7 +27,7 @@ def _is_fit(call: ast.Call) -> bool:
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     is_method = isinstance(call.func, ast.Attribute)
     name = call.func.attr if is_method else getattr(call.func, "id", "")
-    owner = getattr(call.func.value, "id", "") if is_method else ""
+    owner = getattr(call.func.value, "id", getattr(call.func.value, "attr", "")) if is_method else ""
     if isinstance(given.get("encoding"), ast.Constant) and given["encoding"].value == "utf-8":
         return True
     if name in METHODS:

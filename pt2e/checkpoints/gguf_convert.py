@@ -108,7 +108,8 @@ def convert_to_gguf(
             f"{str(others[0])!r} is an unfinished conversion with other settings or of another checkpoint: remove it"
         )
     try:
-        with open(unfinished, "r+b" if unfinished.exists() else "w+b") as file:
+        unfinished.touch()
+        with open(unfinished, "r+b") as file:
             kept = write_tensors(file, header, tensors, lambda name: finished(name, len(tensors)))
             file.flush()
             os.fsync(file.fileno())
