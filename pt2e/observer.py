@@ -49,7 +49,7 @@ class StatisticsCollector(nn.Module):
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The static scale of a whole tensor, () float32; None: that of each tensor, if the format has one."""
+        """The static scale of a whole tensor, () float32; None: each tensor has its own, if the format has one."""
         return None
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Tensor scales of activations, of formats that have one: a number that calibration finds, or that of each tensor."""
+"""Tensor scales of activations: a number that calibration finds, or a scale that each tensor gives itself."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def mx_to_nv_scales(
     """
     spec = parse(elem_dtype)
     check_tensors(data=data, scale=scale, **({} if tensor_scale is None else {"tensor_scale": tensor_scale}))
-    target = _nv_spec(spec, block_size)  # raises for what is no block size
+    target = _nv_spec(spec, block_size)  # raises for a bad block size
     if not spec.has_plain_scale or spec.block_size % block_size:
         raise MXError(f"{spec} has no E8M0 scales of blocks that consist of blocks of {block_size}")
     check_tensor_scale(target, tensor_scale, data, required=False)
@@ -113,7 +113,7 @@ def nv_to_mx_scales(
     """
     spec = parse(elem_dtype)
     check_tensors(data=data, scale=scale, tensor_scale=tensor_scale)
-    spec.replace(block_size=block_size)  # raises for what is no block size
+    spec.replace(block_size=block_size)  # raises for a bad block size
     if spec.scale_format.tensor != "factor" or spec.block_rows > 1 or block_size % spec.block_size:
         raise MXError(f"blocks of {block_size} do not consist of blocks of {spec} with a factor a tensor")
     check_tensor_scale(spec, tensor_scale, data)

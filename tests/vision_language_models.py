@@ -11,7 +11,7 @@ from tests.language_models import tokenizer_of_bytes
 
 transformers = import_extra("transformers", "hf")
 
-#: the image token, the next one after those of `tokenizer_of_bytes`
+#: the image token, the next one after the tokens of `tokenizer_of_bytes`
 _IMAGE = 258
 _TEXT = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT |= {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_key_value_heads": 2}

@@ -35,7 +35,7 @@ class Architecture:
         layers_of_wide_scale: the number of layers of the one model whose attention is scaled by the width of all heads.
         experts: the field of the configuration with the number of experts.
         of_experts: other fields of models with experts.
-        yarn: what its configurations say of YaRN besides the factor and the original length.
+        yarn: its settings of YaRN, apart from the factor and the original length.
     """
 
     model_type: str

@@ -53,7 +53,7 @@ class FileTensor:
 
 
 def header_of(config: Any, tensors: Mapping[str, FileTensor], tokenizer: Any) -> bytes:
-    """Return the bytes of a file before those of its tensors.
+    """Return the bytes of a file that come before its tensors.
 
     Args:
         config: transformers' configuration.
@@ -101,12 +101,12 @@ def write_tensors(
 
     Args:
         file: the file.
-        header: the bytes before those of tensors.
+        header: the bytes that come before the tensors.
         tensors: the tensors in order.
         finished: called with the name of each finished tensor.
 
     Returns:
-        The tensors that the file held already.
+        The tensors that the file contained already.
     """
     length, end = file.seek(0, os.SEEK_END), len(header)
     kept = []

@@ -19,7 +19,7 @@ def rows_of_scales(name: str, spec: MXSpec, rows: Tensor) -> Tensor:
     Args:
         name: the tensor that holds the rows, for the error.
         spec: the format.
-        rows: indices of rows of codes, those of whole blocks in order.
+        rows: indices of rows of codes; rows of a block follow each other.
 
     Raises:
         MXError: where the rows are no whole blocks.

@@ -38,7 +38,7 @@ _EXPERTS = re.compile(r"(\.experts)\..*")
 
 
 def write(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Write one algorithm, or that of each layer, with the field names of hf_quant_config.json and config.json."""
+    """Write one algorithm, or one for each layer, with the field names of hf_quant_config.json and config.json."""
     has_factors = any(module.pre_scaled for module in modules.values())
     layers = {
         _EXPERTS.sub(r"\1", name) if module.kind == EXPERTS else name: _algorithm(module.scheme, has_factors)
@@ -131,7 +131,7 @@ def _algorithm(scheme: Scheme, has_factors: bool) -> str:
 
 
 def _fields(algorithm: str) -> dict[str, Any]:
-    """Return the fields of a layer, beside the name of its algorithm."""
+    """Return the fields of a layer, apart from the name of its algorithm."""
     form, _, has_factors = _ALGORITHMS[algorithm]
     if form == FP8_BLOCKS:
         return {}

@@ -144,7 +144,7 @@ def export_decoder(
 ) -> ExportedProgram:
     """Export a causal language model of transformers with its cache, for batches, prompts and caches of any size.
 
-    `length` is that of `longest_text`; `images` are the image inputs, for a program that reads images.
+    `length` is the length of `longest_text`; `images` are the image inputs, for a program that reads images.
 
     Raises:
         MXError: for a model that keeps anything but keys and values, and the state of a recurrence, or that cannot be

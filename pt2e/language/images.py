@@ -42,7 +42,7 @@ class ReadsImages:
     def _image_inputs(
         self, given: Mapping[str, Any], inputs: Mapping[str, Tensor], mask: Tensor, cache: DecoderCache
     ) -> dict[str, Any]:
-        """Return the image inputs for the next tokens: `inputs` and `mask` are those of the decoder for them.
+        """Return the image inputs for the next tokens: `inputs` and `mask` are the decoder's inputs for them.
 
         Raises:
             MXError: for what a processor gives, where the cache holds tokens already, and for image tokens without it.

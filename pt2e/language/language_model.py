@@ -66,7 +66,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
     """
 
     def __new__(cls, program: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> LanguageModel:
-        """Make a model whose class, like that of a path, depends on what it is made of: with or without a source."""
+        """Make a model of the class for programs with a source, or without."""
         # `copy` gives no arguments
         return super().__new__(cls if config is None else class_for(cls, config))
 

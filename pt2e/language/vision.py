@@ -33,7 +33,7 @@ class Tower(NamedTuple):
         features: a model and the inputs of the program -> the features of image tokens, (N, hidden): first those that
             take the place of embeddings, then those that DeepStack adds to the outputs of the first layers.
         prepare: a configuration and what a processor gives -> the inputs of the program.
-        given: what the processor gives for images, besides `pixel_values`.
+        given: the tensors of images that the processor gives, apart from `pixel_values`.
         kinds: the types of vision towers; empty: the one of the family.
         axes: the number of axes of a token's position; 0: it has only its number.
         bidirectional: the tokens of an image see each other.
@@ -173,8 +173,9 @@ def check_tower(model: PreTrainedModel) -> None:
         return
     text = next((name for name, one in model.base_model.named_children() if one is model.get_decoder()), "NAME")
     raise MXError(
-        f"the vision tower of {type(model).__name__}, a {vision.model_type}, is not supported: supported are those of "
-        f"{', '.join(TOWERS)}; give --part {text} (part={text!r}) for a program of text alone, or {WITHOUT_EXPORT}"
+        f"the vision tower of {type(model).__name__}, a {vision.model_type}, is not supported: supported are the "
+        f"towers of {', '.join(TOWERS)}; give --part {text} (part={text!r}) for a program of text alone, or "
+        f"{WITHOUT_EXPORT}"
     )
 
 

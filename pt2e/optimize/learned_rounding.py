@@ -201,7 +201,7 @@ def _stored(values: Tensor, spec: MXSpec) -> Tensor:
 
 
 def _scales_of(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> BlockScales | None:
-    """Return the scales of a weight that do not follow from its rounded values, by default those of nearest rounding;
+    """Return the scales of a weight that do not follow from its rounded values, by default of nearest rounding;
     None if they follow."""
     spec = target.consumers[0].spec
     if spec.scale_format.is_power_of_two:

@@ -98,7 +98,7 @@ def choose_scales(weight: Tensor, spec: MXSpec, importance: Tensor | None = None
 
     Args:
         weight: (..., n, ...) float.
-        spec: a format whose scales have a significand; its axis is that of the weight.
+        spec: a format whose scales have a significand; its axis is the axis of the weight.
         importance: the weight of each squared error, in the shape of `weight`.
 
     Returns:
@@ -131,7 +131,7 @@ def nearest_scales(weight: Tensor, spec: MXSpec) -> BlockScales:
 
     Args:
         weight: (..., n, ...) float.
-        spec: a format whose scales have a significand; its axis is that of the weight.
+        spec: a format whose scales have a significand; its axis is the axis of the weight.
 
     Returns:
         The scales.

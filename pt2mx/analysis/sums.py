@@ -77,7 +77,7 @@ def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple
         powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
         scale = torch.tensor(powers, dtype=torch.float64).to(x.device)[byte]
     else:
-        scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as those of codes do
+        scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as multiples of codes do
     for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):
         if axis is not None:
             scale = of_each_value(scale, axis, block, x.shape[axis])

@@ -176,7 +176,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             scale: the new scales.
             axis: the dimension along which their blocks run.
             values: any tensor with the shape, strides and dtype of the new values, a meta tensor for example.
-            tensor_scale: the new scale of the tensor; by default that of this one.
+            tensor_scale: the new scale of the tensor; by default the scale of this one.
 
         Returns:
             The tensor.

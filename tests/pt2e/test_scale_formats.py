@@ -1,4 +1,4 @@
-"""NVFP4 and other formats with scales beside E8M0, from the config to the saved and the compiled program."""
+"""NVFP4 and other formats with scales other than E8M0, from the config to the saved and the compiled program."""
 
 import pytest
 import torch

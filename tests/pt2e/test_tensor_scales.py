@@ -71,7 +71,7 @@ def test_calibration_fixes_the_tensor_scales_of_activations(spec, tmp_path):
         torch.testing.assert_close(lowered(X), got, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(pt2mx.make_portable(program).module()(X), got)
     assert not calls(lowered, ops.tensor_scale_mx.default)
-    # the definition, with the scales of calibration in place of those of the tensors
+    # the definition, with the scales of calibration in place of the tensors' own scales
     layer = pt2mx.fake_quantize_mx(X, spec, tensor_scale=want["x"]), pt2mx.fake_quantize_mx(net.up.weight, spec)
     assert torch.equal(prepared.get_submodule("activation_post_process_0")(X), layer[0])
     up = nn.functional.gelu(net.norm(nn.functional.linear(*layer, net.up.bias)))

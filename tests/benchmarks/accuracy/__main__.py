@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--presets", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS), metavar="PRESET")
-    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default those of each model")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default the formats of each model")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     found: dict[str, list[Row]] = {}

@@ -193,7 +193,7 @@ def _damage(folder, name, change):
 
 
 _UP = "model.layers.0.mlp.up_proj.weight"
-#: what is wrong -> suffix of the tensor, its change, and the error
+#: fault -> suffix of the tensor, its change, and the error
 _BAD = {
     "block scale of 0": ("_scale", torch.zeros_like, "holds a scale of 0 for codes that are not 0"),
     "tensor scale of NaN": ("_scale_2", lambda one: one * float("nan"), "is nan: a tensor scale is a positive number"),

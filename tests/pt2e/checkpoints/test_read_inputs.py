@@ -111,7 +111,7 @@ def test_impossible_scales_of_inputs(in_format, tmp_path, value, text):
 @pytest.mark.slow
 @torch.no_grad()
 def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
-    """Logits equal those of its own functions in float32. It divides in bfloat16, where a scale may round twice."""
+    """Its own functions in float32 give equal logits. It divides in bfloat16, where a scale may round twice."""
     in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
     _calibrated(tmp_path / "nv")
     convert_checkpoint(tmp_path / "nv", tmp_path / "ct")

@@ -150,7 +150,7 @@ def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path
 @pytest.mark.parametrize("form", ["fp8_e4m3{128x128}(f32)", "fp8_e4m3{128x128}"])
 @torch.no_grad()
 def test_the_last_block_may_be_shorter(in_format, logits, tmp_path, form):
-    """Codes and scales are those of `quantize_mx`; values those of `dequantize_mx`, for experts that merge too."""
+    """`quantize_mx` gives the codes and scales, `dequantize_mx` the values, for experts that merge too."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "num_local_experts": 2, "vocab_size": 300, "pad_token_id": 257}
     torch.manual_seed(0)

@@ -6,11 +6,25 @@ import torch
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli import progress
+from pt2mx.pt2e.cli.command import main
 
 
 @pytest.fixture
 def transformers():
     return import_extra("transformers", "hf")
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """Run a command in the folder `place` of a test's module; return exit status, stdout and stderr."""
+    monkeypatch.chdir(place)
+
+    def run(*arguments):
+        capsys.readouterr()
+        status = main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

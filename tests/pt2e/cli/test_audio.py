@@ -40,19 +40,6 @@ def place(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def run(place, monkeypatch, capsys):
-    """Run a command in that folder; return exit status, stdout and stderr."""
-    monkeypatch.chdir(place)
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_a_recording_is_transcribed(run, place):
     samples = write_recording(place / "speech.wav", 0.8)
     arguments = ("generate", "whisper-mxfp4", "--audio", "speech.wav", "--max-new-tokens", "9")

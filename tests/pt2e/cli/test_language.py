@@ -38,19 +38,6 @@ def loaded_once(load_once, monkeypatch):
     monkeypatch.setattr(LanguageModel, "from_pretrained", load_once)
 
 
-@pytest.fixture
-def run(place, monkeypatch, capsys):
-    """Run a command in that folder; return exit status, stdout and stderr."""
-    monkeypatch.chdir(place)
-
-    def run(*arguments):
-        capsys.readouterr()
-        status = main(list(arguments))
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def test_the_folder(place):
     names = {"config.json", "generation_config.json", "program.pt2", "report.json", "tokenizer.json"}
     assert names <= {file.name for file in (place / "quantized").iterdir()}

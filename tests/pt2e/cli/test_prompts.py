@@ -6,7 +6,6 @@ import pytest
 from PIL import Image
 
 from pt2mx import LanguageModel, MXError
-from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from tests.vision_language_models import llava_processor, vision_language_checkpoint
 
@@ -26,18 +25,6 @@ def place(tmp_path_factory):
     Image.new("RGB", (50, 40), (200, 10, 30)).save(path / "red.png")
     (path / "text.png").write_text("no image")
     return path
-
-
-@pytest.fixture
-def run(place, monkeypatch, capsys):
-    """Run a command in that folder; return exit status, stdout and stderr."""
-    monkeypatch.chdir(place)
-
-    def run(*arguments):
-        capsys.readouterr()
-        return main(list(arguments)), *capsys.readouterr()
-
-    return run
 
 
 def test_a_model_with_its_vision_tower(run):

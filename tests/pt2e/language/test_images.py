@@ -56,7 +56,7 @@ def test_chunks_of_a_prompt_keep_images_whole(folder, monkeypatch):
 
 
 def test_positions_go_on_after_images(folder):
-    """The tokens of an image share positions, so those of later text are smaller than the number of tokens."""
+    """The tokens of an image share positions, so positions of later text are smaller than the number of tokens."""
     model, prompts = LanguageModel.from_pretrained(folder("qwen3_vl")), image_prompts("qwen3_vl")
     eager = round_weights(tiny_vision_language_model("qwen3_vl"))
     text = torch.tensor([[3, 4], [5, 6], [7, 8]])

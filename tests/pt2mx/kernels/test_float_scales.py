@@ -177,7 +177,7 @@ def test_compiled_code_gives_the_same_bits(text, compiler):
 @pytest.mark.parametrize("mode", FLOAT_SCALE_MODES)
 @pytest.mark.parametrize("text", ["nvfp4", "int4{16}(e4m3_f32_divisor)"])
 def test_values_far_below_a_tensor_scale(text, mode):
-    """The scale of a tensor of tiny values is the least one: zeros stay zeros, and codes are those of the values."""
+    """The scale of a tensor of tiny values is the least one: zeros stay zeros, and each value has its own code."""
     spec = parse(text, axis=1, scale_mode=mode)
     x = torch.tensor([[0.0] * 16, [1e-45, -1e-45, 0.0, 1e-44] * 4])
     t = tensor_scale_mx(x, spec)

@@ -1,4 +1,4 @@
-"""Values do not depend on torch's default dtype and device, nor on what is traced when a kernel is first used."""
+"""Values do not depend on torch's default dtype and device, nor on tracing when a kernel is first used."""
 
 import pytest
 import torch

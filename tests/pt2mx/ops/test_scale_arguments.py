@@ -181,7 +181,7 @@ def test_linear_layers():
 
 @pytest.mark.parametrize("scale_format", ["e4m3_f32", "e4m3_f32_divisor"])
 def test_a_tensor_scale_of_each_matrix(scale_format):
-    """The bits are those of each matrix alone, also with the experts inside in memory, and compiled."""
+    """The bits equal the bits of each matrix alone, also with the experts inside in memory, and compiled."""
     spec = pt2mx.MXSpec("fp4_e2m1", 16, scale_format=scale_format)
     weight = torch.randn(3, 40, 96) * torch.tensor([1.0, 30.0, 0.01]).view(-1, 1, 1)
     t = torch.stack([pt2mx.tensor_scale_mx(one, spec) for one in weight])

@@ -22,6 +22,18 @@ _INTEGER_INSTRUCTIONS = {
 }
 
 
+def run_integers(text, registers):
+    """Run the integer instructions of a text in `registers`; yield the other ones: name, target, operands."""
+    for line in text.strip("{}\n").split(";"):
+        instruction, _, rest = line.strip().partition(" ")
+        target, *operands = rest.split(", ")
+        if instruction in _INTEGER_INSTRUCTIONS:
+            values = [registers[o] if o in registers else int(o, 0) for o in operands]
+            registers[target] = _INTEGER_INSTRUCTIONS[instruction](*values)
+        else:
+            yield instruction, target, operands
+
+
 @pytest.mark.parametrize("scales_of_word", [1, 2])
 @pytest.mark.parametrize("name", [name for name, fragment in FRAGMENTS.items() if fragment.pairs])
 def test_ptx_gathers_the_pairs_that_the_definition_does(name, scales_of_word):
@@ -30,13 +42,8 @@ def test_ptx_gathers_the_pairs_that_the_definition_does(name, scales_of_word):
     outputs, words = fragment.values // 2, torch.randint(-(2**31), 2**31, (1, fragment.words), dtype=torch.int64)
     registers = {f"${outputs + i}": int(word) & 0xFFFFFFFF for i, word in enumerate(words[0])}
     pairs = {}
-    for line in decode_ptx(ELEMENTS[name], scales_of_word).split(";"):
-        instruction, _, rest = line.strip().partition(" ")
-        target, *operands = rest.split(", ")
-        if instruction in _INTEGER_INSTRUCTIONS:
-            values = [registers[o] if o in registers else int(o, 0) for o in operands]
-            registers[target] = _INTEGER_INSTRUCTIONS[instruction](*values)
-        elif instruction == "fma.rn.bf16x2":
+    for instruction, target, operands in run_integers(decode_ptx(ELEMENTS[name], scales_of_word), registers):
+        if instruction == "fma.rn.bf16x2":
             pairs[target] = registers[operands[0]]
             scale = int(operands[1].removeprefix("$")) - outputs - fragment.words
             assert scale == 4 * ((len(pairs) - 1) * fragment.scales * scales_of_word // outputs)
@@ -66,13 +73,8 @@ def test_ptx_decodes_eight_codes(name):
             halves = [sum(pairs[at + i][h] << element.bits * i for i in range(of_word)) for h in range(2)]
             registers[f"${4 + at // of_word}"] = halves[0] | halves[1] << 16
         decoded = {}
-        for line in decode_eight_ptx(element).strip("{}\n").split(";"):
-            instruction, _, rest = line.strip().partition(" ")
-            target, *operands = rest.split(", ")
-            if instruction in _INTEGER_INSTRUCTIONS:
-                values = [registers[o] if o in registers else int(o, 0) for o in operands]
-                registers[target] = _INTEGER_INSTRUCTIONS[instruction](*values)
-            elif instruction == "fma.rn.bf16x2":
+        for instruction, target, operands in run_integers(decode_eight_ptx(element), registers):
+            if instruction == "fma.rn.bf16x2":
                 product = _floats(registers[operands[0]]) * _floats(registers[operands[1]]) + _floats(
                     registers[operands[2]]
                 )
