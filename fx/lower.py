@@ -29,6 +29,7 @@ from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize, s
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
+from pt2mx.fx.passes.interleave_gates import interleave_gates
 from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.fx.passes.packed_operands import use_packed_attention, use_packed_embeddings, use_packed_weights
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
@@ -72,6 +73,7 @@ STEPS = (
     Step(fuse_activation_quantize),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(fuse_quantize_epilogue),
+    Step(interleave_gates, needs_weights=True),
     Step(use_mma_layout, needs_weights=True),
 )
 

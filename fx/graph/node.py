@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.ops import hadamard, linear, quantization
+from pt2mx.ops import decoder_linear, hadamard, linear, quantization
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -196,6 +196,14 @@ class Dequantize(OperatorCall, quantization.Dequantize[Node]):
 
 class LinearMX(OperatorCall, linear.LinearMX[Node]):
     """A call of `linear_mx`."""
+
+
+class LinearMXMMALayout(OperatorCall, linear.LinearMXMMALayout[Node]):
+    """A call of `linear_mx_mma_layout`."""
+
+
+class NormedLinearMX(OperatorCall, decoder_linear.NormedLinearMX[Node]):
+    """A call of `normed_linear_mx`."""
 
 
 class GroupedLinearMX(OperatorCall, linear.GroupedLinearMX[Node]):

@@ -101,18 +101,21 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        if not _supports_mma_layout(call):
-            continue
-        if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
-            continue
-        codes = tensor_of(model, call.codes)
-        if not everywhere and not (codes.device.type == "cuda" and runs_triton(codes.device)):
+        if not has_mma_layout(model, call, constants, everywhere):
             continue
         key = call.codes.target, call.scale.target, call.element, call.block_size, call.scale_format
         if key not in buffers:
             buffers[key] = _register_mma_layout(model, call)
         if buffers[key]:
             _replace(model, node, call, buffers[key])
+
+
+def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node], everywhere: bool = False) -> bool:
+    """Return whether `use_mma_layout` takes a call, unless the layout cannot represent its weight."""
+    if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
+        return False
+    device = tensor_of(model, call.codes).device
+    return _supports_mma_layout(call) and (everywhere or (device.type == "cuda" and runs_triton(device)))
 
 
 def _supports_mma_layout(call: LinearMX) -> bool:

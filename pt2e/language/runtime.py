@@ -25,6 +25,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.passes.fuse_decoding import FEW_ROWS, fuse_decoding
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
 from pt2mx.pt2e.language.merge_images import FEATURES, ImageInputs
@@ -62,6 +63,7 @@ class Runner:
         self.decoder, self.device, self._pads, self._compiles = decoder, device, False, False
         self._prompt = packages.get("prompt", decoder)
         self._token = packages.get("token") or with_single_steps(decoder)
+        self._fused_token = packages.get("token") or _fused(self._token)
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.
@@ -70,7 +72,10 @@ class Runner:
         apply to prompts."""
         self._pads, self._compiles = self.device.type == "cuda", True
         self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
-        self._token = torch.compile(with_single_steps(self.decoder), **options)
+        single = with_single_steps(self.decoder)
+        fused = _fused(single)
+        self._token = torch.compile(single, **options)
+        self._fused_token = self._token if fused is single else torch.compile(fused, **options)
 
     def read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of some columns.
@@ -105,7 +110,8 @@ class Runner:
             inputs = {
                 name: F.pad(value, (0, padding)) if name in OF_TOKENS else value for name, value in inputs.items()
             }
-        program = self._prompt if length > 1 else self._token if len(kept) == 1 else self.decoder
+        of_tokens = self._fused_token if len(mask) <= FEW_ROWS else self._token
+        program = self._prompt if length > 1 else of_tokens if len(kept) == 1 else self.decoder
         # Inductor reads the number of a token in a scan from a tensor
         with torch._dynamo.config.patch(capture_scalar_outputs=True) if self._compiles else nullcontext():
             logits = program(
@@ -117,6 +123,11 @@ class Runner:
             )
         cache.advance(length)
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
+
+
+def _fused(single: GraphModule) -> GraphModule:
+    """Return the program for single tokens of a few sequences; it shares the tensors of `single`."""
+    return fuse_decoding(copy_sharing_tensors(single)) if fuse_decoding.applies_to(single) else single
 
 
 def _ends_of_chunks(length: int, size: int, rows: Tensor | None) -> Iterator[int]:

@@ -81,6 +81,8 @@ KERNELS: dict[str, dict[str, str]] = {
         "any": "dequantize_then_matmul:linear_mma_layout",
         "cuda": "gpu.linear:linear_mma_layout",
     },
+    "normed_linear_mx": {"any": "decoder_linear:normed_linear", "cuda": "gpu.linear:normed_linear"},
+    "residual_linear_mx": {"any": "decoder_linear:residual_linear", "cuda": "gpu.linear:residual_linear"},
     "linear_fake_quantize_mx": {"cpu": "cpu.linear:linear_fake_quantize"},
     "conv2d_mx": {
         "any": "dequantize_then_matmul:conv2d",

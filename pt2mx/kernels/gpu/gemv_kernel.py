@@ -6,7 +6,7 @@ The first codes are loaded while the kernel before still computes x, and the nex
 The kernel may rotate one row of x in blocks of 32 first. The eight threads that hold a block in the layout of the
 tensor cores' operand have four values each. They rotate the block together, with the sums of `pt2mx.kernels.hadamard`
 in the same order. The operand has eight columns, usually one row of x each. Here each column holds the values of one
-thread and zeros, so that the sum of all columns is the result for the one row (`_SUM_COLUMNS`). No values have to be
+thread and zeros, so that the sum of all columns is the result for the one row (`gemv_epilogue`). No values have to be
 exchanged between threads.
 """
 
@@ -23,8 +23,8 @@ from pt2mx.kernels.gpu.fragment import (
     load_fragments,
     pdl_launch_dependents,
     pdl_wait,
-    scaled,
 )
+from pt2mx.kernels.gpu.gemv_epilogue import store, sums_of_squares
 from pt2mx.kernels.gpu.tuning import ROTATED_BLOCK
 
 #: acc + 16 values along K, twice. Operands: acc; four words of rows g, of rows g + 8, of x; acc
@@ -71,34 +71,32 @@ _ROTATE = gl.constexpr(_rotate_ptx())
 _ROTATE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["l"] * 4))
 _ROTATE_RESULTS = gl.constexpr((gl.int32,) * 4)
 _BLOCK = gl.constexpr(ROTATED_BLOCK)
-#: adds a thread's two rows over all columns, each sum in both of its registers
-_SUM_COLUMNS = gl.constexpr("""{
-.reg .f32 a, b, c, d;
-add.f32 a, $4, $5;
-add.f32 b, $6, $7;
-shfl.sync.bfly.b32 c, a, 1, 0x1f, 0xffffffff;
-shfl.sync.bfly.b32 d, b, 1, 0x1f, 0xffffffff;
-add.f32 a, a, c;
-add.f32 b, b, d;
-shfl.sync.bfly.b32 c, a, 2, 0x1f, 0xffffffff;
-shfl.sync.bfly.b32 d, b, 2, 0x1f, 0xffffffff;
-add.f32 a, a, c;
-add.f32 b, b, d;
-mov.f32 $0, a;
-mov.f32 $1, a;
-mov.f32 $2, b;
-mov.f32 $3, b;
-}""")
-_SUM_COLUMNS_CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 4 + ["f"] * 4))
 
 
 @gluon.jit(do_not_specialize=["batch", "n", "k", "n_tiles", "k_steps", "loads_early"])
-def gemv_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, k, n_tiles, k_steps, loads_early, C: gl.constexpr):
+def gemv_kernel(
+    x,
+    codes,
+    scale,
+    tensor_scale,
+    bias,
+    squares,
+    around,
+    out,
+    batch,
+    n,
+    k,
+    n_tiles,
+    k_steps,
+    loads_early,
+    C: gl.constexpr,
+):
     """x: (batch, k) bf16, codes: (n_tiles, k_steps, 2, vectors, 32, 16), scale: (n_tiles, k_steps, 2, scales, 32)
     uint8, or int16 for pairs of scales with a significand, tensor_scale: () or None, bias: (n,) -> out: (batch, n).
 
-    `C.rotates`: x is one row, which is rotated first in blocks of 32. `loads_early`: kernels before this one did not
-    write the weight, so its first loads need not wait for them."""
+    `C.rotates`: x is one row, which is rotated first in blocks of 32. `C.divides`: squares is (batch, ceil(k / 16)), of
+    x before its weight. around: as of `store`. `loads_early`: kernels before this one did not write the weight, so its
+    first loads need not wait for them."""
     layout: gl.constexpr = fragment_layout(C)
     pdl_launch_dependents(C)
     acc = ()
@@ -112,13 +110,14 @@ def gemv_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, k, n_tiles, 
     words, scales = _load_weight(pointers, k_steps, 0, C)
     pdl_wait(C)
     pairs = _load_x(x_pointers, k, 0, C)
+    of_squares = sums_of_squares(squares, batch, k, C)
     for start in range(C.k_unroll * C.warps_k, k_steps, C.k_unroll * C.warps_k):
         next_words, next_scales = _load_weight(pointers, k_steps, start, C)
         next_pairs = _load_x(x_pointers, k, start, C)
         acc = _multiply(acc, words, scales, pairs, C)
         words, scales, pairs = next_words, next_scales, next_pairs
     acc = _multiply(acc, words, scales, pairs, C)
-    _store(acc, tensor_scale, bias, out, batch, n, C)
+    store(acc, of_squares, tensor_scale, bias, around, out, batch, n, n_tiles, k, C)
 
 
 @gluon.jit
@@ -211,25 +210,3 @@ def _rotated(values, words, C: gl.constexpr):
         four = gl.broadcast(values[i], words[0])[0]
         pairs = pairs + gl.inline_asm_elementwise(_ROTATE, _ROTATE_CONSTRAINTS, (four,), _ROTATE_RESULTS, True, 4)
     return pairs
-
-
-@gluon.jit
-def _store(acc, tensor_scale, bias, out, batch, n, C: gl.constexpr):
-    """Add the sums of the warps along K, scale them, add the bias, and store the result of each tile."""
-    of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
-    warp_n = gl.arange(0, C.warps_n, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, of_rows)))[None, None, :]
-    for tile in gl.static_range(gl.constexpr(C.tiles_per_warp)):
-        row = ((gl.program_id(0) * C.warps_n + warp_n) * C.tiles_per_warp + tile) * 16 + lane // 4 + word // 2 * 8
-        added = gl.load(bias + row, mask=row < n, other=0).to(gl.float32) if C.has_bias else 0.0
-        for m_tile in gl.static_range(gl.constexpr(C.m_tiles)):
-            sums = acc[(tile * C.m_tiles + m_tile) * C.chains]
-            for chain in gl.static_range(1, gl.constexpr(C.chains)):
-                sums += acc[(tile * C.m_tiles + m_tile) * C.chains + chain]
-            if C.rotates:
-                sums = gl.inline_asm_elementwise(_SUM_COLUMNS, _SUM_COLUMNS_CONSTRAINTS, (sums,), gl.float32, True, 4)
-            total = scaled(gl.sum(sums, 0), tensor_scale, C) + added  # (warps_n, 32, 4)
-            m = 8 * m_tile + lane % 4 * 2 + word % 2
-            at = m.to(gl.int64) * n + row
-            gl.store(out + at, total.to(out.dtype.element_ty), mask=(row < n) & (m < batch))

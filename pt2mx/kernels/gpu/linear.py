@@ -8,6 +8,7 @@ in every run.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +25,22 @@ from pt2mx.kernels.select import run_kernel
 #: tiles of the weight that are dequantized for one matmul: on an H200 one matmul was faster than several of 4096 rows
 #: for nearly all sizes, and than several of 8192 rows for most
 _TILES_OF_PART = 1024
+_MOST_ROWS = 32  # of x, that `gemv_kernel` multiplies
+
+
+class Around(NamedTuple):
+    """What `gemv_kernel` computes around a layer; the tensors are as of `gemv_epilogue.store`."""
+
+    divides: Tensor | None = None  # squares of x
+    eps: float = 0.0
+    gate: str | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    weighted: Tensor | None = None
+    squares: Tensor | None = None
+
+
+_ALONE = Around()
 
 
 def linear_mma_layout(
@@ -36,9 +53,7 @@ def linear_mma_layout(
     rotation: int = 0,
     tensor_scale: Tensor | None = None,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if rows.data_ptr() % 16:  # a slice of a tensor may be misaligned; kernels read 16 bytes at a time
-        rows = rows.clone()
+    rows = _rows(x)
     (batch, k), n_tiles = rows.shape, len(codes)
     rotates = tuning.rotates_in_gemv(batch, k, n_tiles, rotation)
     if rotation and not rotates:
@@ -50,6 +65,57 @@ def linear_mma_layout(
     kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
     kernel(rows, codes, _in_words(scale), tensor_scale, bias, out, element)
     return out.view(*x.shape[:-1], n)
+
+
+def normed_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    element: ElementFormat,
+    n: int,
+    squares: Tensor | None,
+    eps: float,
+    gate: str | None,
+    tensor_scale: Tensor | None = None,
+) -> Tensor | None:
+    """Return None for more rows than `gemv_kernel` takes."""
+    rows = _rows(x)
+    if not 0 < len(rows) <= _MOST_ROWS:
+        return None
+    out = x.new_empty(len(rows), n if gate is None else n // 2)
+    around = Around(None if squares is None else _rows(squares), eps, gate)
+    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, out, element, around=around)
+    return out.view(*x.shape[:-1], -1)
+
+
+def residual_linear(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    element: ElementFormat,
+    n: int,
+    residual: Tensor,
+    norm_weight: Tensor,
+    tensor_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return None for more rows than `gemv_kernel` takes."""
+    rows = _rows(x)
+    if not 0 < len(rows) <= _MOST_ROWS:
+        return None
+    total, weighted = x.new_empty(2, len(rows), n)
+    squares = x.new_empty(len(rows), len(codes), dtype=torch.float32)
+    of_norm = {"norm_weight": norm_weight.contiguous(), "weighted": weighted, "squares": squares}
+    around = Around(residual=_rows(residual), **of_norm)
+    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, around=around)
+    return tuple(tensor.view(*x.shape[:-1], -1) for tensor in (total, weighted, squares))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., K) -> (rows, K), contiguous and aligned, since kernels read 16 bytes at a time."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows.clone() if rows.data_ptr() % 16 else rows
 
 
 def _in_words(scale: Tensor) -> Tensor:
@@ -66,6 +132,7 @@ def _gemv(
     out: Tensor,
     element: ElementFormat,
     rotates: bool = False,
+    around: Around = _ALONE,
 ) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -80,15 +147,20 @@ def _gemv(
         whole_k=k % (FRAGMENTS[element.name].k_step * chosen.warps_k * chosen.k_unroll) == 0,
         use_pdl=use_pdl,
         rotates=rotates,
+        divides=around.divides is not None,
+        gate=around.gate,
+        adds_residual=around.residual is not None,
     )
     # a CUDA graph cannot contain `to_mma_layout`, which waits for the device: its kernels do not write weights
     loads_early = int(torch.cuda.is_current_stream_capturing())
-    sizes = batch, out.shape[1], k, n_tiles, k_steps, loads_early
+    n = out.shape[1] if around.gate is None else 2 * out.shape[1]
+    sizes = batch, n, k, n_tiles, k_steps, loads_early
     grid = (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):
         of_weight = codes, scale, tensor_scale, bias
+        others = around.eps, around.residual, around.norm_weight, around.weighted, around.squares
         options = {"num_warps": chosen.warps_k, "launch_pdl": use_pdl, "maxnreg": tuning.max_registers(chosen, element)}
-        gemv_kernel[grid](x, *of_weight, out, *sizes, config, **options)
+        gemv_kernel[grid](x, *of_weight, around.divides, others, out, *sizes, config, **options)
 
 
 def _dequantize_then_matmul(

@@ -163,6 +163,9 @@ class KernelConfig(NamedTuple):
     whole_k: bool = True  # K is a multiple of what a program takes at a time
     use_pdl: bool = False
     rotates: bool = False  # GEMV: x is rotated first
+    divides: bool = False  # GEMV: the result is divided by the root mean square of x
+    gate: str | None = None  # GEMV: of `decoder_linear.GATES`
+    adds_residual: bool = False  # GEMV: and stores what the next norm needs
 
     @property
     def scales_of_word(self) -> int:

@@ -86,6 +86,14 @@ RECORDED = {
         3: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation) -> Tensor",
         4: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, int rotation, Tensor? tensor_scale=None) -> Tensor",
     },
+    "normed_linear_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, Tensor? squares, float eps, str? gate, "
+        "Tensor? tensor_scale=None) -> Tensor",
+    },
+    "residual_linear_mx": {
+        1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, Tensor residual, Tensor norm_weight, "
+        "Tensor? tensor_scale=None) -> (Tensor total, Tensor weighted, Tensor squares)",
+    },
     "attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
         "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor",

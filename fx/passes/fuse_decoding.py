@@ -1,0 +1,200 @@
+"""Fuse what is around the linear layers of a decoder's step into them: norms, residual sums, gates.
+
+Only for a few rows of x, as a step of single tokens has: for prompts Inductor's kernels between the matmuls take no
+time to speak of.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.node import LinearMXMMALayout, NormedLinearMX, dtype_of, insert_before, shape_of
+from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.passes.interleave_gates import gate_of
+from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from pt2mx.ops.linear import linear_mx_mma_layout
+
+aten = torch.ops.aten
+
+#: most rows of x for which the fused operators are meant
+FEW_ROWS = 8
+
+
+class Norm(NamedTuple):
+    """RMSNorm of a residual sum."""
+
+    node: Node
+    total: Node
+    weight: Node
+    eps: float
+
+
+@graph_pass(linear_mx_mma_layout)
+def fuse_decoding(model: GraphModule) -> None:
+    """Replace linear layers with weights in the MMA layout, and what is around them, by `normed_linear_mx` and
+    `residual_linear_mx`.
+
+    A norm is divided between the layer whose result completes its residual sum and the layers that read it; nothing
+    else may read it. The pass skips norms of other forms, layers that rotate x, and tensors that the graph writes.
+    """
+    graph = model.graph
+    _remove_idle(graph)
+    written = written_nodes(graph)
+    for node in graph.find_nodes(op="call_function", target=aten.unflatten.int):
+        _fuse_gate(node, written)
+    norms = [norm for node in graph.nodes if (norm := _norm_of(node)) is not None]
+    for norm in norms:
+        _fuse_norm(norm, written)
+
+
+def _remove_idle(graph: Graph) -> None:
+    """Erase checks of types, and dropout outside of training."""
+    for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
+        if node.args[2] is False:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _fuse_gate(pairs: Node, written: set[Node]) -> None:
+    """Fuse the activation and the product of halves that `interleave_gates` interleaved."""
+    linear, parts = pairs.args[0], {part.args[2]: part for part in pairs.users if part.target is aten.select.int}
+    call = LinearMXMMALayout.of(linear)
+    if call is None or call.rotation or set(parts) != {0, 1} or len(linear.users) > 1:
+        return
+    halves = [next(iter(parts[i].users)) for i in range(2)]
+    if any(len(part.users) > 1 for part in parts.values()) or not written.isdisjoint((linear, pairs, *halves)):
+        return
+    if (found := gate_of(*halves)) is not None:
+        gate, product = found
+        _replace(product, _normed(product, call, call.x, None, 0.0, gate))
+
+
+def _fuse_norm(norm: Norm, written: set[Node]) -> None:
+    """Divide a norm between the layers before and after it."""
+    terms = norm.total.all_input_nodes
+    layers = [(node, call) for node in terms if (call := LinearMXMMALayout.of(node)) is not None]
+    paths = _paths_to_layers(norm.node)
+    if not layers or not paths or not written.isdisjoint((norm.total, norm.node, *terms)):
+        return
+    before, call = layers[-1]
+    residual = next(node for node in terms if node is not before)
+    if (
+        call.rotation
+        or len(before.users) > 1
+        or shape_of(residual) != shape_of(before)
+        or dtype_of(residual) != torch.bfloat16
+    ):
+        return
+    weight = _read_again(norm.total, norm.weight)
+    linear = call.x, call.codes, call.scale, call.bias, call.element, call.n
+    fused = insert_before(norm.total, residual_linear_mx, *linear, residual, weight, *_of_tensor(call))
+    total, weighted, squares = (insert_before(norm.total, operator.getitem, fused, i) for i in range(3))
+    _replace(norm.total, total)
+    for *path, layer in paths:
+        x, of_x = weighted, squares
+        for node in path:
+            x, of_x = (_same_rows(layer, node, tensor) for tensor in (x, of_x))
+        reader = LinearMXMMALayout.of(layer) or NormedLinearMX.expect(layer)
+        _replace(layer, _normed(layer, reader, x, of_x, norm.eps, getattr(reader, "gate", None)))
+
+
+def _normed(
+    place: Node, call: LinearMXMMALayout | NormedLinearMX, x: Node, squares: Node | None, eps: float, gate: str | None
+) -> Node:
+    args = x, call.codes, call.scale, call.bias, call.element, call.n, squares, eps, gate, *_of_tensor(call)
+    return insert_before(place, normed_linear_mx, *args)
+
+
+def _of_tensor(call: LinearMXMMALayout | NormedLinearMX) -> tuple[Node, ...]:
+    return () if call.tensor_scale is None else (call.tensor_scale,)
+
+
+def _replace(old: Node, new: Node) -> None:
+    new.meta.update({key: value for key, value in old.meta.items() if key != "val"})
+    old.replace_all_uses_with(new)
+    erase_unused(old)
+
+
+def _read_again(place: Node, read: Node) -> Node:
+    with place.graph.inserting_before(place):
+        node = place.graph.get_attr(read.target)
+    node.meta.update(read.meta)
+    return node
+
+
+def _paths_to_layers(node: Node) -> list[list[Node]]:
+    """Return the nodes from a norm to each layer that reads it, which may select rows; empty if anything else reads
+    it."""
+    paths = []
+    for user in node.users:
+        plain, normed = LinearMXMMALayout.of(user), NormedLinearMX.of(user)
+        if (plain and not plain.rotation) or (normed and normed.squares is None):
+            paths.append([user])
+        elif _selects_rows(user) and (further := _paths_to_layers(user)):
+            paths += [[user, *path] for path in further]
+        else:
+            return []
+    return paths
+
+
+def _selects_rows(node: Node) -> bool:
+    dims = len(shape_of(node) or ())
+    if node.target is aten.slice.Tensor:
+        return node.args[1] not in (-1, dims - 1)
+    return node.target is aten.index.Tensor and len(node.args[1]) < dims
+
+
+def _same_rows(place: Node, node: Node, tensor: Node) -> Node:
+    """Select the same rows of another tensor."""
+    return insert_before(place, node.target, tensor, *node.args[1:])
+
+
+# --- the forms of RMSNorm ---
+
+
+def _norm_of(node: Node) -> Norm | None:
+    """Return the norm that a node completes, of a sum of two bfloat16 tensors; None for another node."""
+    found = _written_out(node) if node.target is aten.mul.Tensor else _one_call(node)
+    if found is None or found.total.target is not aten.add.Tensor or found.total.kwargs:
+        return None
+    is_bfloat16 = all(dtype_of(n) == torch.bfloat16 for n in (node, found.total, found.weight))
+    is_row = shape_of(found.weight) == (shape_of(found.total) or ())[-1:]
+    return found if is_bfloat16 and is_row and len(found.total.all_input_nodes) == 2 else None
+
+
+def _one_call(node: Node) -> Norm | None:
+    if node.target is not aten.rms_norm.default or len(node.args) < 4 or len(node.args[1]) != 1:
+        return None
+    x, _, weight, eps = node.args
+    return Norm(node, x, weight, eps) if weight is not None and eps is not None and weight.op == "get_attr" else None
+
+
+def _written_out(node: Node) -> Norm | None:
+    """weight * (x32 * rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)"""
+    weight = next((n for n in node.all_input_nodes if n.op == "get_attr"), None)
+    cast = next((n for n in node.all_input_nodes if n.target is aten.to.dtype), None)
+    if weight is None or cast is None or not _is_call(cast.args[0], aten.mul.Tensor):
+        return None
+    factors = cast.args[0].all_input_nodes
+    inverse = next((n for n in factors if n.target is aten.rsqrt.default), None)
+    x32 = next((n for n in factors if n.target is aten.to.dtype and n.args[1] == torch.float32), None)
+    if inverse is None or x32 is None or not _is_call(inverse.args[0], aten.add.Tensor):
+        return None
+    mean, eps = inverse.args[0].args
+    if not isinstance(eps, float) or not _is_call(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
+        return None
+    power = mean.args[0]
+    is_norm = _is_call(power, aten.pow.Tensor_Scalar) and power.args == (x32, 2)
+    return Norm(node, x32.args[0], weight, eps) if is_norm else None
+
+
+def _is_call(node: object, target: object) -> bool:
+    return isinstance(node, Node) and node.target is target

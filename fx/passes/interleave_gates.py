@@ -1,0 +1,94 @@
+"""Interleave the rows of a gated MLP's weight: 8 of the gate, and 8 of what it multiplies, in turns.
+
+A tile of a weight in the MMA layout has 16 rows, so a program of `normed_linear_mx` then has both and multiplies them
+(`pt2mx.fx.passes.fuse_decoding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.node import LinearMX, insert_before, name_of, register_buffer, shape_of, tensor_of
+from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.passes.weight_layout import has_mma_layout
+from pt2mx.kernels.decoder_linear import GATE_ROWS, interleave
+
+aten = torch.ops.aten
+
+#: activation of a gate -> its name, by the arguments of a call
+_ACTIVATIONS: dict[object, Callable[[Node], str | None]] = {
+    aten.silu.default: lambda node: "silu",
+    aten.gelu.default: lambda node: "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else None,
+}
+
+
+@graph_pass(LinearMX)
+def interleave_gates(model: GraphModule, everywhere: bool = False) -> None:
+    """Interleave the rows of each weight whose result is divided into halves, the first of which gates the second.
+
+    The pass skips weights that will not have the MMA layout (on other devices, unless `everywhere`), that something
+    else uses, halves whose rows 8 does not divide, and results that the graph writes.
+    """
+    written, constants = written_nodes(model.graph), constant_nodes(model.graph)
+    for node, call in LinearMX.calls_in(model.graph):
+        halves = _halves(node)
+        read = [n for n in (call.codes, call.scale, call.bias) if n is not None]
+        if not halves or not has_mma_layout(model, call, constants, everywhere) or any(len(n.users) > 1 for n in read):
+            continue
+        rows = len(tensor_of(model, call.codes))
+        is_gated = gate_of(*halves) or gate_of(*reversed(halves))
+        if is_gated and rows % (2 * GATE_ROWS) == 0 and written.isdisjoint((node, *halves)):
+            _interleave(model, node, read, halves, gate_of(*halves) is not None, rows)
+
+
+def gate_of(gate: Node, values: Node) -> tuple[str, Node] | None:
+    """Return the name of the activation of `gate`, and the product of it and `values`; None for other nodes."""
+    if len(gate.users) != 1 or len(values.users) != 1:
+        return None
+    activation, product = next(iter(gate.users)), next(iter(values.users))
+    name = _ACTIVATIONS.get(activation.target, lambda node: None)(activation)
+    is_product = product.target is aten.mul.Tensor and set(product.all_input_nodes) == {activation, values}
+    return (name, product) if name and is_product and len(activation.users) == 1 else None
+
+
+def _halves(node: Node) -> list[Node]:
+    """Return the two halves into which alone a result is divided along its last dimension; else an empty list."""
+    shape, users = shape_of(node) or (0,), list(node.users)
+    last = (-1, len(shape) - 1)
+    if len(users) == 1 and users[0].target is aten.chunk.default and users[0].args[1:] in [(2, dim) for dim in last]:
+        parts = {part.args[1]: part for part in users[0].users}
+    else:
+        ends = {(0, shape[-1] // 2): 0, (shape[-1] // 2, shape[-1]): 1} if isinstance(shape[-1], int) else {}
+        slices = [user for user in users if user.target is aten.slice.Tensor and user.args[1] in last]
+        parts = {ends.get(user.args[2:4]): user for user in slices} if len(slices) == len(users) == 2 else {}
+    return [parts[0], parts[1]] if set(parts) == {0, 1} else []
+
+
+def _interleave(
+    model: GraphModule, node: Node, read: list[Node], halves: list[Node], gate_first: bool, rows: int
+) -> None:
+    def reordered(rows_of: Tensor) -> Tensor:
+        return interleave(rows_of if gate_first else torch.cat(rows_of.chunk(2)[::-1]))
+
+    for old in read:
+        with model.graph.inserting_before(old):
+            value = reordered(tensor_of(model, old))
+            new = model.graph.get_attr(register_buffer(model, f"{name_of(old)}_gated", value))
+        new.meta.update(old.meta)
+        node.replace_input_with(old, new)
+        erase_unused(old)
+    first = node.next
+    pairs = insert_before(first, aten.unflatten.int, node, -1, [rows // (2 * GATE_ROWS), 2, GATE_ROWS])
+    parts = [insert_before(first, aten.select.int, pairs, -2, place) for place in ((0, 1) if gate_first else (1, 0))]
+    columns = [insert_before(first, aten.flatten.using_ints, part, -2, -1) for part in parts]
+    for half, of_half in zip(halves, columns, strict=True):
+        of_half.meta.update({key: value for key, value in half.meta.items() if key != "val"})
+        half.replace_all_uses_with(of_half)
+        erase_unused(half)

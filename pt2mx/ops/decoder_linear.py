@@ -1,0 +1,154 @@
+"""`normed_linear_mx`, `residual_linear_mx`: linear layers that also compute what is around them in a decoder's step.
+
+`pt2mx.kernels.decoder_linear` defines them, and says which norm is divided where. Only programs for single tokens on an
+NVIDIA GPU hold them (`pt2mx.fx.passes.fuse_decoding`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from pt2mx.errors import MXError
+from pt2mx.formats import ELEMENTS
+from pt2mx.kernels import decoder_linear
+from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
+from pt2mx.kernels.gpu.mma_layout import ROWS
+from pt2mx.kernels.select import run_kernel
+from pt2mx.ops.arguments import Element, choices
+from pt2mx.ops.linear import LinearMXMMALayout
+from pt2mx.ops.operator import As, Operator, T, operator
+
+_X = "(..., K) bfloat16, K a multiple of 8"
+_OF_LINEAR = "as of `linear_mx_mma_layout`"
+
+
+class _DecoderLinear(Operator[T]):
+    __slots__ = ()
+    x: T
+    codes: T
+    scale: T
+    bias: T | None
+    element: str
+    n: int
+    tensor_scale: T | None
+
+    def check_linear(self) -> None:
+        layer = self.x, self.codes, self.scale, self.bias, self.element, self.n, 0, self.tensor_scale
+        LinearMXMMALayout(*layer).check()
+
+
+@operator("normed_linear_mx", 1, "(..., n) bfloat16, with a gate (..., n / 2)")
+class NormedLinearMX(_DecoderLinear[T]):
+    """`linear_mx_mma_layout` of x over its root mean square, `(squares.sum(-1) / K + eps) ** 0.5`; then, with a gate,
+    the activation of the gate's columns times the others.
+
+    Example:
+        >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
+        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> x, squares = torch.full((1, 64), 3.0).bfloat16(), torch.full((1, 4), 9.0 * 16)
+        >>> torch.ops.pt2mx.normed_linear_mx(x, *weight, None, "fp4_e2m1", 64, squares, 0.0, None)[0, :2]
+        tensor([1., 1.], dtype=torch.bfloat16)
+    """
+
+    x: Annotated[T, _X]
+    codes: Annotated[T, As("weight_data"), _OF_LINEAR]
+    scale: Annotated[T, As("weight_scale"), _OF_LINEAR]
+    bias: Annotated[T | None, "(n,) bfloat16, or None"]
+    element: Element
+    n: Annotated[int, f"rows of the weight; with a gate {GATE_ROWS} of it and {GATE_ROWS} of the values, in turns"]
+    squares: Annotated[T | None, "(..., ceil(K / 16)) float32, as of `residual_linear_mx`; None: x is not divided"]
+    eps: Annotated[float, "added to the mean of the squares"]
+    gate: Annotated[str | None, f"the activation of the gate, {choices(GATES)}; None: no gate"]
+    tensor_scale: Annotated[T | None, _OF_LINEAR] = None
+
+    def check(self) -> None:
+        self.check_linear()
+        x, squares = self.x, self.squares
+        if self.gate is not None and self.gate not in GATES:
+            raise MXError(f"no gate {self.gate!r}: allowed are {', '.join(GATES)}, or None")
+        if self.gate is not None and self.n % ROWS:
+            raise MXError(f"the weight of a gate has {self.n} rows: a multiple of {ROWS} is allowed")
+        if squares is not None:
+            _check(squares, "squares", (*x.shape[:-1], -(-x.shape[-1] // ROWS)), torch.float32)
+
+    def kernel(self) -> Tensor:
+        self.check()
+        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
+        return run_kernel("normed_linear_mx", self.x, *weight, self.squares, self.eps, self.gate, self.tensor_scale)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[:-1], self.n if self.gate is None else self.n // 2)
+
+    def decompose(self) -> Tensor:
+        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
+        return decoder_linear.normed_linear(
+            self.x, *weight, self.squares, self.eps, self.gate, self.tensor_scale
+        ).contiguous()
+
+
+@operator(
+    "residual_linear_mx",
+    1,
+    {
+        "total": "(..., n) bfloat16, the residual plus the rounded result of the layer",
+        "weighted": "(..., n) bfloat16, the total times `norm_weight`",
+        "squares": "(..., ceil(n / 16)) float32: for each 16 values of the total the sum of their squares",
+    },
+)
+class ResidualLinearMX(_DecoderLinear[T]):
+    """`linear_mx_mma_layout` of x, added to the residual, and what the norm after it needs: `normed_linear_mx` takes
+    the weighted total as x, with its squares.
+
+    Example:
+        >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
+        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> x, two = torch.ones(1, 64).bfloat16(), torch.full((64,), 2.0).bfloat16()
+        >>> sums = torch.ops.pt2mx.residual_linear_mx(x, *weight, None, "fp4_e2m1", 64, x, two)
+        >>> [tensor[0, 0].item() for tensor in sums]
+        [2.0, 4.0, 64.0]
+    """
+
+    x: Annotated[T, _X]
+    codes: Annotated[T, As("weight_data"), _OF_LINEAR]
+    scale: Annotated[T, As("weight_scale"), _OF_LINEAR]
+    bias: Annotated[T | None, "(n,) bfloat16, or None"]
+    element: Element
+    n: Annotated[int, "rows of the weight"]
+    residual: Annotated[T, "(..., n) bfloat16"]
+    norm_weight: Annotated[T, "(n,) bfloat16"]
+    tensor_scale: Annotated[T | None, _OF_LINEAR] = None
+
+    def check(self) -> None:
+        self.check_linear()
+        _check(self.residual, "residual", (*self.x.shape[:-1], self.n), torch.bfloat16)
+        _check(self.norm_weight, "norm_weight", (self.n,), torch.bfloat16)
+
+    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.check()
+        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
+        return run_kernel("residual_linear_mx", self.x, *weight, self.residual, self.norm_weight, self.tensor_scale)
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        self.check()
+        shape = (*self.x.shape[:-1], self.n)
+        squares = self.x.new_empty(*shape[:-1], -(-self.n // ROWS), dtype=torch.float32)
+        return self.x.new_empty(shape), self.x.new_empty(shape), squares
+
+    def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
+        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
+        return decoder_linear.residual_linear(self.x, *weight, self.residual, self.norm_weight, self.tensor_scale)
+
+
+def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+        raise MXError(f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}")
+
+
+normed_linear_mx = NormedLinearMX.overload
+residual_linear_mx = ResidualLinearMX.overload

@@ -1,0 +1,100 @@
+"""`normed_linear_mx` and `residual_linear_mx` on the CPU, where they are what their definitions say."""
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.nn import functional as F
+
+from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
+from pt2mx.kernels.decoder_linear import interleave, parts
+from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from tests.operators import opchecks
+
+N, K = 48, 72
+
+
+def operands(name, n=N, k=K):
+    """x, a weight in the MMA layout, and its values."""
+    scale, data = quantize_mx(torch.randn(n, k), name)
+    values = dequantize_mx(data, scale, name, 32, torch.bfloat16, length=k).float()
+    return torch.randn(2, 3, k).bfloat16(), to_mma_layout(data, scale, ELEMENTS[name], 32), values
+
+
+def test_interleave():
+    rows = torch.arange(32).unsqueeze(1)
+    of_tiles = [[*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]]
+    assert interleave(rows).flatten().tolist() == [row for tile in of_tiles for row in tile]
+    gate, values = parts(interleave(rows).t())
+    assert gate.flatten().tolist() == list(range(16)) and values.flatten().tolist() == list(range(16, 32))
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
+def test_a_norm_and_a_gate(name, checks, gate):
+    x, weight, values = operands(name)
+    bias = torch.randn(N).bfloat16()
+    squares = F.pad(x.float().square(), (0, 8)).unflatten(-1, (-1, 16)).sum(-1)
+    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) @ values.t() + bias
+    if gate is not None:
+        first, second = parts(y)
+        y = (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh")) * second
+    args = x, *weight, bias, name, N, squares, 1e-5, gate
+    got = normed_linear_mx(*args)
+    assert got.shape == y.shape and got.dtype == torch.bfloat16
+    assert (got.float() - y).norm() <= 2**-8 * y.norm()
+    opcheck(normed_linear_mx, args, test_utils=checks)
+
+
+def test_no_norm():
+    x, weight, values = operands("fp4_e2m1")
+    got = normed_linear_mx(x, *weight, None, "fp4_e2m1", N, None, 0.0, None)
+    torch.testing.assert_close(got, (x.float() @ values.t()).bfloat16())
+
+
+@pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
+def test_a_residual_sum(name, checks):
+    x, weight, values = operands(name, n=40)
+    residual, norm_weight = torch.randn(2, 3, 40).bfloat16(), torch.randn(40).bfloat16()
+    args = x, *weight, None, name, 40, residual, norm_weight
+    total, weighted, squares = residual_linear_mx(*args)
+    torch.testing.assert_close(total, residual + (x.float() @ values.t()).bfloat16())
+    assert torch.equal(weighted, total * norm_weight)
+    torch.testing.assert_close(squares[..., :2], total.float().square()[..., :32].unflatten(-1, (2, 16)).sum(-1))
+    torch.testing.assert_close(squares[..., 2], total.float().square()[..., 32:].sum(-1))
+    opcheck(residual_linear_mx, args, test_utils=checks)
+
+
+def test_both_are_an_rms_norm():
+    x, first, _ = operands("fp8_e4m3", n=K)
+    _, second, values = operands("fp8_e4m3")
+    norm_weight = torch.rand(K).bfloat16() + 0.5
+    total, weighted, squares = residual_linear_mx(x, *first, None, "fp8_e4m3", K, x, norm_weight)
+    got = normed_linear_mx(weighted, *second, None, "fp8_e4m3", N, squares, 1e-6, None)
+    want = F.rms_norm(total.float(), (K,), norm_weight.float(), 1e-6) @ values.t()
+    assert (got.float() - want).norm() <= 2**-8 * want.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate": "relu"}, "no gate 'relu': allowed are silu, gelu_tanh, or None"),
+        ({"n": 40, "gate": "silu"}, "the weight of a gate has 40 rows: a multiple of 16 is allowed"),
+        ({"squares": torch.ones(2, 3, 4)}, r"squares must be \(2, 3, 5\) torch.float32, not \(2, 3, 4\)"),
+        ({"x": torch.ones(2, K)}, "take bfloat16 x"),
+    ],
+)
+def test_bad_input(change, message):
+    x, weight, _ = operands("fp4_e2m1", n=change.get("n", N))
+    given = {"x": x, "n": N, "squares": None, "gate": None, **change}
+    with pytest.raises(MXError, match=message):
+        normed_linear_mx(given["x"], *weight, None, "fp4_e2m1", given["n"], given["squares"], 0.0, given["gate"])
+
+
+@pytest.mark.parametrize("bad", ["residual", "norm_weight"])
+def test_bad_residual(bad):
+    x, weight, _ = operands("fp4_e2m1")
+    given = {"residual": torch.ones(2, 3, N).bfloat16(), "norm_weight": torch.ones(N).bfloat16()}
+    given[bad] = given[bad].float()
+    with pytest.raises(MXError, match=rf"{bad} must be .* torch.bfloat16, not .* torch.float32"):
+        residual_linear_mx(x, *weight, None, "fp4_e2m1", N, *given.values())

@@ -1,0 +1,85 @@
+"""`normed_linear_mx` and `residual_linear_mx` on a GPU, against their definitions."""
+
+import pytest
+import torch
+
+import pt2mx
+from pt2mx import ELEMENTS, FORMATS, quantize_mx
+from pt2mx.kernels import decoder_linear, float_scales, reference
+from pt2mx.kernels.gpu.mma_layout import to_mma_layout
+from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+
+pytestmark = pytest.mark.cuda
+
+ROWS = (1, 2, 3, 5, 8, 9, 16, 32)
+SHAPES = [(256, 512), (48, 200), (1008, 1384), (16, 8), (4096, 2048), (28672, 4096)]
+
+
+def weight_of(name, n, k):
+    scale, data = quantize_mx((torch.randn(n, k) / k**0.5).cuda(), name)
+    return to_mma_layout(data, scale, ELEMENTS[name], 32)
+
+
+def x_of(rows, k):
+    return torch.randn(rows, k, device="cuda").bfloat16()
+
+
+def check(got, want):
+    """Sums in another order round a few results to a neighbouring bfloat16, and a gate multiplies two of them."""
+    assert got.shape == want.shape and got.dtype == want.dtype and got.isfinite().all()
+    assert (got.float() - want.float()).norm() <= 2**-8 * want.float().norm()
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_norm_and_a_gate(name, shape, gate):
+    n, k = shape
+    weight, bias = weight_of(name, n, k), torch.randn(n, device="cuda").bfloat16()
+    for rows in ROWS:
+        x = 30 * x_of(rows, k)
+        squares = torch.rand(rows, -(-k // 16), device="cuda") * 16 + 1
+        for added, of_x in ((None, squares), (bias, squares), (bias, None)):
+            rest = of_x, 1e-5, gate
+            got = normed_linear_mx(x, *weight, added, name, n, *rest)
+            check(got, decoder_linear.normed_linear(x, *weight, added, ELEMENTS[name], n, *rest))
+            assert torch.equal(got, normed_linear_mx(x, *weight, added, name, n, *rest))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (33, 72)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_residual_sum(name, shape):
+    n, k = shape
+    weight, bias, norm_weight = weight_of(name, n, k), *(torch.randn(n, device="cuda").bfloat16() for _ in range(2))
+    for rows in ROWS:
+        x, residual = x_of(rows, k), x_of(rows, n)
+        for added in (None, bias):
+            got = residual_linear_mx(x, *weight, added, name, n, residual, norm_weight)
+            want = decoder_linear.residual_linear(x, *weight, added, ELEMENTS[name], n, residual, norm_weight)
+            for one, other in zip(got, want, strict=True):
+                check(one, other)
+            assert torch.equal(got[1], got[0] * norm_weight)
+            again = residual_linear_mx(x, *weight, added, name, n, residual, norm_weight)
+            assert all(map(torch.equal, got, again))
+
+
+def test_a_tensor_scale():
+    spec, w = pt2mx.parse("nvfp4"), torch.randn(256, 512).cuda()
+    t = float_scales.tensor_scale(w, spec)
+    scale, data = reference.quantize(w, spec.replace(axis=1), tensor_scale=t)
+    weight = to_mma_layout(data, scale, spec.element, spec.block_size, spec.scale_format)
+    x, residual, one = x_of(3, 512), x_of(3, 256), torch.ones(256, device="cuda").bfloat16()
+    squares = torch.rand(3, 32, device="cuda") + 1
+    name = spec.element.name
+    got = normed_linear_mx(x, *weight, None, name, 256, squares, 1e-5, "silu", t)
+    check(got, decoder_linear.normed_linear(x, *weight, None, spec.element, 256, squares, 1e-5, "silu", t))
+    got = residual_linear_mx(x, *weight, None, name, 256, residual, one, t)
+    want = decoder_linear.residual_linear(x, *weight, None, spec.element, 256, residual, one, t)
+    for mine, other in zip(got, want, strict=True):
+        check(mine, other)
+
+
+def test_more_rows_are_the_definition():
+    weight, x = weight_of("fp4_e2m1", 64, 128), x_of(33, 128)
+    got = normed_linear_mx(x, *weight, None, "fp4_e2m1", 64, None, 0.0, "silu")
+    assert torch.equal(got, decoder_linear.normed_linear(x, *weight, None, ELEMENTS["fp4_e2m1"], 64, None, 0.0, "silu"))
