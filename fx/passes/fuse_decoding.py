@@ -14,7 +14,17 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import LinearMXMMALayout, NormedLinearMX, dtype_of, insert_before, shape_of
+from pt2mx.fx.graph.node import (
+    LinearMXMMALayout,
+    NormedLinearMX,
+    args_of,
+    dtype_of,
+    function_of,
+    insert_before,
+    name_of,
+    node_arg,
+    shape_of,
+)
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.interleave_gates import gate_of
 from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
@@ -58,14 +68,15 @@ def _remove_idle(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
         graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.dropout.default):
-        if node.args[2] is False:
-            node.replace_all_uses_with(node.args[0])
+        if args_of(node)[2] is False:
+            node.replace_all_uses_with(node_arg(node))
             graph.erase_node(node)
 
 
 def _fuse_gate(pairs: Node, written: set[Node]) -> None:
     """Fuse the activation and the product of halves that `interleave_gates` interleaved."""
-    linear, parts = pairs.args[0], {part.args[2]: part for part in pairs.users if part.target is aten.select.int}
+    linear, selected = node_arg(pairs), [part for part in pairs.users if part.target is aten.select.int]
+    parts = {args_of(part)[2]: part for part in selected}
     call = LinearMXMMALayout.of(linear)
     if call is None or call.rotation or set(parts) != {0, 1} or len(linear.users) > 1:
         return
@@ -125,7 +136,7 @@ def _replace(old: Node, new: Node) -> None:
 
 def _read_again(place: Node, read: Node) -> Node:
     with place.graph.inserting_before(place):
-        node = place.graph.get_attr(read.target)
+        node = place.graph.get_attr(name_of(read))
     node.meta.update(read.meta)
     return node
 
@@ -133,7 +144,7 @@ def _read_again(place: Node, read: Node) -> Node:
 def _paths_to_layers(node: Node) -> list[list[Node]]:
     """Return the nodes from a norm to each layer that reads it, which may select rows; empty if anything else reads
     it."""
-    paths = []
+    paths: list[list[Node]] = []
     for user in node.users:
         plain, normed = LinearMXMMALayout.of(user), NormedLinearMX.of(user)
         if (plain and not plain.rotation) or (normed and normed.squares is None):
@@ -148,13 +159,13 @@ def _paths_to_layers(node: Node) -> list[list[Node]]:
 def _selects_rows(node: Node) -> bool:
     dims = len(shape_of(node) or ())
     if node.target is aten.slice.Tensor:
-        return node.args[1] not in (-1, dims - 1)
-    return node.target is aten.index.Tensor and len(node.args[1]) < dims
+        return args_of(node)[1] not in (-1, dims - 1)
+    return node.target is aten.index.Tensor and len(args_of(node)[1]) < dims
 
 
 def _same_rows(place: Node, node: Node, tensor: Node) -> Node:
     """Select the same rows of another tensor."""
-    return insert_before(place, node.target, tensor, *node.args[1:])
+    return insert_before(place, function_of(node), tensor, *node.args[1:])
 
 
 # --- the forms of RMSNorm ---
@@ -171,9 +182,9 @@ def _norm_of(node: Node) -> Norm | None:
 
 
 def _one_call(node: Node) -> Norm | None:
-    if node.target is not aten.rms_norm.default or len(node.args) < 4 or len(node.args[1]) != 1:
+    if node.target is not aten.rms_norm.default or len(node.args) < 4 or len(args_of(node)[1]) != 1:
         return None
-    x, _, weight, eps = node.args
+    x, _, weight, eps = args_of(node)
     return Norm(node, x, weight, eps) if weight is not None and eps is not None and weight.op == "get_attr" else None
 
 
@@ -181,19 +192,19 @@ def _written_out(node: Node) -> Norm | None:
     """weight * (x32 * rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)"""
     weight = next((n for n in node.all_input_nodes if n.op == "get_attr"), None)
     cast = next((n for n in node.all_input_nodes if n.target is aten.to.dtype), None)
-    if weight is None or cast is None or not _is_call(cast.args[0], aten.mul.Tensor):
+    if weight is None or cast is None or not _is_call(node_arg(cast), aten.mul.Tensor):
         return None
-    factors = cast.args[0].all_input_nodes
+    factors = node_arg(cast).all_input_nodes
     inverse = next((n for n in factors if n.target is aten.rsqrt.default), None)
-    x32 = next((n for n in factors if n.target is aten.to.dtype and n.args[1] == torch.float32), None)
-    if inverse is None or x32 is None or not _is_call(inverse.args[0], aten.add.Tensor):
+    x32 = next((n for n in factors if n.target is aten.to.dtype and args_of(n)[1] == torch.float32), None)
+    if inverse is None or x32 is None or not _is_call(node_arg(inverse), aten.add.Tensor):
         return None
-    mean, eps = inverse.args[0].args
+    mean, eps = args_of(node_arg(inverse))
     if not isinstance(eps, float) or not _is_call(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
         return None
-    power = mean.args[0]
+    power = node_arg(mean)
     is_norm = _is_call(power, aten.pow.Tensor_Scalar) and power.args == (x32, 2)
-    return Norm(node, x32.args[0], weight, eps) if is_norm else None
+    return Norm(node, node_arg(x32), weight, eps) if is_norm else None
 
 
 def _is_call(node: object, target: object) -> bool:

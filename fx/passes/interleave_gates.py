@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import LinearMX, insert_before, name_of, register_buffer, shape_of, tensor_of
+from pt2mx.fx.graph.node import LinearMX, args_of, insert_before, name_of, register_buffer, shape_of, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.weight_layout import has_mma_layout
 from pt2mx.kernels.decoder_linear import GATE_ROWS, interleave
@@ -62,12 +62,13 @@ def _halves(node: Node) -> list[Node]:
     """Return the two halves into which alone a result is divided along its last dimension; else an empty list."""
     shape, users = shape_of(node) or (0,), list(node.users)
     last = (-1, len(shape) - 1)
-    if len(users) == 1 and users[0].target is aten.chunk.default and users[0].args[1:] in [(2, dim) for dim in last]:
-        parts = {part.args[1]: part for part in users[0].users}
+    whole = [(2, dim) for dim in last]
+    if len(users) == 1 and users[0].target is aten.chunk.default and args_of(users[0])[1:] in whole:
+        parts = {args_of(part)[1]: part for part in users[0].users}
     else:
         ends = {(0, shape[-1] // 2): 0, (shape[-1] // 2, shape[-1]): 1} if isinstance(shape[-1], int) else {}
         slices = [user for user in users if user.target is aten.slice.Tensor and user.args[1] in last]
-        parts = {ends.get(user.args[2:4]): user for user in slices} if len(slices) == len(users) == 2 else {}
+        parts = {ends.get(args_of(user)[2:4]): user for user in slices} if len(slices) == len(users) == 2 else {}
     return [parts[0], parts[1]] if set(parts) == {0, 1} else []
 
 

@@ -62,8 +62,9 @@ class Runner:
     ) -> None:
         self.decoder, self.device, self._pads, self._compiles = decoder, device, False, False
         self._prompt = packages.get("prompt", decoder)
-        self._token = packages.get("token") or with_single_steps(decoder)
-        self._fused_token = packages.get("token") or _fused(self._token)
+        single = with_single_steps(decoder)
+        self._token = packages.get("token", single)
+        self._fused_token = packages.get("token") or _fused(single)
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.

@@ -29,7 +29,7 @@ _MOST_ROWS = 32  # of x, that `gemv_kernel` multiplies
 
 
 class Around(NamedTuple):
-    """What `gemv_kernel` computes around a layer; the tensors are as of `gemv_epilogue.store`."""
+    """The norm, gate and residual sum that `gemv_kernel` computes; the tensors are as of `gemv_epilogue.store`."""
 
     divides: Tensor | None = None  # squares of x
     eps: float = 0.0
@@ -109,7 +109,8 @@ def residual_linear(
     of_norm = {"norm_weight": norm_weight.contiguous(), "weighted": weighted, "squares": squares}
     around = Around(residual=_rows(residual), **of_norm)
     _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, around=around)
-    return tuple(tensor.view(*x.shape[:-1], -1) for tensor in (total, weighted, squares))
+    shape = x.shape[:-1]
+    return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
 
 def _rows(x: Tensor) -> Tensor:
