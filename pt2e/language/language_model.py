@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_length, check_prompts, check_sampling, check_step
+from pt2mx.pt2e.language.arguments import check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.encoder_decoder import class_for
@@ -266,19 +266,9 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             MXError: for more tokens than fit into the cache.
         """
         cache = self._cache_for(input_ids, past_key_values)
-        filled, slots = cache.length, cache.slots
-        check_step(input_ids, attention_mask, position_ids, cache.batch_size, filled, slots)
-        check_length(self.config, filled + input_ids.shape[1])
-        batch, length = input_ids.shape
-        mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
-        if attention_mask is not None:
-            mask[:, : attention_mask.shape[1]] = attention_mask
-        if position_ids is None:
-            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, filled : filled + length]
-        inputs = {"input_ids": input_ids, "position_ids": position_ids}
         read = {"image_features": image_features, "image_rows": image_rows, "image_positions": image_positions}
-        inputs |= self._image_inputs({**kwargs, **read}, inputs, mask, cache)
-        columns = torch.arange(length, device=self.device)
+        inputs, mask = self._inputs_of(input_ids, attention_mask, position_ids, cache, {**kwargs, **read})
+        columns = torch.arange(input_ids.shape[1], device=self.device)
         kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
         logits = self.runner.read(inputs, mask, kept, cache)
         return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +59,29 @@ class Runner:
     def __init__(
         self, decoder: GraphModule, device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
     ) -> None:
-        self.decoder, self.device, self._pads, self._compiles = decoder, device, False, False
+        self.decoder, self.device, self._pads, self.compiles = decoder, device, False, False
         self._prompt = packages.get("prompt", decoder)
         single = with_single_steps(decoder)
         self._token = packages.get("token", single)
         self._fused_token = packages.get("token") or _fused(single)
+        self._steps = self._fused_token, self._token
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.
 
         `options` of `torch.compile` apply to single tokens. On a GPU, where a mode may ask for CUDA graphs, they also
         apply to prompts."""
-        self._pads, self._compiles = self.device.type == "cuda", True
-        self._prompt = torch.compile(self.decoder, dynamic=True, **(options if self._pads else {}))
+        self._pads, self.compiles = self.device.type == "cuda", True
+        self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
         single = with_single_steps(self.decoder)
-        fused = _fused(single)
-        self._token = torch.compile(single, **options)
-        self._fused_token = self._token if fused is single else torch.compile(fused, **options)
+        programs = _fused(single), single
+        self._steps = self._fused_token, self._token = _compiled_pair(programs, options)
+        if (plain := _without_graphs(options)) != options:
+            self._steps = _compiled_pair(programs, plain)
+
+    def step_of(self, batch: int) -> Callable[..., Tensor]:
+        """Return the program for a single token of each sequence, without a CUDA graph of torch in it."""
+        return self._steps[batch > FEW_ROWS]
 
     def read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of some columns.
@@ -113,15 +118,8 @@ class Runner:
             }
         of_tokens = self._fused_token if len(mask) <= FEW_ROWS else self._token
         program = self._prompt if length > 1 else of_tokens if len(kept) == 1 else self.decoder
-        # Inductor reads the number of a token in a scan from a tensor
-        with torch._dynamo.config.patch(capture_scalar_outputs=True) if self._compiles else nullcontext():
-            logits = program(
-                **inputs,
-                attention_mask=mask,
-                start=torch.tensor([filled], device=self.device),
-                logits_to_keep=kept,
-                **cache.inputs(),
-            )
+        start = torch.tensor([filled], device=self.device)
+        logits = program(**inputs, attention_mask=mask, start=start, logits_to_keep=kept, **cache.inputs())
         cache.advance(length)
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
@@ -129,6 +127,36 @@ class Runner:
 def _fused(single: GraphModule) -> GraphModule:
     """Return the program for single tokens of a few sequences; it shares the tensors of `single`."""
     return fuse_decoding(copy_sharing_tensors(single)) if fuse_decoding.applies_to(single) else single
+
+
+def _compiled(program: GraphModule, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+    compiled = torch.compile(program, **options)
+
+    def call(**inputs: Any) -> Tensor:
+        # Inductor reads the number of a token in a scan from a tensor
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            return compiled(**inputs)
+
+    return call
+
+
+def _compiled_pair(
+    programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any]
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    fused, single = programs
+    token = _compiled(single, options)
+    return token if fused is single else _compiled(fused, options), token
+
+
+def _without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `torch.compile` without CUDA graphs."""
+    modes = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+    plain = dict(options)
+    if plain.get("mode") in modes:
+        plain["mode"] = modes[plain["mode"]]
+    if (plain.get("options") or {}).get("triton.cudagraphs"):
+        plain["options"] = {**plain["options"], "triton.cudagraphs": False}
+    return plain
 
 
 def _ends_of_chunks(length: int, size: int, rows: Tensor | None) -> Iterator[int]:
@@ -192,7 +220,10 @@ def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> d
     packages: dict[str, Callable[..., Tensor]] = {}
     for name, path in paths.items():
         try:
-            packages[name] = _with_weights(torch._inductor.aoti_load_package(str(path)), weights)
+            # on a GPU a CUDA graph holds calls of the package for single tokens, which excludes events between threads
+            alone = device.type == "cuda" and _LENGTHS[name] == 1
+            code = torch._inductor.aoti_load_package(str(path), run_single_threaded=alone)
+            packages[name] = _with_weights(code, weights)
         except Exception as error:
             raise MXError(
                 f"cannot load {str(path)!r}: {error}; remove it, or compile the folder again on this machine"

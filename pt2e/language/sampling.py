@@ -1,0 +1,135 @@
+"""Process logits and draw tokens in tensors of fixed shapes, with the results of transformers' processors to the bit.
+
+A processor of transformers reads all tokens so far, a tensor that grows. Most use the scores alone: these are called
+themselves. The others get functions here, which read a record of fixed shape instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class History(Protocol):
+    """The record of earlier tokens."""
+
+    length: Tensor  #: (1,) int64, the number of tokens so far, padding included
+    seen: Tensor | None  #: (B, vocabulary) bool, the tokens so far; None where no processor reads it
+
+
+#: (B, vocabulary) float32 scores, record -> scores
+Function = Callable[[Tensor, Any], Tensor]
+_FILTER = ("filter_value", "min_tokens_to_keep")
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A function of scores. Processors of equal keys compute the same."""
+
+    key: tuple[Hashable, ...]
+    call: Function = field(compare=False)
+    reads_seen: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the next token from logits."""
+
+    processors: tuple[Processor, ...]
+    samples: bool
+    ends: tuple[int, ...]  #: the tokens that end a sequence
+    pad: int | None  #: the token after the end; None: a sequence that has ended goes on
+
+    def scores(self, logits: Tensor, history: History) -> Tensor:
+        """Return the processed scores of (B, vocabulary) float32 logits."""
+        for processor in self.processors:
+            logits = processor.call(logits, history)
+        return logits
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Return (B, vocabulary) float32, the largest of which belongs to the chosen token.
+
+        The quotient of probabilities and exponential numbers is how `torch.multinomial` draws: with the same state of
+        the generator it draws the same tokens. It also checks its input, for which a GPU waits."""
+        if not self.samples:
+            return scores
+        probabilities = scores.softmax(-1)
+        return probabilities / torch.empty_like(probabilities).exponential_(1)
+
+
+def processors_of(processors: Iterable[Any]) -> tuple[Processor, ...] | None:
+    """Return the functions of transformers' processors; None where one of them has none."""
+    functions = [_TABLE.get(type(one).__name__, _unknown)(one) for one in processors]
+    known = tuple(one for one in functions if one is not None)
+    return known if len(known) == len(functions) else None
+
+
+def _unknown(processor: Any) -> None:
+    return None
+
+
+def _of_scores(*attributes: str) -> Callable[[Any], Processor]:
+    """Return the function of a processor that reads the scores alone; `attributes` decide what it computes."""
+
+    def build(processor: Any) -> Processor:
+        values = [getattr(processor, name) for name in attributes]
+        return Processor((type(processor).__name__, *values), lambda scores, history: processor(None, scores))
+
+    return build
+
+
+def _repetition(processor: Any) -> Processor | None:
+    if processor.prompt_ignore_length:
+        return None
+    penalty = processor.penalty
+
+    def penalize(scores: Tensor, history: History) -> Tensor:
+        assert history.seen is not None
+        return torch.where(history.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+    return Processor(("repetition", penalty), penalize, reads_seen=True)
+
+
+def _no_end_before(least: int, ends: Tensor) -> Processor:
+    def suppress(scores: Tensor, history: History) -> Tensor:
+        return torch.where(_is_one_of(ends, scores) & (history.length < least), -math.inf, scores)
+
+    return Processor(("no end before", least, *ends.tolist()), suppress)
+
+
+def _suppressed(processor: Any) -> Processor:
+    tokens = processor.suppress_tokens
+
+    def suppress(scores: Tensor, history: History) -> Tensor:
+        return torch.where(_is_one_of(tokens, scores), -math.inf, scores)
+
+    return Processor(("suppressed", *tokens.tolist()), suppress)
+
+
+def _is_one_of(tokens: Tensor, scores: Tensor) -> Tensor:
+    """Return (vocabulary,) bool, True at `tokens`. A GPU would wait for the sort in `torch.isin`."""
+    return (torch.arange(scores.shape[-1], device=scores.device)[:, None] == tokens.to(scores.device)).any(1)
+
+
+#: class of transformers -> the function of a processor
+_TABLE: dict[str, Callable[[Any], Processor | None]] = {
+    "TemperatureLogitsWarper": _of_scores("temperature"),
+    "TopKLogitsWarper": _of_scores("top_k", "filter_value"),
+    "TopPLogitsWarper": _of_scores("top_p", *_FILTER),
+    "MinPLogitsWarper": _of_scores("min_p", *_FILTER),
+    "TypicalLogitsWarper": _of_scores("mass", *_FILTER),
+    "EpsilonLogitsWarper": _of_scores("epsilon", *_FILTER),
+    "InfNanRemoveLogitsProcessor": _of_scores(),
+    "LogitNormalization": _of_scores(),
+    "RepetitionPenaltyLogitsProcessor": _repetition,
+    "MinLengthLogitsProcessor": lambda one: _no_end_before(one.min_length, one.eos_token_id),
+    "MinNewTokensLengthLogitsProcessor": lambda one: _no_end_before(
+        one.prompt_length_to_skip + one.min_new_tokens, one.eos_token_id
+    ),
+    "SuppressTokensLogitsProcessor": _suppressed,
+}

@@ -1,0 +1,255 @@
+"""One step of generation in tensors of fixed shapes: decode a token, choose the next one, and make it the next input.
+
+No value of a step goes through Python. A GPU replays the step as one CUDA graph, and the host reads the tokens later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pt2mx.pt2e.language.cache import DecoderCache
+from pt2mx.pt2e.language.sampling import Choice
+
+if TYPE_CHECKING:
+    from pt2mx.pt2e.language.runtime import Runner
+
+#: inputs of the program that grow by one with each token
+_COUNTED = ("position_ids", "image_positions")
+#: steps that the host may be behind
+MOST_BEHIND = 1
+
+
+class Step:
+    """The state of a step, and the step.
+
+    Args:
+        runner: runs the decoder.
+        inputs: the inputs of the first step: tokens, positions and images.
+        mask: (B, slots) int64.
+        cache: the cache that the program writes.
+        choice: how tokens are chosen.
+        vocabulary: the number of logits.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        inputs: Mapping[str, Any],
+        mask: Tensor,
+        cache: DecoderCache,
+        choice: Choice,
+        vocabulary: int,
+    ) -> None:
+        self.program, self.cache, self.choice = runner.step_of(len(mask)), cache, choice
+        #: True where the next call of `generate` may take the cache
+        self.cache_is_free = False
+        self._key = self._key_of(runner, inputs, cache, choice)
+        batch, device = len(mask), mask.device
+        self._generator = (
+            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[mask.get_device()]
+        )
+        self._inputs = pytree.tree_map(torch.clone, dict(inputs))
+        self._mask, self._kept = mask.clone(), torch.zeros(1, dtype=torch.long, device=device)
+        self._ends = torch.tensor(choice.ends, dtype=torch.long, device=device)
+        self._pad = None if choice.pad is None else torch.tensor(choice.pad, device=device)
+        self.start, self.length = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
+        reads_seen = any(one.reads_seen for one in choice.processors)
+        self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device) if reads_seen else None
+        self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
+        #: (2, B) int64: the tokens of the last step, and which sequences have not ended
+        self._result = torch.zeros(2, batch, dtype=torch.long, device=device)
+        on_gpu = device.type == "cuda"
+        self._free = deque(
+            (torch.zeros_like(self._result, device="cpu", pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
+            for _ in range(MOST_BEHIND + 1)
+        )
+        self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._captures = on_gpu
+        #: the CUDA graph, and what it returns
+        self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
+        self._advance = torch.compile(_advance) if on_gpu and runner.compiles else _advance
+
+    @staticmethod
+    def _key_of(runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> tuple[Any, ...]:
+        shapes = [tuple(one.shape) for one in pytree.tree_leaves(dict(inputs))]
+        addresses = [one.data_ptr() for layer in cache.layers for one in layer.tensors]
+        return runner.step_of(cache.batch_size), list(inputs), shapes, cache.batch_size, cache.slots, addresses, choice
+
+    def serves(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
+        """Return True where the step, and its CUDA graph, also computes a step with these arguments."""
+        return self._key == self._key_of(runner, inputs, cache, choice)
+
+    @property
+    def is_captured(self) -> bool:
+        """True where the step is a CUDA graph."""
+        return self._captured is not None
+
+    def frees_cache_for(self, batch: int, slots: int) -> bool:
+        """Return True where a new call of `generate` may take the cache for these sizes."""
+        return self.cache_is_free and (batch, slots) == (self.cache.batch_size, self.cache.slots)
+
+    def take_cache(self) -> DecoderCache:
+        """Return the cache, empty."""
+        self.cache_is_free = False
+        self.cache.reset()
+        for layer in self.cache.layers:
+            for tensor in layer.tensors:
+                tensor.zero_()
+        return self.cache
+
+    def begin(self, inputs: Mapping[str, Any], mask: Tensor, tokens: Tensor) -> None:
+        """Set the state after the prompts, before their first token is chosen.
+
+        Args:
+            inputs, mask: as for the first step; the tokens in them have no effect.
+            tokens: (B, S) int64, the prompts.
+        """
+        pytree.tree_map(lambda own, new: own.copy_(new), self._inputs, dict(inputs))
+        for name in _COUNTED:
+            if name in self._inputs:
+                self._inputs[name] -= 1
+        self._mask.copy_(mask)
+        self.start.fill_(self.cache.length - 1)
+        self.length.fill_(tokens.shape[1])
+        self.unfinished.fill_(True)
+        if self.seen is not None:
+            self.seen.zero_().scatter_(1, tokens.to(self.seen.device, torch.long), True)
+        self._free.extend(self._sent)
+        self._sent.clear()
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose a token of each sequence, and make it the next input.
+
+        Args:
+            logits: (B, 1, vocabulary).
+
+        Returns:
+            (B, vocabulary) float32 each: the logits, and the processed scores.
+        """
+        logits = logits[:, -1].float()
+        scores = self.choice.scores(logits, self)
+        counted = [self._inputs[name] for name in _COUNTED if name in self._inputs]
+        self._advance(
+            self.choice.weights(scores),
+            self.unfinished,
+            self._ends,
+            self._pad,
+            self.seen,
+            self._inputs["input_ids"],
+            [self.start, self.length, *counted],
+            self._result,
+        )
+        return logits, scores
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Read the chosen tokens and choose the next ones; return as `choose`, until the next call.
+
+        The first call on a GPU captures the step."""
+        self.cache.advance(1)
+        if self._captures:
+            self._captured, self._captures = self._capture(), False
+        if self._captured is None:
+            return self._run()
+        graph, results = self._captured
+        graph.replay()
+        return results
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        return self.choose(
+            self.program(
+                **self._inputs,
+                attention_mask=self._mask,
+                start=self.start,
+                logits_to_keep=self._kept,
+                **self.cache.inputs(),
+            )
+        )
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None:
+        """Record the step as a CUDA graph; return None for a step in which the host waits for the GPU.
+
+        Calls before compile and tune the step, and leave the state as it was."""
+        changed = [self.start, self.length, self.unfinished, self._result, self.seen, self._inputs]
+        state = pytree.tree_map(lambda one: None if one is None else one.clone(), changed)
+        random, stream = self._generator.get_state(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        mode = torch.cuda.get_sync_debug_mode()
+        try:
+            with torch.cuda.stream(stream):
+                for stops_at_waits in (False, True):
+                    torch.cuda.set_sync_debug_mode("error" if stops_at_waits else mode)
+                    try:
+                        self._run()
+                    finally:
+                        torch.cuda.set_sync_debug_mode(mode)
+                        pytree.tree_map(lambda one, old: None if one is None else one.copy_(old), changed, state)
+                        self._generator.set_state(random)
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):
+                raise
+            return None
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = self._run()
+        return graph, results
+
+    def send(self) -> None:
+        """Queue a copy of the chosen tokens to the host."""
+        host, event = self._free.popleft()
+        host.copy_(self._result, non_blocking=True)
+        if event is not None:
+            event.record()
+        self._sent.append((host, event))
+
+    def receive(self) -> tuple[Tensor, Tensor]:
+        """Wait for the earliest tokens that were sent.
+
+        Returns:
+            On the host: (B,) int64 tokens, and (B,) bool, True for sequences that no token has ended.
+        """
+        host, event = self._sent.popleft()
+        if event is not None:
+            event.synchronize()
+        tokens, unfinished = host.clone()
+        self._free.append((host, event))
+        return tokens, unfinished.bool()
+
+    def random_state(self) -> Tensor:
+        """Return the state of the generator that draws tokens."""
+        return self._generator.get_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of the generator that draws tokens."""
+        self._generator.set_state(state)
+
+
+def _advance(
+    weights: Tensor,
+    unfinished: Tensor,
+    ends: Tensor,
+    pad: Tensor | None,
+    seen: Tensor | None,
+    token: Tensor,
+    counters: list[Tensor],
+    result: Tensor,
+) -> None:
+    """Choose the tokens of the largest weights, and write all that follows from them."""
+    tokens = weights.argmax(-1)
+    if pad is not None:
+        tokens = torch.where(unfinished, tokens, pad)
+    if len(ends):
+        unfinished &= (tokens[:, None] != ends).all(1)
+    if seen is not None:
+        seen.scatter_(1, tokens[:, None], True)
+    token.copy_(tokens[:, None])
+    for counter in counters:
+        counter += 1
+    result[0], result[1] = tokens, unfinished

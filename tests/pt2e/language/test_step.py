@@ -1,0 +1,122 @@
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.pt2e.language.sampling import Choice
+from pt2mx.pt2e.language.step import Step
+from tests.language_models import padded, quantized_decoder
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+
+
+@pytest.fixture
+def llama():
+    return quantized_decoder("llama", MXQuantizer.from_recipe("mxfp4_weight_only"))
+
+
+@pytest.fixture
+def kept(llama, monkeypatch):
+    """A model that keeps its step, as on a GPU, where the step is a CUDA graph."""
+    monkeypatch.setattr(Step, "is_captured", True)
+    return llama
+
+
+def step_of(model, batch=2, choice=None):
+    cache, slots = model.new_cache(batch, 8), 256
+    token = torch.zeros(batch, 1, dtype=torch.long)
+    inputs = {"input_ids": token, "position_ids": token + 3}
+    mask = torch.ones(batch, slots, dtype=torch.long)
+    cache.advance(3)
+    return Step(model.runner, inputs, mask, cache, choice or Choice((), False, (), None), 300), inputs, mask
+
+
+def test_a_step_writes_its_next_inputs(llama):
+    step, inputs, mask = step_of(llama, choice=Choice((), False, (7,), 9))
+    step.begin(inputs, mask, torch.zeros(2, 3, dtype=torch.long))
+    logits = torch.zeros(2, 1, 300)
+    logits[0, 0, 5] = logits[1, 0, 7] = 1.0
+    step.choose(logits)
+    step.send()
+    tokens, unfinished = step.receive()
+    assert tokens.tolist() == [5, 7] and unfinished.tolist() == [True, False]
+    assert (step.start.item(), step.length.item()) == (3, 4)
+    assert step._inputs["input_ids"].tolist() == [[5], [7]] and step._inputs["position_ids"].tolist() == [[3], [3]]
+    addresses = [step._inputs["input_ids"].data_ptr(), step.start.data_ptr()]
+    step.run()
+    step.send()
+    tokens, unfinished = step.receive()
+    assert tokens[1] == 9 and unfinished.tolist() == [True, False]  # padding follows the end
+    assert (step.start.item(), step.cache.length) == (4, 4) and step._inputs["position_ids"].tolist() == [[4], [4]]
+    assert addresses == [step._inputs["input_ids"].data_ptr(), step.start.data_ptr()]
+    assert inputs["input_ids"].tolist() == [[0], [0]]
+
+
+def test_tokens_are_received_in_order(llama):
+    step, inputs, mask = step_of(llama)
+    step.begin(inputs, mask, torch.zeros(2, 3, dtype=torch.long))
+    for token in (1, 2):
+        logits = torch.zeros(2, 1, 300)
+        logits[..., token] = 1.0
+        step.choose(logits)
+        step.send()
+    assert [step.receive()[0].tolist() for _ in range(2)] == [[1, 1], [2, 2]]
+    step.send()
+    step.begin(inputs, mask, torch.zeros(2, 3, dtype=torch.long))  # what was sent is forgotten
+    step.choose(logits)
+    step.send()
+    assert step.receive()[0].tolist() == [2, 2]
+
+
+def test_which_calls_a_step_serves(llama):
+    step, inputs, _ = step_of(llama)
+    choice = step.choice
+    assert step.serves(llama.runner, inputs, step.cache, Choice((), False, (), None))
+    assert not step.serves(llama.runner, inputs, llama.new_cache(2, 8), choice)
+    assert not step.serves(llama.runner, inputs, step.cache, Choice((), True, (), None))
+    assert not step.serves(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
+    other = LanguageModel(llama.program, llama.config)
+    assert not step.serves(other.runner, inputs, step.cache, choice)
+
+
+@pytest.mark.parametrize("options", [GREEDY, {**GREEDY, "do_sample": True, "repetition_penalty": 1.3}])
+def test_a_second_call_takes_the_step_and_its_cache(kept, options):
+    ids, mask = padded()
+    torch.manual_seed(2)
+    first = kept.generate(ids, attention_mask=mask, **options)
+    step, addresses = kept._step, [layer.keys.data_ptr() for layer in kept._step.cache.layers]
+    other = kept.generate(ids.flip(0), attention_mask=mask.flip(0), **options)
+    torch.manual_seed(2)
+    assert torch.equal(kept.generate(ids, attention_mask=mask, **options), first) and not torch.equal(first, other)
+    assert kept._step is step and [layer.keys.data_ptr() for layer in step.cache.layers] == addresses
+    assert len({layer.keys.data_ptr() for layer in step.cache.layers}) == 2
+
+
+def test_a_step_is_replaced(kept):
+    ids, mask = padded()
+    expected = kept.generate(ids, attention_mask=mask, **GREEDY)
+    steps = [kept._step]
+    for call in ({"max_new_tokens": 300}, {"do_sample": True}, {"eos_token_id": 299, "pad_token_id": 298}):
+        kept.generate(ids, attention_mask=mask, **{**GREEDY, **call})
+        assert kept._step is not steps[-1]
+        steps.append(kept._step)
+    kept.generate(ids, attention_mask=mask, **{**GREEDY, "num_beams": 2})
+    assert kept._step is None  # no second cache next to that of the beams
+    assert torch.equal(kept.generate(ids, attention_mask=mask, **GREEDY), expected)
+
+
+def test_a_cache_that_the_user_has_is_not_taken(kept):
+    ids = padded()[0]
+    result = kept.generate(ids, return_dict_in_generate=True, **GREEDY)
+    cache, values = result.past_key_values, result.past_key_values.layers[0].values.clone()
+    step = kept._step
+    kept.generate(ids.flip(0), **GREEDY)
+    assert kept._step is not step and kept._step.cache is not cache
+    assert torch.equal(cache.layers[0].values, values)
+    more = kept.generate(result.sequences, past_key_values=cache, **GREEDY)
+    assert kept._step.cache is cache and not kept._step.cache_is_free
+    assert torch.equal(more, kept.generate(result.sequences, **GREEDY))
+
+
+def test_no_step_is_kept_on_the_cpu(llama):
+    llama.generate(padded()[0], **GREEDY)
+    assert llama._step is None
