@@ -23,6 +23,7 @@ from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
 from pt2mx.pt2e.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
+from pt2mx.pt2e.shared_scales import share_tensor_scales
 
 #: meta key of a model prepared for calibration: the values, at preparation, of the buffers that it writes
 INITIAL_KEY = "mx_initial_buffers"
@@ -133,6 +134,8 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
         _observers_to_fake_quantize(model)
         for graph in graphs:
             fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
+    for graph in graphs:
+        share_tensor_scales(graph)
     prepared = PreparedModule(model, model.graph)
     prepared.meta.update({**model.meta, **meta})
     if not for_training:

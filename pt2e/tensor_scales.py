@@ -1,14 +1,16 @@
-"""Tensor scales of activations: a number that calibration finds, or a scale that each tensor gives itself."""
+"""Tensor scales: a number that calibration finds, or the scale of a tensor, or of several that share it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.functional import tensor_scale_mx
+from pt2mx.fx.graph.node import register_buffer
 from pt2mx.kernels.float_scales import finite_amax
 from pt2mx.spec import MXSpec
 
@@ -28,6 +30,24 @@ def check_tensor_scale(name: object) -> None:
     """Raise an MXError for a name that is no key of `TENSOR_SCALES`."""
     if not isinstance(name, str) or name not in TENSOR_SCALES:
         raise MXError(f"unknown tensor_scale {name!r}: {nearest(name, TENSOR_SCALES)}")
+
+
+def shared_amax(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the largest finite magnitude of several tensors.
+
+    Args:
+        tensors: at least one, float32, float16 or bfloat16, of any shape.
+
+    Returns:
+        () float32; its `tensor_scale_mx` is the tensor scale that the tensors share.
+
+    Example:
+        >>> import torch
+        >>> from pt2mx.pt2e.tensor_scales import shared_amax
+        >>> shared_amax([torch.tensor([1.0, -3.0]), torch.tensor([[2.0]])])
+        tensor(3.)
+    """
+    return torch.stack([finite_amax(tensor.detach()) for tensor in tensors]).amax()
 
 
 class StaticTensorScale(nn.Module):
@@ -84,6 +104,25 @@ class StaticTensorScale(nn.Module):
                 "batches through the prepared model first (of QAT in training mode), or choose tensor_scale='dynamic'"
             )
         return tensor_scale_mx(self.amax, self.spec)
+
+    def store(self, model: GraphModule, x: Node) -> Node:
+        """Register the scale as a buffer of a graph.
+
+        Args:
+            model: the graph, which is changed.
+            x: the tensor, with its value as meta.
+
+        Returns:
+            The node that reads the buffer, before x.
+
+        Raises:
+            MXError: before the first batch.
+        """
+        value = self.value(x.name).clone()
+        with model.graph.inserting_before(x):
+            node = model.graph.get_attr(register_buffer(model, f"{x.name}_tensor_scale", value))
+        node.meta["val"] = x.meta["val"].new_empty((), dtype=value.dtype)
+        return node
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

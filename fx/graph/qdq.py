@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -18,6 +19,8 @@ from pt2mx.fx.graph.node import (
 from pt2mx.kernels.packing import is_packed
 from pt2mx.spec import MXSpec
 
+aten = torch.ops.aten
+
 #: meta key of a `dequantize_mx` node: the spec of its pair
 SPEC_KEY = "mx_spec"
 
@@ -33,7 +36,7 @@ def insert_quantize_dequantize(
 ) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
-    `tensor_scale`: a node before x, for a scale format with one; None computes it of x (`tensor_scale_mx`).
+    `tensor_scale`: a node, for a scale format with one; None computes it of x (`tensor_scale_mx`).
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.
@@ -43,11 +46,10 @@ def insert_quantize_dequantize(
     spec_args, created = spec.replace(axis=axis).quantize_args(), []
     if spec.scale_format.tensor and tensor_scale is None:
         with graph.inserting_after(x):
-            args = (x, spec.element.name, spec.scale_mode, spec.scale_format.name)
-            tensor_scale = graph.call_function(ops.tensor_scale_mx, args)
+            tensor_scale = graph.call_function(ops.tensor_scale_mx, (x, *_tensor_scale_args(spec)))
         created.append(tensor_scale)
     scales = *spec.scale_args(), tensor_scale
-    with graph.inserting_after(tensor_scale if created else x):
+    with graph.inserting_after(x if tensor_scale is None or tensor_scale < x else tensor_scale):
         quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args).with_scales(*scales).args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
@@ -74,6 +76,27 @@ def insert_quantize_dequantize(
         set_value(dequantize)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize
+
+
+def insert_tensor_scale(observer: Node, spec: MXSpec) -> Node:
+    """Insert the computation of the tensor scale that the arguments of an observer's call share, and return its last
+    node. It is that of `pt2mx.pt2e.tensor_scales.shared_amax`, in operators."""
+    graph, created = observer.graph, []
+    with graph.inserting_before(observer):
+        for tensor in observer.args:
+            finite = graph.call_function(aten.nan_to_num.default, (tensor, 0.0, 0.0, 0.0))
+            amax = graph.call_function(aten.linalg_vector_norm.default, (finite, math.inf), {"dtype": torch.float32})
+            created += [finite, amax]
+        stacked = graph.call_function(aten.stack.default, (created[1::2],))
+        scale = graph.call_function(ops.tensor_scale_mx, (stacked, *_tensor_scale_args(spec)))
+    for node in (*created, stacked, scale):
+        node.meta.update({key: observer.meta[key] for key in PROVENANCE_KEYS if key in observer.meta})
+        set_value(node)
+    return scale
+
+
+def _tensor_scale_args(spec: MXSpec) -> tuple[str, str, str]:
+    return spec.element.name, spec.scale_mode, spec.scale_format.name
 
 
 def quantize_of(dequantize: Node) -> Node | None:

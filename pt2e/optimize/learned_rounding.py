@@ -20,6 +20,7 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import tensor_of
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.packed_weights import shared_tensor_scale
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks, placeholder_values
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, reason_not_rounded, set_weight, weight_targets
 from pt2mx.pt2e.torchao_pt2e import Quantizer
@@ -206,7 +207,8 @@ def _scales_of(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> Bloc
     spec = target.consumers[0].spec
     if spec.scale_format.is_power_of_two:
         return None
-    return scales.get(target.consumers[0].node) or nearest_scales(target.value.detach(), spec)
+    known = scales.get(target.consumers[0].node)
+    return known or nearest_scales(target.value.detach(), spec, shared_tensor_scale(target, scales))
 
 
 def _latent(target: WeightTarget, exact: Tensor, scales: BlockScales | None) -> LatentWeight:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.algorithms.block_scales import BlockScales
+from pt2mx.algorithms.block_scales import BlockScales, nearest_scales
+from pt2mx.functional import tensor_scale_mx
 from pt2mx.fx.graph.node import Dequantize, register_buffer, set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, ROUNDED_KEY, SPEC_KEY
 from pt2mx.kernels.packing import is_packed
-from pt2mx.pt2e.optimize.targets import WeightTarget
+from pt2mx.pt2e.optimize.targets import WeightTarget, reason_not_rounded, set_weight
 
 
 def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mapping[Node, BlockScales]) -> None:
@@ -35,11 +36,40 @@ def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mappin
                 node.replace_all_uses_with(packed)
 
 
+def share_tensor_scales(model: GraphModule, targets: list[WeightTarget], scales: dict[Node, BlockScales]) -> None:
+    """Round to nearest the siblings of weights with known scales that have none, so that all keep one tensor scale.
+
+    Args:
+        model: the graph. It is changed.
+        targets: its weights.
+        scales: as in `pack_weights`; it gets the scales of these siblings.
+    """
+    for target in targets:
+        first, known = target.consumers[0].node, _known_siblings(target, scales)
+        if known and first not in scales and not reason_not_rounded(target):
+            value, spec = target.value.detach(), target.consumers[0].spec
+            scales[first] = nearest_scales(value, spec, known[0].tensor_scale)
+            set_weight(model, target, scales[first].round(value).to(value.dtype))
+
+
+def shared_tensor_scale(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> Tensor | None:
+    """Return the tensor scale that a weight shares, () float32: the scale of siblings that are rounded, or one that
+    follows from all values. None: it has its own, if the format has one."""
+    if known := _known_siblings(target, scales):
+        return known[0].tensor_scale
+    return None if target.amax is None else tensor_scale_mx(target.amax, target.consumers[0].spec)
+
+
+def _known_siblings(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> list[BlockScales]:
+    firsts = [sibling.consumers[0].node for sibling in target.siblings]
+    return [scales[first] for first in firsts if first in scales]
+
+
 def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -> Node:
     value, spec = target.value.detach(), scales.spec
     parts: dict[str, Tensor] = {"data": scales.codes(value), "scale": scales.stored}
     if scales.tensor_scale is not None:
-        parts["tensor_scale"] = scales.tensor_scale
+        parts["tensor_scale"] = scales.tensor_scale.clone()  # siblings have the same
     nodes = {}
     with model.graph.inserting_before(next(node for node in model.graph.nodes if node in target.equal)):
         for name, part in parts.items():

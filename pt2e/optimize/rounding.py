@@ -12,7 +12,7 @@ from torch import Tensor
 from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, gptq, round_to_blocks
 from pt2mx.algorithms.block_scales import BlockScales, choose_scales
 from pt2mx.algorithms.options import Algorithm
-from pt2mx.functional import fake_quantize_mx
+from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.node import args_of
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.distributed import Rounded
@@ -52,7 +52,8 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Round
         rounded = _round_to_powers(target, value, spec, options, by_inputs)
     else:
         rounded, scales = _round_with_scales(target, value, spec, options, by_inputs)
-    before, after = rounding_errors(target, fake_quantize_mx(value, spec), rounded)
+    t = None if target.amax is None else tensor_scale_mx(target.amax, spec)
+    before, after = rounding_errors(target, fake_quantize_mx(value, spec, tensor_scale=t), rounded)
     if not after < before:
         tried = f"{reason}; scales of least error gain" if reason else "gptq gains"
         return None, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
@@ -76,7 +77,8 @@ def _round_with_scales(
     target: WeightTarget, value: Tensor, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
 ) -> tuple[Tensor, BlockScales]:
     """Return a weight rounded with scales that have a significand, and the scales."""
-    scales = choose_scales(value, spec, _importance(target, value) if by_gptq or by_inputs else None)
+    importance = _importance(target, value) if by_gptq or by_inputs else None
+    scales = choose_scales(value, spec, importance, target.amax)
     if by_gptq is None:
         return scales.round(value).to(value.dtype), scales
     multipliers = scales.of_values(value.shape[spec.axis])

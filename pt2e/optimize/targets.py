@@ -32,6 +32,8 @@ from pt2mx.pt2e.quantizer.operators import (
     operator_name,
     quantizable_operators,
 )
+from pt2mx.pt2e.shared_scales import connected, matmul_input
+from pt2mx.pt2e.tensor_scales import shared_amax
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
 
@@ -85,6 +87,8 @@ class WeightTarget:
         rows: the observers of embedding indices.
         smoothed: where the smoothing factors went; see `WeightReport`.
         in_place: True writes new values into the memory of the old ones.
+        siblings: all weights that share its tensor scale, itself included; empty if it has its own.
+        amax: () float32, the largest magnitude of the siblings before they are rounded; None if it has its own scale.
     """
 
     name: str
@@ -97,6 +101,8 @@ class WeightTarget:
     rows: list[MXIndexObserver] = field(default_factory=list)
     smoothed: str = ""
     in_place: bool = False
+    siblings: list[WeightTarget] = field(default_factory=list, repr=False)
+    amax: Tensor | None = None
 
     @property
     def modules(self) -> str:
@@ -139,7 +145,20 @@ def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = Fa
             matmul = matmul_of(node, tensor)
             activation = None if matmul is None else specs.get((node, matmul.source))
             targets[first].consumers.append(Consumer(node, tensor, spec, matmul, activation))
+    _find_siblings(targets)
     return list(targets.values())
+
+
+def _find_siblings(targets: dict[Node, WeightTarget]) -> None:
+    """Set the siblings of each weight, as `share_tensor_scales` finds them in a prepared graph."""
+    consumers = [(first, consumer) for first, target in targets.items() for consumer in target.consumers]
+    inputs = [(matmul_input(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.scale_format.tensor]
+    for first, group in connected(((x, spec), first) for x, spec, first in inputs if x is not None).items():
+        if len(group) > 1 and first is group[0]:
+            siblings = [targets[one] for one in group]
+            amax = shared_amax(one.value for one in siblings)
+            for one in siblings:
+                one.siblings, one.amax = siblings, amax
 
 
 def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:

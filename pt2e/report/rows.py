@@ -193,7 +193,7 @@ def _quantized(
         if isinstance(observer, MXObserver):
             source = node_arg(argument)
             constant = is_constant(source, constants)
-            seen = weight_statistics(observer, source, captured) if constant else observer.statistics_meta()
+            seen = weight_statistics(observer, argument, captured) if constant else observer.statistics_meta()
             return source, observer.spec, seen
         return node_arg(argument), None, {}  # another quantizer's observer
     if argument.target is ops.dequantize_mx:

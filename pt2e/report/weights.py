@@ -47,7 +47,7 @@ def note_weights(prepared: GraphModule) -> None:
             observer = graph.get_submodule(name_of(node))
             if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
                 sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
-                node.meta[NOTES_KEY] = {**weight_statistics(observer, node_arg(node), captured), **sources}
+                node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured), **sources}
 
 
 def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
@@ -85,8 +85,9 @@ def is_constant(node: Node, constants: set[Node]) -> bool:
     return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
 
 
-def weight_statistics(observer: MXObserver, source: Node, captured: CapturedOperands) -> dict[str, Any]:
-    """Return the meta that a report reads for a constant: its observer's statistics.
+def weight_statistics(observer: MXObserver, node: Node, captured: CapturedOperands) -> dict[str, Any]:
+    """Return the meta that a report reads for a constant, which a call of its observer reads: the observer's
+    statistics.
 
     If the observer saw nothing, or the constant was trained since, the function computes the noise of the formats
     instead. A traced constant has no statistics.
@@ -94,10 +95,13 @@ def weight_statistics(observer: MXObserver, source: Node, captured: CapturedOper
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
-    values = [value.detach() for value in _values(source, captured)]
+    sources = [source for source in node.args if isinstance(source, Node)]  # the constant, and its siblings
+    read = list(zip(*(_values(one, captured) for one in sources), strict=False))
+    values = [value.detach() for value, *_ in read]
     if any(map(is_fake, values)):
         return seen
-    noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec)}
+    scales = [_shared_scale(observer, *every) for every in read]
+    noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec, scales)}
     if isinstance(observer, MXFormatObserver):
         noise[CANDIDATES_KEY] = {str(s): quantization_noise(values, s) for s in observer.candidate_specs}
     return noise
@@ -129,8 +133,13 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
         return function_of(node)(*args, **kwargs)
     module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
-        return fake_quantize_mx(args[0], module.spec)
+        return fake_quantize_mx(args[0], module.spec, tensor_scale=_shared_scale(module, *args))
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
+
+
+def _shared_scale(observer: MXObserver, *tensors: Tensor) -> Tensor | None:
+    """Return the tensor scale that a constant shares with its siblings; None without siblings."""
+    return observer.tensor_scale(*tensors) if len(tensors) > 1 else None
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

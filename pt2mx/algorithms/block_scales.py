@@ -92,20 +92,23 @@ class BlockScales:
 
 
 @torch.no_grad()
-def choose_scales(weight: Tensor, spec: MXSpec, importance: Tensor | None = None) -> BlockScales:
-    """Choose the scale of each block with the least squared error. The tensor scale follows from the weight, and leaves
-    room for the largest block's scale to grow.
+def choose_scales(
+    weight: Tensor, spec: MXSpec, importance: Tensor | None = None, amax: Tensor | None = None
+) -> BlockScales:
+    """Choose the scale of each block with the least squared error. The tensor scale follows from the largest magnitude,
+    and leaves room for the largest block's scale to grow.
 
     Args:
         weight: (..., n, ...) float.
         spec: a format whose scales have a significand; its axis is the axis of the weight.
         importance: the weight of each squared error, in the shape of `weight`.
+        amax: () float32, the largest magnitude of all weights that share the tensor scale; None: of this weight.
 
     Returns:
         The scales.
     """
     spec = spec.replace(axis=spec.axis % weight.dim())
-    t = tensor_scale_mx(weight.float(), spec.replace(scale_mode="four_six")) if spec.scale_format.tensor else None
+    t = _tensor_scale(weight.float(), spec.replace(scale_mode="four_six"), amax)
     blocks = reference.to_blocks(weight.float(), spec)
     first = float_scales.scale_of(blocks, spec.replace(scale_mode="nearest"), t, elements)
     scale, grid = spec.scale_format, spec.element
@@ -126,16 +129,23 @@ def choose_scales(weight: Tensor, spec: MXSpec, importance: Tensor | None = None
     return BlockScales(spec, reference.stored_scales(chosen, spec, weight.shape), t)
 
 
-def nearest_scales(weight: Tensor, spec: MXSpec) -> BlockScales:
+def nearest_scales(weight: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> BlockScales:
     """Return the scales that `quantize_mx` gives.
 
     Args:
         weight: (..., n, ...) float.
         spec: a format whose scales have a significand; its axis is the axis of the weight.
+        tensor_scale: () float32, of formats with one; None: the scale of this weight.
 
     Returns:
         The scales.
     """
     spec = spec.replace(axis=spec.axis % weight.dim())
-    t = tensor_scale_mx(weight, spec) if spec.scale_format.tensor else None
+    t = _tensor_scale(weight, spec, None) if tensor_scale is None else tensor_scale
     return BlockScales(spec, reference.scales(weight, spec, t), t)
+
+
+def _tensor_scale(weight: Tensor, spec: MXSpec, amax: Tensor | None) -> Tensor | None:
+    if not spec.scale_format.tensor:
+        return None
+    return tensor_scale_mx(weight if amax is None else amax, spec)

@@ -113,21 +113,26 @@ def _tensor_scale(x: Tensor, spec: MXSpec) -> Tensor | None:
     return tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
 
 
-def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationStatistics:
+def quantization_noise(
+    tensors: Iterable[Tensor], spec: MXSpec, tensor_scales: Iterable[Tensor | None] = ()
+) -> QuantizationStatistics:
     """Return the statistics of tensors, without the slow counts: `saturated` and `flushed` are NaN, and `exponents` is
     empty. Tensors with an Inf or a NaN get all statistics, because only `quantization_sums` leaves such blocks out.
 
     Args:
         tensors: at least one, each as in `quantization_sums`.
         spec: their format.
+        tensor_scales: one of each tensor, as in `quantization_sums`; by default None.
 
     Raises:
         MXError: as `quantization_sums`.
     """
     tensors = [torch.atleast_1d(x) for x in tensors]
-    noise = math.sqrt(sum(_noise(x, spec.replace(axis=spec.axis % x.dim())) ** 2 for x in tensors))
+    scales = list(tensor_scales) or [None] * len(tensors)
+    scaled = list(zip(tensors, scales, strict=True))
+    noise = math.sqrt(sum(_noise(x, spec.replace(axis=spec.axis % x.dim()), t) ** 2 for x, t in scaled))
     if not math.isfinite(noise):
-        sums = [quantization_sums(x, spec) for x in tensors]
+        sums = [quantization_sums(x, spec, t) for x, t in scaled]
         return QuantizationStatistics.of({name: sum((s[name] for s in sums[1:]), sums[0][name]) for name in sums[0]})
     values = [x.numel() for x in tensors]
     return QuantizationStatistics(
@@ -143,9 +148,9 @@ def quantization_noise(tensors: Iterable[Tensor], spec: MXSpec) -> QuantizationS
     )
 
 
-def _noise(x: Tensor, spec: MXSpec) -> float:
+def _noise(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> float:
     """Return the norm of the noise of a tensor."""
-    t = _tensor_scale(x, spec)
+    t = _tensor_scale(x, spec) if tensor_scale is None else tensor_scale
     return math.hypot(
         *(_norm(fake_quantize_mx(part, spec, tensor_scale=t).float().sub_(part)) for part in _slices(x, spec))
     )

@@ -79,3 +79,48 @@ def test_weights_of_blocks_of_several_rows_are_left_alone():
     optimized = pt2mx.optimize(graph, q, batches, preset="fast")
     assert {row.reason for row in rows(optimized).values()} == {"its blocks have several rows"}
     assert not calls(optimized, ops.dequantize_mx.default)
+
+
+class Siblings(nn.Module):
+    """Two pairs of layers of one input; of the first, one keeps its codes when it is rounded to nearest."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+        self.key, self.value = nn.Linear(64, 32, bias=False), nn.Linear(64, 64, bias=False)
+        with torch.no_grad():
+            self.gate.weight.copy_(6 * torch.randint(0, 2, (96, 64)))
+            self.up.weight *= 20
+            self.value.weight *= 3
+
+    def forward(self, x):
+        x = x + self.down(torch.sigmoid(self.gate(x)) * self.up(x))
+        return self.value(x).sin(), self.key(x).relu()
+
+
+@pytest.mark.parametrize("weight", ["nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "fast"},
+        {"preset": "balanced", "in_place": True},
+        {"preset": "best"},
+        {"algorithms": (pt2mx.algorithms.LearnedRounding(steps=20),)},
+    ],
+)
+def test_siblings_keep_one_tensor_scale(options, weight):
+    torch.manual_seed(0)
+    batches = [(torch.randn(64, 64),) for _ in range(4)]
+    graph, q = exported(Siblings(), *batches[0]), quantizer(weight)
+    exact = graph(*batches[0])
+    nearest = quantized(graph, q)(*batches[0])
+    converted = quantized(pt2mx.optimize(graph, q, batches, **options), q)
+    scales = {name.split(".")[0]: t.item() for name, t in converted.named_buffers() if name.endswith("tensor_scale")}
+    assert scales["gate"] == scales["up"] and scales["key"] == scales["value"]
+    assert len(set(scales.values())) == 3
+    optimized = converted(*batches[0])
+    assert relative_error(optimized[0], exact[0]) < 0.95 * relative_error(nearest[0], exact[0])
+    lowered = pt2mx.lower_to_inductor(converted)
+    assert len(calls(lowered, ops.linear_mx.default)) == 3
+    torch.testing.assert_close(lowered(*batches[0]), optimized, rtol=1e-4, atol=1e-5)

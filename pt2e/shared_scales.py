@@ -1,0 +1,92 @@
+"""Share one tensor scale between the weights that multiply one input, such as queries, keys and values.
+
+Runtimes compute such layers as one matmul with one tensor scale; so does `pt2mx.fx.passes.merge_linears`. The shared
+scale is the scale of the largest magnitude of all weights. It costs little accuracy, because every block still has its
+own scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.constants import computed_from, constant_nodes, first_equal
+from pt2mx.fx.graph.node import args_of, name_of, node_arg, shape_of
+from pt2mx.fx.passes.packed_operands import MATMULS
+from pt2mx.pt2e.observer import MXObserver
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+def share_tensor_scales(model: GraphModule) -> None:
+    """Pass to the observer of each weight the other weights that share its tensor scale, as further arguments.
+
+    A weight is a constant matrix in a format with a tensor scale. It shares the scale with every weight of equal spec
+    that a `linear`, `matmul`, `mm` or `addmm` multiplies with the same input. Weights that several operators use
+    connect their groups.
+
+    Args:
+        model: a prepared graph, which is changed.
+    """
+    constants = constant_nodes(model.graph)
+    equal = first_equal(model, constants)
+    weights: dict[Node, tuple[Node, tuple]] = {}  # call of an observer -> tensor, qscheme
+    for node in model.graph.find_nodes(op="call_module"):
+        observer, tensor = model.get_submodule(name_of(node)), node_arg(node)
+        if isinstance(observer, MXObserver) and observer.static_scale is None and tensor in constants:
+            if observer.spec.scale_format.tensor:
+                weights[node] = equal[tensor], observer.qscheme
+    readers = [(user, node) for node in weights for user in node.users]
+    inputs = [(matmul_input(user, node), node) for user, node in readers]
+    groups = connected(((x, weights[node][1]), weights[node]) for x, node in inputs if x is not None)
+    for node, weight in weights.items():
+        siblings = [tensor for tensor, _ in groups.get(weight, ()) if tensor is not weight[0]]
+        for sibling in siblings:
+            for needed in computed_from(sibling):
+                if needed > node:
+                    node.prepend(needed)
+        node.args = (node.args[0], *siblings)
+    model.recompile()
+
+
+def matmul_input(matmul: Node, weight: Node) -> Node | None:
+    """Return the input that a matmul multiplies with a weight, before its observer.
+
+    Args:
+        matmul: a user of the weight.
+        weight: a parameter, or the call of its observer.
+
+    Returns:
+        None if it is no matmul of an input with this weight, or if the weight is no matrix or is empty.
+    """
+    known, shape = MATMULS.get(str(matmul.target)), shape_of(weight)
+    if known is None or args_of(matmul)[known.weight] is not weight or shape is None or len(shape) != 2 or 0 in shape:
+        return None
+    x = node_arg(matmul, known.x)
+    return node_arg(x) if x.op == "call_module" else x
+
+
+def connected(pairs: Iterable[tuple[Hashable, _Item]]) -> dict[_Item, list[_Item]]:
+    """Group items that have a key in common, directly or through other items.
+
+    Args:
+        pairs: (key, item); an item may have several keys.
+
+    Returns:
+        item -> the items of its group, itself included, the same list for each of them.
+
+    Example:
+        >>> from pt2mx.pt2e.shared_scales import connected
+        >>> connected([("x", "gate"), ("x", "up"), ("y", "down")])
+        {'gate': ['gate', 'up'], 'up': ['gate', 'up'], 'down': ['down']}
+    """
+    groups: dict[_Item, list[_Item]] = {}
+    first: dict[Hashable, _Item] = {}
+    for key, item in pairs:
+        group, other = groups.setdefault(item, [item]), groups[first.setdefault(key, item)]
+        if other is not group:
+            other += group
+            groups.update(dict.fromkeys(group, other))
+    return groups
