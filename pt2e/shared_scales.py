@@ -1,4 +1,4 @@
-"""Share one tensor scale between the weights that multiply one input, such as queries, keys and values.
+"""Share one tensor scale between the weights of a module that multiply one input, such as queries, keys and values.
 
 Runtimes compute such layers as one matmul with one tensor scale; so does `pt2mx.fx.passes.merge_linears`. The shared
 scale is the scale of the largest magnitude of all weights. It costs little accuracy, because every block still has its
@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.constants import computed_from, constant_nodes, first_equal
+from pt2mx.fx.graph.constants import computed_from, constant_nodes, first_equal, placeholders_first
 from pt2mx.fx.graph.node import args_of, name_of, node_arg, shape_of
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.pt2e.observer import MXObserver
 
@@ -24,12 +25,13 @@ def share_tensor_scales(model: GraphModule) -> None:
     """Pass to the observer of each weight the other weights that share its tensor scale, as further arguments.
 
     A weight is a constant matrix in a format with a tensor scale. It shares the scale with every weight of equal spec
-    that a `linear`, `matmul`, `mm` or `addmm` multiplies with the same input. Weights that several operators use
-    connect their groups.
+    that a `linear`, `matmul`, `mm` or `addmm` of the same parent module multiplies with the same input. Weights that
+    several operators use connect their groups.
 
     Args:
         model: a prepared graph, which is changed.
     """
+    placeholders_first(model)  # the weights of a subgraph
     constants = constant_nodes(model.graph)
     equal = first_equal(model, constants)
     weights: dict[Node, tuple[Node, tuple]] = {}  # call of an observer -> tensor, qscheme
@@ -39,8 +41,8 @@ def share_tensor_scales(model: GraphModule) -> None:
             if observer.spec.scale_format.tensor:
                 weights[node] = equal[tensor], observer.qscheme
     readers = [(user, node) for node in weights for user in node.users]
-    inputs = [(matmul_input(user, node), node) for user, node in readers]
-    groups = connected(((x, weights[node][1]), weights[node]) for x, node in inputs if x is not None)
+    keys = [(sibling_key(user, node), node) for user, node in readers]
+    groups = connected(((key, weights[node][1]), weights[node]) for key, node in keys if key is not None)
     for node, weight in weights.items():
         siblings = [tensor for tensor, _ in groups.get(weight, ()) if tensor is not weight[0]]
         for sibling in siblings:
@@ -51,8 +53,9 @@ def share_tensor_scales(model: GraphModule) -> None:
     model.recompile()
 
 
-def matmul_input(matmul: Node, weight: Node) -> Node | None:
-    """Return the input that a matmul multiplies with a weight, before its observer.
+def sibling_key(matmul: Node, weight: Node) -> tuple[Node, str] | None:
+    """Return what the matmuls of sibling weights have in common: the input before its observer, and the parent module.
+    An encoder's output is an input of each layer of a decoder, but runtimes compute each layer by itself.
 
     Args:
         matmul: a user of the weight.
@@ -65,7 +68,7 @@ def matmul_input(matmul: Node, weight: Node) -> Node | None:
     if known is None or args_of(matmul)[known.weight] is not weight or shape is None or len(shape) != 2 or 0 in shape:
         return None
     x = node_arg(matmul, known.x)
-    return node_arg(x) if x.op == "call_module" else x
+    return (node_arg(x) if x.op == "call_module" else x), module_name(matmul).rpartition(".")[0]
 
 
 def connected(pairs: Iterable[tuple[Hashable, _Item]]) -> dict[_Item, list[_Item]]:

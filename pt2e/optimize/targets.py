@@ -32,7 +32,7 @@ from pt2mx.pt2e.quantizer.operators import (
     operator_name,
     quantizable_operators,
 )
-from pt2mx.pt2e.shared_scales import connected, matmul_input
+from pt2mx.pt2e.shared_scales import connected, sibling_key
 from pt2mx.pt2e.tensor_scales import shared_amax
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
@@ -152,8 +152,8 @@ def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = Fa
 def _find_siblings(targets: dict[Node, WeightTarget]) -> None:
     """Set the siblings of each weight, as `share_tensor_scales` finds them in a prepared graph."""
     consumers = [(first, consumer) for first, target in targets.items() for consumer in target.consumers]
-    inputs = [(matmul_input(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.scale_format.tensor]
-    for first, group in connected(((x, spec), first) for x, spec, first in inputs if x is not None).items():
+    keys = [(sibling_key(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.scale_format.tensor]
+    for first, group in connected(((key, spec), first) for key, spec, first in keys if key is not None).items():
         if len(group) > 1 and first is group[0]:
             siblings = [targets[one] for one in group]
             amax = shared_amax(one.value for one in siblings)

@@ -49,8 +49,9 @@ class MXQuantizationConfig:
             v1.0, section 6.1); there masked, padded and later tokens influence the scale of a block.
         tensor_scale: the scale of a whole activation, of formats that have one (`"nvfp4"`). "static" is a number that
             calibration finds from the maximum over its batches, "moving_average" from the moving average of their
-            maxima; conversion stores it as a buffer. "dynamic" is the scale of each tensor that comes in. Weights have
-            their own scale, computed once. compressed-tensors writes "static" as `dynamic: local`.
+            maxima; conversion stores it as a buffer. "dynamic" is the scale of each tensor that comes in. The scale of
+            a weight follows from its values, and is computed once. compressed-tensors writes "static" as `dynamic:
+            local`.
 
     Raises:
         MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer.

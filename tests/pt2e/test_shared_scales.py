@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_torchao
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
@@ -100,17 +101,17 @@ def test_training_uses_the_current_values():
         optimizer.step()
     with torch.no_grad():
         qat.get_parameter("v.weight")[0, 0] = 50.0
-    trained, twin = pt2mx.convert_pt2e(qat), copy.deepcopy(qat)
+    trained, copied = pt2mx.convert_pt2e(qat), copy.deepcopy(qat)
     values = scales(trained)
     t = scale_of(torch.tensor(50.0))
     assert {values[f"{name}.weight_tensor_scale"] for name in "qkv"} == {t.item()}
     with torch.no_grad():
         want = qat.eval()(X)
-        assert torch.equal(trained(X), want) and torch.equal(twin.eval()(X), want)
-        twin.get_parameter("v.weight").zero_()
-        assert not torch.equal(twin(X), want)
-        twin.load_state_dict(qat.state_dict())
-        assert torch.equal(twin(X), want)
+        assert torch.equal(trained(X), want) and torch.equal(copied.eval()(X), want)
+        copied.get_parameter("v.weight").zero_()
+        assert not torch.equal(copied(X), want)
+        copied.load_state_dict(qat.state_dict())
+        assert torch.equal(copied(X), want)
         other = {"v.weight": torch.full_like(qat.get_parameter("v.weight"), 99.0)}
         far = functional_call(qat, other, (X,))
         by_hand = copy.deepcopy(block)
@@ -167,6 +168,81 @@ def test_only_matrices_of_one_input_and_spec_share():
         assert torch.equal(converted(x, ids), prepared(x, ids))
 
 
+class Layers(nn.Module):
+    """Two layers, each with keys and values of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(32, 32) for n in ("k", "v")}) for _ in range(2))
+
+    def forward(self, x):
+        return sum(layer["k"](x) * layer["v"](x) for layer in self.layers)
+
+
+def test_modules_keep_scales_of_their_own():
+    torch.manual_seed(0)
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(Layers().eval(), X), quantizer()))
+    values = scales(converted)
+    of_layers = [{values[f"layers.{i}.{name}.weight_tensor_scale"] for name in "kv"} for i in range(2)]
+    assert len(of_layers[0]) == len(of_layers[1]) == 1 and of_layers[0] != of_layers[1]
+
+
 def test_connected():
     pairs = ("x", 1), ("y", 2), ("z", 3), ("y", 1), ("z", 3)
     assert connected(pairs) == {1: [2, 1], 2: [2, 1], 3: [3]}
+
+
+class InSubgraph(nn.Module):
+    """A block in a subgraph, which reads the weights as operands."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.block, self.kind = Block(), kind
+
+    def forward(self, x):
+        if self.kind == "cond":
+            return torch.cond(x.sum() > 0, lambda x: self.block(x), lambda x: self.block(2 * x), (x,))
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.block(x.sin()).float() * 2
+        with torch.no_grad():
+            y = self.block(x.sin())
+        return y * 2
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "autocast", "cond"])
+def test_siblings_in_subgraphs(kind):
+    model = InSubgraph(kind).eval()
+    prepared = calibrated(exported(model, X), quantizer(), X)
+    pt2mx.enable_fake_quant(prepared)
+    t = scale_of(model.block.k.weight)
+    with torch.no_grad():
+        want, converted = [prepared(x) for x in (X, -X)], pt2mx.convert_pt2e(prepared)
+        assert all(torch.equal(converted(x), y) for x, y in zip((X, -X), want, strict=True))
+        assert {scales(converted)[f"block.{name}.weight_tensor_scale"] for name in "qkv"} == {t.item()}
+        torch.testing.assert_close(pt2mx.lower_to_inductor(converted)(X), want[0], rtol=1e-5, atol=1e-5)
+
+
+def test_torchaos_convert_folds_the_shared_scale():
+    prepared = calibrated(exported(Block().eval(), X), quantizer(), X)
+    want = pt2mx.convert_pt2e(prepared)
+    assert scales(convert_of_torchao(copy.deepcopy(prepared))) == scales(want)
+
+
+@pytest.mark.parametrize("qat", [False, True])
+def test_the_report_measures_with_the_shared_scale(qat):
+    """With the scale of the larger weight, fewer of the small values remain."""
+    block = Block().eval()
+    with torch.no_grad():
+        block.k.weight *= 2**15
+    graph = exported(block, X)
+    prepared = (pt2mx.prepare_qat_pt2e if qat else pt2mx.prepare_pt2e)(graph, quantizer())
+    if not qat:
+        prepared(X)
+    weight = block.q.weight.detach()
+    rounded = pt2mx.fake_quantize_mx(weight, "nvfp4", tensor_scale=scale_of(block.k.weight))
+    sqnr = float(10 * torch.log10(weight.square().sum() / (weight - rounded).square().sum()))
+    assert 17 < sqnr < 18  # 19.9 with a scale of its own
+    for model in (prepared, pt2mx.convert_pt2e(prepared)):
+        row = next(row for row in pt2mx.quantization_report(model).operators if row.module == "q")
+        assert row.operands[1].statistics.sqnr == pytest.approx(sqnr, abs=1e-3)

@@ -269,3 +269,19 @@ def test_nothing_is_left_where_writing_fails(bf16, convert, tmp_path, monkeypatc
     with pytest.raises(MXError, match="No space left"):
         save_checkpoint(convert(float_one.graph, {".*q_proj": (FP4, None)}), float_one.model, tmp_path / "out")
     assert not files(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "name"), [(CT, "weight_global_scale"), ("modelopt", "weight_scale_2")])
+def test_layers_that_libraries_fuse_are_written_with_one_tensor_scale(bf16, convert, logits, tmp_path, layout, name):
+    float_one = bf16("llama")
+    form = "fp4_e2m1{16}(e4m3_f32_divisor)" if layout == CT else "nvfp4"
+    converted = convert(float_one.graph, {EMBEDDING: None, ALL: (form, None)})
+    save_checkpoint(converted, float_one.model, tmp_path / "out", layout)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    values = dict(float_one.model.named_parameters())
+    for group in (("self_attn", "q", "k", "v"), ("self_attn", "o"), ("mlp", "gate", "up"), ("mlp", "down")):
+        layers = [f"model.layers.0.{group[0]}.{one}_proj" for one in group[1:]]
+        amax = torch.stack([values[f"{layer}.weight"].detach().abs().max() for layer in layers])
+        expected = pt2mx.tensor_scale_mx(amax, form)
+        assert all(stored[f"{layer}.{name}"].reshape(()).equal(expected) for layer in layers)
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
