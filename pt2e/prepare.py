@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
+from pt2mx.fx.graph.node import Dequantize, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.portable import holds_observers, is_portable
@@ -20,7 +21,7 @@ from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
-from pt2mx.pt2e.packed_weights import PACKED_MATMULS
+from pt2mx.pt2e.packed_weights import PACKED_MATMULS, parameter_name
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 from pt2mx.pt2e.shared_scales import share_tensor_scales
@@ -76,7 +77,8 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
     A batch norm after a quantized convolution or linear layer is folded into the weight before the weight is quantized,
     in training and in evaluation; its statistics and parameters continue to train (`pt2mx.fx.training.fuse_batch_norm`,
     after Jacob et al. (2018), section 3.2). The model starts in the mode of the export, in training mode if the export
-    does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training.
+    does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training. A warning
+    names weights that `optimize` stored as codes (NVFP4): they do not train.
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
@@ -131,6 +133,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
             stacklevel=3,
         )
     if for_training:
+        _warn_of_codes(graphs)
         _observers_to_fake_quantize(model)
         for graph in graphs:
             fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
@@ -241,6 +244,17 @@ def _is_exported(model: GraphModule) -> bool:
     operators = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
     functions = [n for n in calls if n.op == "call_function"]
     return calls == functions and (not calls or any(isinstance(n.target, operators) for n in functions))
+
+
+def _warn_of_codes(graphs: list[GraphModule]) -> None:
+    """Warn of weights that `optimize` stored as codes, which have no gradient."""
+    nodes = [node for graph in graphs for node in graph.graph.nodes if ROUNDED_KEY in node.meta]
+    if names := [parameter_name(name_of(Dequantize.expect(node).codes)) for node in nodes]:
+        warnings.warn(
+            f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "
+            "exported model that optimize was given",
+            stacklevel=4,
+        )
 
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:

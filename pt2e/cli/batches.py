@@ -210,7 +210,8 @@ def read_image(file: Path, mode: str = "RGB") -> Image.Image:
                 upright = pillow.fromarray(scaled.astype(np.uint8))
             return upright.convert(mode)
     except Exception as error:  # a decoder fails in many ways on a broken file
-        raise MXError(f"{str(file)!r} is no image: {one_line(error)}") from None
+        reason = getattr(error, "strerror", None) or "Pillow cannot read it; give a PNG or JPEG file"
+        raise MXError(f"{str(file)!r} is no image: {reason}") from None
 
 
 def read_audio(file: Path, rate: int) -> np.ndarray:

@@ -91,13 +91,15 @@ def check_step(
             raise MXError(f"{name} must be of shape {shape}, not {tuple(tensor.shape)}")
 
 
-def check_source(name: str, source: object, mask: Tensor | None, expected: Tensor) -> None:
-    """Raise an `MXError` for a source of another dtype or shape than the encoder takes, or a mask that does not fit.
+def check_source(name: str, source: object, mask: Tensor | None, expected: Tensor, vocabulary: int) -> None:
+    """Raise an `MXError` for a source of another dtype or shape than the encoder takes, a token that it does not know,
+    or a mask that does not fit.
 
     Args:
         name: the name of the source.
         source, mask: the arguments.
         expected: the source in the example of the program; its dimensions that are no number may have any size.
+        vocabulary: the number of tokens that the encoder knows.
     """
     sizes = [size if isinstance(size, int) else None for size in expected.shape]
     if (
@@ -113,6 +115,12 @@ def check_source(name: str, source: object, mask: Tensor | None, expected: Tenso
         raise MXError(f"{name} must be {expected.dtype} of shape ({shape}), not {actual}")
     if not source.numel():
         raise MXError(f"{name} of shape {tuple(source.shape)} is empty: give one source at least")
+    unknown = source.new_empty(0) if source.is_floating_point() else source[(source < 0) | (source >= vocabulary)]
+    if unknown.numel():
+        raise MXError(
+            f"{name} hold the token {int(unknown[0])}, but the vocabulary of the model has the tokens 0 to "
+            f"{vocabulary - 1}: use the model's own tokenizer"
+        )
     if mask is not None and source.dim() == 2 and mask.shape != source.shape:
         raise MXError(f"attention_mask must be of shape {tuple(source.shape)}, not {tuple(mask.shape)}")
 

@@ -52,11 +52,12 @@ class EncoderDecoder(_Base):
             The output for `encoder_outputs` of `generate` and of calls.
 
         Raises:
-            MXError: for a source that the encoder does not take.
+            MXError: for a source that the encoder does not take, such as a token outside the vocabulary.
         """
         expected = example_inputs(self.encoder.program)
         name = self.main_input_name
-        check_source(name, source, attention_mask, expected[name])
+        vocabulary = self.config.get_text_config(encoder=True).vocab_size
+        check_source(name, source, attention_mask, expected[name], vocabulary)
         inputs = {name: source.to(self.device, expected[name].dtype)}
         if "attention_mask" in expected:
             mask = torch.ones_like(source, dtype=torch.long) if attention_mask is None else attention_mask.long()

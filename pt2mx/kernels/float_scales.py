@@ -151,8 +151,11 @@ def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, pri
 
 
 def is_nan(stored: Tensor, scale: ScaleFormat) -> Tensor:
-    """stored: scales of any format -> whether each is NaN, bool."""
-    return stored.isnan() if scale.dtype.is_floating_point else stored == scale.nan
+    """stored: scales of any format -> whether each is NaN, bool. A code of E4M3 has a sign bit, which files of others
+    may set."""
+    if scale.dtype.is_floating_point:
+        return stored.isnan()
+    return (stored & (1 << scale.grid.bits - 1) - 1) == scale.nan
 
 
 def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:

@@ -26,8 +26,11 @@ from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_a
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from typing_extensions import Self, dataclass_transform
+
+from pt2mx.errors import MXError
 
 T = TypeVar("T", bound=Any)
 _Class = TypeVar("_Class", bound="type[Operator]")
@@ -200,7 +203,7 @@ def operator(
             torch.library.register_fake(f"pt2mx::{name}", cls.function(cls.fake))
         if hasattr(cls, "backward"):
             backward = once_differentiable(_backward(cls)) if differentiable_once else _backward(cls)
-            torch.library.register_autograd(f"pt2mx::{name}", backward, setup_context=_setup_context(cls))
+            torch.library.register_autograd(f"pt2mx::{name}", backward, setup_context=_setup_context(cls), lib=_LIBRARY)
         if autocast:
             for autocast_key, device in _AUTOCAST.items():
                 torch.library.impl(f"pt2mx::{name}", autocast_key, _casting(cls, autocast, autocast_key, device))
@@ -232,6 +235,30 @@ def _argument(field: dataclasses.Field[Any], annotation: Any) -> Argument:
     options = [option for option in get_args(hint) if option is not type(None)]
     type_name = names.type or (f"{_TYPES[options[0]]}?" if options else _TYPES[hint])
     return Argument(field, names.name or field.name, type_name, meaning)
+
+
+class _WithoutTangents(torch.library.Library):
+    """Registers autograd kernels that refuse inputs with a tangent: torch would drop the tangent silently."""
+
+    def impl(self, op_name: Any, fn: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Register a kernel of an operator."""
+
+        def kernel(keyset: Any, *inputs: Any, **named: Any) -> Any:
+            if forward_ad._current_level >= 0 and any(map(_has_tangent, inputs)):
+                raise MXError(
+                    f"{op_name} has no derivative in forward mode: call backward(), or for fake quantization "
+                    "pt2mx.fake_quantize_mx"
+                )
+            return fn(keyset, *inputs, **named)
+
+        super().impl(op_name, kernel, *args, **options)
+
+
+def _has_tangent(argument: object) -> bool:
+    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+
+
+_LIBRARY = _WithoutTangents("pt2mx", "FRAGMENT")
 
 
 def _setup_context(cls: type[Operator]) -> Callable[..., None]:

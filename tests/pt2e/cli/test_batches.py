@@ -219,8 +219,14 @@ def test_a_photo_taken_upright_is_upright(tmp_path):
 
 def test_no_image(tmp_path):
     (tmp_path / "a.png").write_text("no")
-    with pytest.raises(MXError, match=r"a\.png' is no image: UnidentifiedImageError"):
-        read_image(tmp_path / "a.png")
+    for file, reason in (
+        ("a.png", "Pillow cannot read it; give a PNG or JPEG file"),
+        ("missing.png", "No such file or directory"),
+        ("", "Is a directory"),
+    ):
+        with pytest.raises(MXError) as raised:
+            read_image(tmp_path / file)
+        assert str(raised.value) == f"{str(tmp_path / file)!r} is no image: {reason}"
 
 
 def test_sixteen_bits_are_scaled(tmp_path):

@@ -134,6 +134,11 @@ def test_bad_sources():
         model.generate(torch.zeros(2, 3))
     with pytest.raises(MXError, match=r"input_ids of shape \(2, 0\) is empty: give one source at least"):
         model.generate(torch.zeros(2, 0, dtype=torch.long))
+    for token in (-1, model.config.vocab_size):
+        last = model.config.vocab_size - 1
+        message = f"input_ids hold the token {token}, but the vocabulary of the model has the tokens 0 to {last}: use"
+        with pytest.raises(MXError, match=message):
+            model.generate(torch.tensor([[0, token, last]]))
     with pytest.raises(MXError, match=r"shape \(any, any\), not ndarray"):
         model.encode(torch.zeros(2, 3).numpy())
     with pytest.raises(MXError, match="input_ids must be tokens"):

@@ -124,3 +124,14 @@ def test_siblings_keep_one_tensor_scale(options, weight):
     lowered = pt2mx.lower_to_inductor(converted)
     assert len(calls(lowered, ops.linear_mx.default)) == 3
     torch.testing.assert_close(lowered(*batches[0]), optimized, rtol=1e-4, atol=1e-5)
+
+
+def test_training_warns_of_codes():
+    graph, batches, _ = net()
+    optimized = pt2mx.optimize(graph, quantizer(), batches, preset="fast")
+    message = "^optimize stored up.weight, down.weight, head.weight as codes, .* to train them, prepare the exported"
+    with pytest.warns(UserWarning, match=message) as warned:
+        qat = pt2mx.prepare_qat_pt2e(optimized, quantizer())
+    assert [one.filename for one in warned] == [__file__]
+    assert [name for name, _ in qat.named_parameters()] == ["up.bias"]
+    pt2mx.prepare_qat_pt2e(pt2mx.optimize(graph, quantizer("mxfp4"), batches, preset="fast"), quantizer("mxfp4"))

@@ -10,7 +10,7 @@ import torch
 
 from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, parse, quantize_mx, tensor_scale_mx
 from pt2mx.kernels import reference, reference_chunked
-from pt2mx.kernels.float_scales import codes_of
+from pt2mx.kernels.float_scales import codes_of, is_nan
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from tests.float_scale_oracle import quantize_block
@@ -197,3 +197,15 @@ def test_values_far_beyond_a_static_tensor_scale_saturate(mode):
     largest = 6 * (448 * t)
     for y in (reference.fake_quantize(x, spec, tensor_scale=t), fake_quantize_mx(x, spec, tensor_scale=t)):
         assert torch.equal(y, torch.stack([largest, -largest, largest, 0 * largest] * 4))
+
+
+@pytest.mark.parametrize("name", [name for name, scale in SCALE_FORMATS.items() if scale.dtype == torch.uint8])
+def test_a_scale_is_nan_where_values_are(name):
+    """A code of E4M3 with the sign bit is no scale that pt2mx writes, but 0xFF is NaN in the format."""
+    scale, codes = SCALE_FORMATS[name], torch.arange(256, dtype=torch.uint8)
+    spec = MXSpec("fp4_e2m1", 16, scale_format=name)
+    t = torch.ones(()) if scale.tensor else None
+    values = dequantize_mx(torch.full((256, 8), 0x22, dtype=torch.uint8), codes[:, None], spec, tensor_scale=t)
+    assert torch.equal(is_nan(codes, scale), values[:, 0].isnan())
+    nan = {0x7F, 0xFF} if scale.grid.name == "fp8_e4m3" else {0xFF}
+    assert set(is_nan(codes, scale).nonzero().flatten().tolist()) == nan

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import pt2mx
@@ -27,6 +28,26 @@ def test_the_derivative_in_forward_mode_passes_straight_through(spec):
     assert torch.equal(torch.func.jacfwd(lambda x: fake_quantize_mx(x, "mxfp4"))(x[0]), torch.eye(32))
     with pytest.raises(MXError, match="ste='clipped' has no forward-mode derivative: choose ste='identity'"):
         torch.func.jvp(lambda x: fake_quantize_mx(x, spec, ste="clipped"), (x,), (tangent,))
+
+
+def test_an_operator_refuses_a_tangent():
+    """torch would drop it silently, and the derivative would be zero."""
+    x, tangent = torch.randn(2, 3, 32)
+    scale, data = quantize_mx(torch.randn(4, 32), "mxfp4")
+    calls = {
+        "fake_quantize_mx": lambda x: ops.fake_quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even", None, "identity"),
+        "quantize_mx": lambda x: ops.quantize_mx(x, "fp4_e2m1", 32, -1, "floor", "even")[0],
+        "linear_mx": lambda x: torch.ops.pt2mx.linear_mx(x, data, scale, None, "fp4_e2m1", 32, 0),
+    }
+    for name, call in calls.items():
+        call(x)
+        message = f"{name} has no derivative in forward mode: call backward.*, or .* pt2mx.fake_quantize_mx"
+        with pytest.raises(MXError, match=message):
+            torch.func.jvp(call, (x,), (tangent,))
+        with forward_ad.dual_level():
+            call(x)
+            with pytest.raises(MXError, match=message):
+                call(forward_ad.make_dual(x, tangent))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
