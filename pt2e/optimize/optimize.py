@@ -29,7 +29,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
-from pt2mx.pt2e.optimize.packed_weights import pack_weights, share_tensor_scales
+from pt2mx.pt2e.optimize.packed_weights import pack_weights, round_siblings
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
@@ -119,7 +119,7 @@ def optimize(
     original = None if learned is None else copy_sharing_tensors(result)
     scales: dict[Node, BlockScales] = {}
     reports = _round(result, targets, chosen, progress, group, scales)
-    share_tensor_scales(result, targets, scales)
+    round_siblings(result, targets, scales)
     if learned is not None and original is not None:
         blocks = learn_rounding(
             result,
@@ -131,7 +131,7 @@ def optimize(
             progress=progress,
             scales=scales,
         )
-        share_tensor_scales(result, weight_targets(result, quantizer), scales)
+        round_siblings(result, weight_targets(result, quantizer), scales)
         _report_learned(reports, targets, {w for block in blocks for w in block.weights}, result, quantizer)
     merge_equal_operands(result)
     if scales:

@@ -36,7 +36,7 @@ def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mappin
                 node.replace_all_uses_with(packed)
 
 
-def share_tensor_scales(model: GraphModule, targets: list[WeightTarget], scales: dict[Node, BlockScales]) -> None:
+def round_siblings(model: GraphModule, targets: list[WeightTarget], scales: dict[Node, BlockScales]) -> None:
     """Round to nearest the siblings of weights with known scales that have none, so that all keep one tensor scale.
 
     Args:
