@@ -2,12 +2,13 @@
 
     python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
         [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
-        [--side both|bfloat16|quantized]
+        [--side both|bfloat16|quantized] [--bandwidth GB/S]
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
 program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two steps. Each
-figure is the median of calls after two warm-up calls. Under `torchrun --nproc-per-node N -m ...` the layers are divided
-among the ranks.
+figure is the median of calls after two warm-up calls. The limit beside it is that of bytes: weights, scales and cache
+over the bandwidth of the memory, that of a copy unless given. Under `torchrun --nproc-per-node N -m ...` the layers are
+divided among the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.tensor_parallel import shard
+from tests.benchmarks.byte_limit import bytes_of_step, copy_bandwidth
 from tests.benchmarks.measure import Row, hardware, print_table
 
 #: shape -> fields of a LlamaConfig
@@ -67,26 +69,33 @@ def llama(shape: str, layers: int | None, device: str) -> Any:
 
 
 def measured(
-    model: LanguageModel, name: str, prompts: list[int], batches: list[int], slots: int, mode: str | None
-) -> dict[str, float]:
-    """Measure the milliseconds to a prompt's first token and of a step, and print each at once."""
-    model.compile(**({"mode": mode} if mode else {}))
-    times: dict[str, float] = {}
+    model: LanguageModel, name: str, options: argparse.Namespace, bandwidth: float
+) -> dict[str, tuple[float, float]]:
+    """Measure the milliseconds to a prompt's first token and of a step, and print each at once.
 
-    def measure(what: str, call: Callable[[], object], repeats: int) -> None:
-        times[what] = _milliseconds(call, repeats)
-        print(f"{name}: {what}: {times[what]:.2f} ms", flush=True)
+    Returns:
+        What is measured -> its milliseconds, and those of its bytes over the bandwidth.
+    """
+    model.compile(**({"mode": options.mode} if options.mode else {}))
+    times: dict[str, tuple[float, float]] = {}
+
+    def measure(what: str, call: Callable[[], object], repeats: int, batch: int, slots: int) -> None:
+        ms, limit = _milliseconds(call, repeats), 1e3 * bytes_of_step(model, batch, slots) / bandwidth
+        times[what] = ms, limit
+        print(f"{name}: {what}: {ms:.2f} ms, {limit / ms:.0%} of the byte limit, {limit:.3f} ms", flush=True)
 
     with torch.no_grad():
-        for batch in batches:
-            cache = model.new_cache(batch, slots)
+        for batch in options.batches:
+            cache = model.new_cache(batch, options.slots)
             for layer in cache.layers:  # the last ones are free
-                layer.length = slots - 64
+                layer.length = options.slots - 64
             token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-            measure(f"step, batch {batch}", partial(model, token, past_key_values=cache), 50)
-        for length in prompts:
+            call = partial(model, token, past_key_values=cache)
+            measure(f"step, batch {batch}", call, 50, batch, options.slots)
+        for length in options.prompts:
             ids = torch.randint(VOCABULARY, (1, length), device=model.device)
-            measure(f"first token, {length}", partial(_first_token, model, ids, model.new_cache(1, length)), 5)
+            call = partial(_first_token, model, ids, model.new_cache(1, length))
+            measure(f"first token, {length}", call, 5, 1, length)
     return times
 
 
@@ -111,7 +120,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--layers", type=int, help="of the model, for a shorter run")
@@ -123,7 +132,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=512, help="of the cache that a step reads; default: 512")
     parser.add_argument("--kv-cache", help="the format of the quantized side's cache; default: bfloat16")
     parser.add_argument("--mode", help="of torch.compile, for single tokens")
-    options = parser.parse_args()
+    parser.add_argument("--bandwidth", type=float, help="of the memory, in GB/s; default: that of a copy, measured")
+    options = parser.parse_args(arguments)
     if torch.distributed.is_torchelastic_launched():
         ranks.join(int(os.environ["WORLD_SIZE"]))
     with ranks.only_first_prints():
@@ -132,6 +142,8 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Quantize, compile and time the model, or this rank's part of it."""
+    bandwidth = 1e9 * options.bandwidth if options.bandwidth else copy_bandwidth(torch.device(options.device))
+    print(f"{bandwidth / 1e9:.0f} GB/s", flush=True)
     model = llama(options.shape, options.layers, options.device)
     if torch.distributed.is_initialized():
         model = shard(model)
@@ -157,14 +169,16 @@ def run(options: argparse.Namespace) -> None:
     measurements = []
     for name in list(sides):
         side = sides.pop(name)
-        measurements.append(measured(side, name, options.prompts, options.batches, options.slots, options.mode))
+        measurements.append(measured(side, name, options, bandwidth))
         del side
         gc.collect()
     if options.side == "both":
         exact, mx = measurements
-        rows: list[Row] = [
-            {"": what, "bfloat16 ms": exact[what], "mx ms": mx[what], "times": exact[what] / mx[what]} for what in exact
-        ]
+        rows: list[Row] = []
+        for what, (ms, limit) in exact.items():
+            mx_ms, mx_limit = mx[what]
+            row: Row = {"": what, "bfloat16 ms": ms, "limit ms": limit, "share": limit / ms}
+            rows.append(row | {"mx ms": mx_ms, "mx limit": mx_limit, "mx share": mx_limit / mx_ms, "times": ms / mx_ms})
         print_table(rows, tuple(rows[0]))
     print(hardware())
 

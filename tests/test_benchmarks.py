@@ -1,0 +1,64 @@
+"""The benchmarks of a step of decoding, on a tiny model on the CPU."""
+
+import re
+
+import pytest
+import torch
+
+from pt2mx import MXQuantizer
+from tests.benchmarks import byte_limit, language, step
+from tests.language_models import quantized_decoder
+
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_the_bytes_of_a_step():
+    for tied in (False, True):
+        model = quantized_decoder(
+            "llama", MXQuantizer.from_recipe("mxfp4_weight_only"), num_hidden_layers=1, tie_word_embeddings=tied
+        )
+        linear = 64 * (64 + 2 * 32 + 64 + 3 * 96 + 300)  # the table of embeddings counts where it is the head
+        weights = linear // 2 + linear // 32
+        others = 4 * (3 * 64 + 8)  # norms and the frequencies of RoPE
+        assert byte_limit.bytes_of_step(model, 3, 512) == weights + others + 3 * 512 * 2 * 32 * 4
+
+
+def test_the_bandwidth_of_a_copy(monkeypatch):
+    monkeypatch.setitem(byte_limit._COPIED, "cpu", 1 << 22)
+    assert 1e8 < byte_limit.copy_bandwidth(torch.device("cpu")) < 1e13
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(language.SHAPES, "1b", {**TINY, "num_hidden_layers": 2})
+    monkeypatch.setattr(language, "VOCABULARY", 300)
+
+
+def test_a_step_of_a_tiny_model(tiny, capsys):
+    step.main(
+        ["--shapes", "1b", "--layers", "1", "--batches", "1", "2", "--slots", "256", "--tokens", "30", "--rounds", "1"]
+        + ["--bandwidth", "10", "--device", "cpu"]
+    )
+    text = capsys.readouterr().out
+    rows = [re.split("  +", line) for line in text[text.index("\nbatch  loop") :].splitlines()[1:6]]
+    header, *rows = rows[:5]
+    assert header == ["batch", "loop", "step ms", "kernel us", "launches", "gap us", "limit ms", "share"]
+    assert [row[:2] for row in rows] == [[b, loop] for b in "12" for loop in step.LOOPS]
+    for row in rows:
+        ms, _, launches, _, limit, share = map(float, row[2:])
+        assert ms > 0 and launches > 10 and abs(share / (limit / ms) - 1) < 0.02
+    assert "10 GB/s" in text and "pt2mx::linear_mx" in text
+
+
+@pytest.mark.slow
+def test_a_tiny_language_model(tiny, capsys, compiler):
+    language.main(["--layers", "1", "--batches", "2", "--slots", "256", "--prompts", "16", "--bandwidth", "10"])
+    text = capsys.readouterr().out
+    header, *rows = [re.split("  +", line) for line in text[text.index("bfloat16 ms") :].splitlines()[:3]]
+    assert header == ["bfloat16 ms", "limit ms", "share", "mx ms", "mx limit", "mx share", "times"]
+    assert [row[0] for row in rows] == ["step, batch 2", "first token, 16"]
+    for row in rows:
+        ms, limit, share, mx_ms, mx_limit, mx_share, times = map(float, row[1:])
+        assert mx_limit < limit
+        for ratio, expected in ((share, limit / ms), (mx_share, mx_limit / mx_ms), (times, ms / mx_ms)):
+            assert abs(ratio / expected - 1) < 0.02
