@@ -139,7 +139,10 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         tokens, mask, positions = (given.pop(name, None) for name in names)
         inputs, mask = self._inputs_of(tokens, mask, positions, cache, given)
         pad = int(generation_config._pad_token_tensor) if stopping.pads else None
-        choice = Choice(processors, generation_config.do_sample, stopping.ends, pad)
+        records = generation_config.return_dict_in_generate and (
+            generation_config.output_scores or generation_config.output_logits
+        )
+        choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, bool(records))
         step, self._step = self._step, None
         if step is None or not step.serves(self.runner, inputs, cache, choice):
             step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])

@@ -44,15 +44,21 @@ class Choice:
     samples: bool
     ends: tuple[int, ...]  #: the tokens that end a sequence
     pad: int | None  #: the token after the end; None: a sequence that has ended goes on
+    records: bool = False  #: True where the scores are results, too
+
+    @property
+    def is_plain(self) -> bool:
+        """True where the order of the logits alone decides."""
+        return not (self.processors or self.samples or self.records)
 
     def scores(self, logits: Tensor, history: History) -> Tensor:
-        """Return the processed scores of (B, vocabulary) float32 logits."""
+        """Return the processed scores of (B, vocabulary) logits, float32 unless the choice is plain."""
         for processor in self.processors:
             logits = processor.call(logits, history)
         return logits
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Return (B, vocabulary) float32, the largest of which belongs to the chosen token.
+        """Return (B, vocabulary) numbers, the largest of which belongs to the chosen token.
 
         The quotient of probabilities and exponential numbers is how `torch.multinomial` draws: with the same state of
         the generator it draws the same tokens. It also checks its input, for which a GPU waits."""

@@ -5,12 +5,13 @@ No value of a step goes through Python. A GPU replays the step as one CUDA graph
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.language.cache import DecoderCache
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: inputs of the program that grow by one with each token
 _COUNTED = ("position_ids", "image_positions")
+#: parts of a row of logits that Inductor's argmax, which has one program a row, reads at the same time
+_PARTS = 128
 #: steps that the host may be behind
 MOST_BEHIND = 1
 
@@ -73,7 +76,8 @@ class Step:
         self._captures = on_gpu
         #: the CUDA graph, and what it returns
         self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
-        self._advance = torch.compile(_advance) if on_gpu and runner.compiles else _advance
+        compiles = on_gpu and runner.compiles
+        self._advance, self._parts = (torch.compile(_advance), _PARTS) if compiles else (_advance, 1)
 
     @staticmethod
     def _key_of(runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> tuple[Any, ...]:
@@ -130,13 +134,14 @@ class Step:
             logits: (B, 1, vocabulary).
 
         Returns:
-            (B, vocabulary) float32 each: the logits, and the processed scores.
+            (B, vocabulary) each: the logits, and the processed scores; float32 where they are more than an order.
         """
-        logits = logits[:, -1].float()
+        logits = logits[:, -1] if self.choice.is_plain else logits[:, -1].float()
         scores = self.choice.scores(logits, self)
         counted = [self._inputs[name] for name in _COUNTED if name in self._inputs]
         self._advance(
             self.choice.weights(scores),
+            self._parts,
             self.unfinished,
             self._ends,
             self._pad,
@@ -175,31 +180,35 @@ class Step:
         """Record the step as a CUDA graph; return None for a step in which the host waits for the GPU.
 
         Calls before compile and tune the step, and leave the state as it was."""
-        changed = [self.start, self.length, self.unfinished, self._result, self.seen, self._inputs]
-        state = pytree.tree_map(lambda one: None if one is None else one.clone(), changed)
-        random, stream = self._generator.get_state(), torch.cuda.Stream()
+        stream, mode = torch.cuda.Stream(), torch.cuda.get_sync_debug_mode()
         stream.wait_stream(torch.cuda.current_stream())
-        mode = torch.cuda.get_sync_debug_mode()
         try:
             with torch.cuda.stream(stream):
-                for stops_at_waits in (False, True):
-                    torch.cuda.set_sync_debug_mode("error" if stops_at_waits else mode)
-                    try:
-                        self._run()
-                    finally:
-                        torch.cuda.set_sync_debug_mode(mode)
-                        pytree.tree_map(lambda one, old: None if one is None else one.copy_(old), changed, state)
-                        self._generator.set_state(random)
+                self._try()
+                torch.cuda.set_sync_debug_mode("error")
+                self._try()
         except RuntimeError as error:
             if "synchronizing CUDA operation" not in str(error):
                 raise
             return None
         finally:
+            torch.cuda.set_sync_debug_mode(mode)
             torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self._run()
         return graph, results
+
+    def _try(self) -> None:
+        """Run the step, and take it back: its slot of the cache is written again."""
+        changed = [self.start, self.length, self.unfinished, self._result, self.seen, self._inputs]
+        state = pytree.tree_map(lambda one: None if one is None else one.clone(), changed)
+        random = self.random_state()
+        try:
+            self._run()
+        finally:
+            pytree.tree_map(lambda one, old: None if one is None else one.copy_(old), changed, state)
+            self.set_random_state(random)
 
     def send(self) -> None:
         """Queue a copy of the chosen tokens to the host."""
@@ -231,8 +240,19 @@ class Step:
         self._generator.set_state(state)
 
 
+def _largest(weights: Tensor, parts: int) -> Tensor:
+    """Return the number of the largest value of each row, (B,), the first one of equals."""
+    if parts == 1:
+        return weights.argmax(-1)
+    padding = -weights.shape[-1] % parts
+    values = nn.functional.pad(weights, (0, padding), value=-math.inf).unflatten(-1, (parts, -1))
+    part = values.amax(-1).argmax(-1, keepdim=True)
+    return (part * values.shape[-1] + values.argmax(-1).gather(-1, part))[:, 0]
+
+
 def _advance(
     weights: Tensor,
+    parts: int,
     unfinished: Tensor,
     ends: Tensor,
     pad: Tensor | None,
@@ -242,7 +262,7 @@ def _advance(
     result: Tensor,
 ) -> None:
     """Choose the tokens of the largest weights, and write all that follows from them."""
-    tokens = weights.argmax(-1)
+    tokens = _largest(weights, parts)
     if pad is not None:
         tokens = torch.where(unfinished, tokens, pad)
     if len(ends):

@@ -37,7 +37,6 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
     """
     assert stopping.longest is not None
     total, cache = stopping.longest - ids.shape[1], step.cache
-    records = config.return_dict_in_generate and (config.output_logits or config.output_scores)
     waits = stopping.ends_rows and len(ids) > 1  # the padding after an end is an input of the next step
     behind = 0 if waits else BEHIND.get(cache.layers[0].tensors[0].device.type, 0)
     alive = torch.ones(len(ids), dtype=torch.bool)
@@ -53,12 +52,12 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
             both = step.run() if queued else step.choose(logits)
             step.send()
             queued += 1
-            if records:
+            if step.choice.records:
                 for kept, one in zip((raw, scores), both, strict=True):
                     kept.append(one.clone())
         new, unfinished = step.receive()
         tokens.append(new)
-        of_tokens = tuple(scores[: len(tokens)]) if records and config.output_scores else None
+        of_tokens = tuple(scores[: len(tokens)]) if step.choice.records and config.output_scores else None
         stopped = stopping.stops(new, of_tokens)
         alive &= unfinished if stopped is None else unfinished & ~stopped
         if waits and stopped is not None:

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
-from pt2mx.pt2e.language.sampling import Choice
-from pt2mx.pt2e.language.step import Step
-from tests.language_models import padded, quantized_decoder
+from pt2mx.pt2e.language.sampling import Choice, processors_of
+from pt2mx.pt2e.language.step import Step, _advance, _largest
+from tests.language_models import padded, quantized_decoder, transformers
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
 
@@ -65,6 +65,55 @@ def test_tokens_are_received_in_order(llama):
     step.choose(logits)
     step.send()
     assert step.receive()[0].tolist() == [2, 2]
+
+
+def test_a_step_is_taken_back(llama):
+    """As before a CUDA graph is recorded."""
+    choice = Choice(processors_of([transformers.RepetitionPenaltyLogitsProcessor(1.5)]), True, (7,), 9)
+    step, inputs, mask = step_of(llama, choice=choice)
+    tokens = torch.tensor([[4, 5, 6], [1, 2, 3]])
+    results = []
+    for tries in (0, 2):
+        torch.manual_seed(3)
+        step.begin(inputs, mask, tokens)
+        step.choose(torch.zeros(2, 1, 300))
+        for _ in range(tries):
+            step._try()
+        step.run()
+        step.send()
+        results.append([*step.receive(), step.seen.clone(), step.start.clone(), torch.get_rng_state()])
+        step.cache.advance(-1)
+    assert all(map(torch.equal, *results))
+    assert results[0][2].sum(1).tolist() == [5, 5]  # three tokens of the prompt, and two others
+
+
+@pytest.mark.parametrize("length", [1, 300, 1024])
+def test_the_largest_of_parts(length):
+    rows = torch.randint(3, (6, length)).float()  # many equals
+    rows[1], rows[2, -1], rows[3, length // 2] = -torch.inf, torch.inf, torch.nan
+    assert torch.equal(_largest(rows, 8), rows.argmax(-1))
+    assert torch.equal(_largest(rows.bfloat16(), 8), rows.argmax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pad", [None, torch.tensor(9)])
+def test_the_state_is_advanced_by_compiled_code(compiler, pad):
+    states = []
+    for advance in (torch.compile(_advance), _advance):
+        weights = torch.zeros(3, 300)
+        weights[0, 4] = weights[1, 7] = weights[2, 5] = 1.0
+        unfinished, seen, counters = (
+            torch.tensor([True, True, False]),
+            torch.zeros(3, 300).bool(),
+            [torch.ones(1).long()],
+        )
+        token, result = torch.zeros(3, 1, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+        advance(weights, 16, unfinished, torch.tensor([7, 8]), pad, seen, token, counters, result)
+        states.append([unfinished, seen, token, *counters, result])
+    assert all(map(torch.equal, *states))
+    last = 5 if pad is None else 9
+    assert result.tolist() == [[4, 7, last], [1, 0, 0]] and token.flatten().tolist() == [4, 7, last]
+    assert seen.nonzero().tolist() == [[0, 4], [1, 7], [2, last]] and counters[0].item() == 2
 
 
 def test_which_calls_a_step_serves(llama):

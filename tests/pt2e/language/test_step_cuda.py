@@ -16,7 +16,7 @@ MODES = {"greedy": GREEDY, "sampled": {**GREEDY, **SAMPLED}}
 PROCESSED = {"typical_p": 0.7, "epsilon_cutoff": 0.001, "renormalize_logits": True, "remove_invalid_values": True}
 
 
-@pytest.fixture(scope="module", params=[None, "mxfp8"], ids=["bfloat16 cache", "FP8 cache"])
+@pytest.fixture(scope="module", params=[None, "mxfp8"], ids=["float cache", "FP8 cache"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache(request.param)
