@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.ops import decoder_linear, hadamard, linear, quantization
+from pt2mx.ops import decoding, hadamard, linear, quantization
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class LinearMXMMALayout(OperatorCall, linear.LinearMXMMALayout[Node]):
     """A call of `linear_mx_mma_layout`."""
 
 
-class NormedLinearMX(OperatorCall, decoder_linear.NormedLinearMX[Node]):
+class NormedLinearMX(OperatorCall, decoding.NormedLinearMX[Node]):
     """A call of `normed_linear_mx`."""
 
 

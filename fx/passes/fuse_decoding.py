@@ -27,7 +27,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.interleave_gates import gate_of
-from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from pt2mx.ops.decoding import normed_linear_mx, residual_linear_mx
 from pt2mx.ops.linear import linear_mx_mma_layout
 
 aten = torch.ops.aten

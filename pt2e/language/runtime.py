@@ -20,10 +20,12 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.graph_pass import run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS, fuse_decoding
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
@@ -36,6 +38,8 @@ from pt2mx.pt2e.packages.package import check_loads
 _CHUNK = {"cpu": 1024, "cuda": 4096}
 #: on a GPU a compiled program pads prompts to a multiple of this length: each length has a CUDA graph of its own
 _LENGTH_MULTIPLE = 128
+#: the inputs of a program that say where its tokens are
+_POSITIONS = ("position_ids", "attention_mask", "start")
 #: package -> the number of tokens that its program reads; None: any
 _LENGTHS = {"prompt": None, "token": 1}
 
@@ -126,7 +130,11 @@ class Runner:
 
 def _fused(single: GraphModule) -> GraphModule:
     """Return the program for single tokens of a few sequences; it shares the tensors of `single`."""
-    return fuse_decoding(copy_sharing_tensors(single)) if fuse_decoding.applies_to(single) else single
+    if not fuse_decoding.applies_to(single):
+        return single
+    model = copy_sharing_tensors(single)
+    run_passes(model, [fuse_decoding, use_decoding_attention])
+    return store_positions(model, _POSITIONS)
 
 
 def _compiled(program: GraphModule, options: Mapping[str, Any]) -> Callable[..., Tensor]:

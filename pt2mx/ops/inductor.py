@@ -123,11 +123,17 @@ def register_decompositions() -> None:
     decomposition.fast_random_decomps.cache_clear()
 
 
+def _realized(x: Any) -> Any:
+    x.realize()
+    return x
+
+
 def register_lowerings() -> None:
     """Register Inductor's lowerings of the operators that its graphs still call, once its own have been imported."""
     from torch._inductor import lowering
 
     lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
+    lowering.register_lowering(torch.ops.pt2mx.stored, type_promotion_kind=None)(_realized)
     for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
         lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
     lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)

@@ -1,6 +1,6 @@
-"""Attention of a few queries over packed keys and values on an NVIDIA GPU.
+"""Attention of a few queries over packed keys and values, or over bfloat16, on an NVIDIA GPU.
 
-`flash_decoding_kernel` decodes the codes in registers, for up to 8 bfloat16 queries of a head of the keys;
+`flash_decoding_kernel` decodes codes in registers, for up to 8 bfloat16 queries of a head of the keys;
 `attention_kernel` is for the others. The programs divide the slots of a cache; each decodes its split once, for all
 queries. A second kernel joins their results (flash-decoding: Dao et al., 2023). The kernels do not wait for the device,
 can be captured in a CUDA graph, and return the same bits in every run.
@@ -9,6 +9,8 @@ can be captured in a CUDA graph, and return the same bits in every run.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,18 +24,37 @@ from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_dense"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head that it
 #: supports, and the slots that a program decodes at a time
 _FEW_QUERIES, _WIDEST, _SLOTS = 16, 256, 128
-#: of `flash_decoding_kernel`: queries, warps of a program, and slots that a warp takes at a time. Among 4 and 8 warps
+#: of `flash_decoding_kernel`: queries, and warps of a program, each with 32 slots at a time. Among 4 and 8 warps
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
-_QUERIES_IN_LANES, _WARPS, _SLOTS_OF_WARP = 8, 8, 32
+_QUERIES_IN_LANES, _WARPS = 8, 8
+#: of the same kernel over bfloat16: the most splits that a program joins, the slots up to which there are so few, and
+#: the slots up to which a program has 4 warps. Among 2, 4 and 8 warps of 16 and 32 slots, and 2 and 4 programs, these
+#: are within 15% of the fastest for 512 to 8,192 slots of 1 to 8 sequences on an H100
+_MOST_JOINED, _FEW_SLOTS, _FEWEST_SLOTS = 8, 2048, 512
 #: programs per multiprocessor. Among 2, 4 and 8 programs, with 32, 64 and 128 slots, these values are within 2% of the
 #: fastest for caches of 8,192 slots and more on an H200
 _PROGRAMS = 2
+
+
+class _Work(NamedTuple):
+    """What the kernels of a call share. A pair is a sequence and one of its heads of keys; each of `splits` programs
+    of a pair takes `blocks` blocks of slots."""
+
+    pairs: int
+    rows: int
+    splits: int
+    blocks: int
+    partial: tuple[Tensor, Tensor]
+    out: Tensor
+    mask: Tensor
+    mask_strides: tuple[int, ...]
+    sm_scale: float
 
 
 def attend(
@@ -48,56 +69,138 @@ def attend(
     value_tensor_scale: None = None,
 ) -> Tensor | None:
     """Return None for many queries, for widths that are not powers of two, and in float32."""
-    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
+    (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     rows = heads // key_heads * queries
-    whole = all(n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in (width, value_width))
-    fits = whole and spec.block_size % 32 == 0 and spec.element.bits in (4, 6, 8)
+    fits = _fit(width, value_width) and spec.block_size % 32 == 0 and spec.element.bits in (4, 6, 8)
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
         return None
-    pairs = batch * key_heads
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
     uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    at_a_time = _WARPS * _SLOTS_OF_WARP if uses_lanes else _SLOTS
-    blocks = triton.cdiv(slots, at_a_time)
-    multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    splits = min(blocks, max(1, _PROGRAMS * multiprocessors // pairs))
-    blocks_of_split = triton.cdiv(blocks, splits)
-    splits = triton.cdiv(blocks, blocks_of_split)
+    packed = [tuple(t.contiguous() for t in pair) for pair in (key, value)]
+    blocks = min(spec.block_size, width), min(spec.block_size, value_width)
+    if uses_lanes:
+        sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None)
+        return _decode(query, packed, key_heads, slots, mask, scale, sizes, None)
+    work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS)
+    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *blocks, mask is not None)
+    tensors = query.contiguous(), *packed, work.mask, work.partial
+    sizes_of_call = rows, queries, key_heads, slots, work.blocks
+    with torch.cuda.device_of(query):
+        elements = _elements(spec.element, converts_fp8)
+        attend_kernel[work.splits, work.pairs](
+            *tensors, work.sm_scale, sizes_of_call, work.mask_strides, shape, elements, num_warps=4
+        )
+        _join(work, shape)
+    return work.out
+
+
+def attend_dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, zeros: Tensor | None
+) -> Tensor | None:
+    """Return None for more than 8 queries of a head of the keys, for widths that are not powers of two, and for other
+    dtypes than bfloat16."""
+    (_, heads, queries, width), (_, key_heads, slots, value_width) = query.shape, value.shape
+    rows, tensors = heads // key_heads * queries, (query, key, value)
+    fits = _fit(width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
+    if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
+        return None
+    pairs = query.shape[0] * key_heads
+    joins = zeros is not None and pairs <= len(zeros) and _joins(slots, pairs, query.device)
+    sizes = _dense_sizes(width, value_width, mask is not None, slots, joins)
+    cache = [(tensor.contiguous().view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
+    return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros if joins else None)
+
+
+def _joins(slots: int, pairs: int, device: torch.device) -> bool:
+    """Return whether so few programs of a pair keep the multiprocessors busy that the last one joins their results."""
+    return slots <= _FEW_SLOTS or _PROGRAMS * _multiprocessors(device) <= _MOST_JOINED * pairs
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _fit(*widths: int) -> bool:
+    return all(n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in widths)
+
+
+def _decode(
+    query: Tensor,
+    cache: Sequence[tuple[Tensor, ...]],
+    key_heads: int,
+    slots: int,
+    mask: Tensor | None,
+    scale: float | None,
+    sizes: DecodingSizes,
+    zeros: Tensor | None,
+) -> Tensor:
+    """Attend with `flash_decoding_kernel`; with `zeros`, its last programs join the splits."""
+    slots_of_warp = 16 * sizes.TILES
+    joins = zeros is not None
+    most = _MOST_JOINED if joins else None
+    work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, most)
+    use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
+    sizes = sizes._replace(JOINED=_MOST_JOINED if joins else 0, use_pdl=use_pdl)
+    joined = work.out, work.out if zeros is None else zeros
+    tensors = query.contiguous(), *cache, work.mask, work.partial, joined
+    sizes_of_call = work.rows, query.shape[2], key_heads, slots, work.blocks * slots_of_warp
+    options = {"num_warps": sizes.WARPS, "launch_pdl": use_pdl}
+    with torch.cuda.device_of(query):
+        grid = work.splits, work.pairs
+        decode_attention_kernel[grid](*tensors, work.sm_scale, *sizes_of_call, work.mask_strides, sizes, **options)
+        if not joins:
+            _join(work, Sizes(sizes.HEAD_DIM, sizes.VALUE_DIM, _FEW_QUERIES, _SLOTS, 0, 0, sizes.MASKED))
+    return work.out
+
+
+def _work(
+    query: Tensor,
+    key_heads: int,
+    slots: int,
+    value_width: int,
+    mask: Tensor | None,
+    scale: float | None,
+    at_a_time: int,
+    most: int | None = None,
+) -> _Work:
+    """Divide the slots among at most `most` programs of a pair, each for blocks of `at_a_time` slots."""
+    batch, heads, queries, width = query.shape
+    pairs, blocks = batch * key_heads, triton.cdiv(slots, at_a_time)
+    of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * _multiprocessors(query.device) // pairs)))
+    of_split = of_split if most is None else max(of_split, triton.cdiv(blocks, most))
+    splits = triton.cdiv(blocks, of_split)
     acc = query.new_empty((splits, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
     m_and_l = query.new_empty((2, splits, pairs, _FEW_QUERIES), dtype=torch.float32)
     out = query.new_empty(batch, heads, queries, value_width)
     mask = None if mask is None else mask.expand(batch, heads, queries, slots).view(torch.uint8)
-    block, value_block = (min(spec.block_size, n) for n in (width, value_width))
-    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, block, value_block, mask is not None)
-    tensors = (
-        query.contiguous(),
-        *(tuple(t.contiguous() for t in packed) for packed in (key, value)),
-        query if mask is None else mask,
-        (acc, m_and_l),
+    strides = (0, 0, 0, 0) if mask is None else mask.stride()
+    sm_scale = width**-0.5 if scale is None else scale
+    rows = heads // key_heads * queries
+    shown = query if mask is None else mask
+    return _Work(pairs, rows, splits, of_split, (acc, m_and_l), out, shown, strides, sm_scale)
+
+
+def _join(work: _Work, shape: Sizes) -> None:
+    padded = triton.next_power_of_2(work.splits)
+    join_kernel[work.pairs, work.rows](
+        work.partial, work.out, work.pairs, work.splits, work.rows, padded, shape, num_warps=4
     )
-    sm_scale, strides = width**-0.5 if scale is None else scale, (0, 0, 0, 0) if mask is None else mask.stride()
-    with torch.cuda.device_of(query):
-        if uses_lanes:
-            sizes = rows, queries, key_heads, slots, blocks_of_split * _SLOTS_OF_WARP
-            decoding = _decoding_sizes(spec.element, width, value_width, block, value_block, mask is not None)
-            decode_attention_kernel[splits, pairs](*tensors, sm_scale, *sizes, strides, decoding, num_warps=_WARPS)
-        else:
-            sizes = rows, queries, key_heads, slots, blocks_of_split
-            elements = _elements(spec.element, converts_fp8)
-            attend_kernel[splits, pairs](*tensors, sm_scale, sizes, strides, shape, elements, num_warps=4)
-        padded = triton.next_power_of_2(splits)
-        join_kernel[pairs, rows]((acc, m_and_l), out, pairs, splits, rows, padded, shape, num_warps=4)
-    return out
 
 
 @functools.cache
 def _decoding_sizes(
     element: ElementFormat, width: int, value_width: int, block: int, value_block: int, masked: bool
 ) -> DecodingSizes:
-    tiles = 1 if max(width, value_width) > 128 else _SLOTS_OF_WARP // 16
+    tiles = 1 if max(width, value_width) > 128 else 2
     ptx = decode_eight_ptx(element)
     return DecodingSizes(width, value_width, _FEW_QUERIES, block, value_block, element.bits, masked, _WARPS, tiles, ptx)
+
+
+@functools.cache
+def _dense_sizes(width: int, value_width: int, masked: bool, slots: int, joins: bool) -> DecodingSizes:
+    warps, tiles = 4 if slots <= _FEWEST_SLOTS else 8, 1 if joins else 2
+    return DecodingSizes(width, value_width, _FEW_QUERIES, width, value_width, 16, masked, warps, tiles)
 
 
 @functools.cache

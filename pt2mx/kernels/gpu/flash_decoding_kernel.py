@@ -1,4 +1,4 @@
-"""The device code of attention over packed keys and values for bfloat16 queries, in Gluon, decoded in registers.
+"""The device code of attention over a cache for a few bfloat16 queries, in Gluon. Codes are decoded in registers.
 
 A warp takes 16 slots of the cache at a time, and multiplies twice with `mma.m16n8k16`. Lane 4 * g + t holds:
 
@@ -10,7 +10,9 @@ A warp takes 16 slots of the cache at a time, and multiplies twice with `mma.m16
 The order of the values along the sum is free, so each code is loaded by the lane that multiplies it, and decoded once.
 Probabilities pass from the columns of the first result to the second operand by a transpose of 8 x 8 values. The scale
 of a key's block multiplies its part of the score, and the scale of a value's block the probability: all rows of an
-`mma` are in one block. Tensors are (warps, 32), a register a lane.
+`mma` are in one block. Keys and values of bfloat16 have no scales. Tensors are (warps, 32), a register a lane.
+
+The last program of a pair joins the results of its splits, if they are few: no other kernel has to start for it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from pt2mx.kernels.gpu.flash_decoding_lanes import (
     times_factors,
     words_of_eight,
 )
+from pt2mx.kernels.gpu.fragment import pdl_launch_dependents, pdl_wait
 
 _LOG2_E, _LN_2 = gl.constexpr(1.4426950408889634), gl.constexpr(0.6931471805599453)
 
@@ -42,19 +45,26 @@ class DecodingSizes(NamedTuple):
     BLOCK_M: int  # rows of `partial`
     K_BLOCK: int  # values of an MX block of a key
     V_BLOCK: int
-    BITS: int  # of a code
+    BITS: int  # of a code; 16: bfloat16
     MASKED: bool
     WARPS: int
     TILES: int  # of 16 slots that a warp takes at a time
-    ptx: str  # of `mma_decode.decode_eight_ptx`
+    ptx: str = ""  # of `mma_decode.decode_eight_ptx`
+    JOINED: int = 0  # the most splits that the last program joins; 0: it joins none
+    use_pdl: bool = False
 
 
 @gluon.jit(do_not_specialize=["sm_scale", "rows", "queries", "heads", "slots", "slots_of_warp"])
 def decode_attention_kernel(
-    q, k, v, mask, partial, sm_scale, rows, queries, heads, slots, slots_of_warp, mask_strides, S: gl.constexpr
+    q, k, v, mask, partial, joined, sm_scale, rows, queries, heads, slots, slots_of_warp, mask_strides, S: gl.constexpr
 ):
     """q: (pairs, rows, HEAD_DIM) bfloat16 of up to 8 rows, k, v: codes (pairs, slots, bytes) and scales, mask: booleans
-    by the strides -> partial, as of `attend_kernel`; a program is a split."""
+    by the strides -> partial, as of `attend_kernel`; a program is a split.
+
+    joined: out (pairs, rows, VALUE_DIM), and int32 zeros (pairs), which count programs that have stored their part and
+    are zeros again afterwards."""
+    pdl_launch_dependents(S)
+    pdl_wait(S)
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [S.WARPS, 1], [1, 0])
     lane = gl.arange(0, 32, gl.SliceLayout(0, layout))[None, :]
     warp = gl.arange(0, S.WARPS, gl.SliceLayout(1, layout))[:, None]
@@ -99,6 +109,13 @@ def decode_attention_kernel(
             l_0, l_1 = l_0 + (p_0 + p_2), l_1 + (p_1 + p_3)
             acc = _add_values(acc, _transposed(p_0, p_1), _transposed(p_2, p_3), values[i], S)
     _store_partial(partial, m_0, m_1, _over_slots("add", l_0), _over_slots("add", l_1), acc, pair, S)
+    if S.JOINED > 0:
+        out, counters = joined
+        gl.thread_barrier()
+        splits = gl.num_programs(0)
+        if gl.atomic_add(counters + pair, 1) == splits - 1:
+            gl.store(counters + pair, 0)
+            _join(partial, out, pair, rows, splits, S)
 
 
 # --- matmuls ---
@@ -126,9 +143,12 @@ def _scores(keys, q_pairs, zero, S: gl.constexpr):
         for i in gl.static_range(2):
             a = (top[2 * i], low[2 * i], top[2 * i + 1], low[2 * i + 1])
             d = _mma(a, (q_pairs[4 * b + 2 * i], q_pairs[4 * b + 2 * i + 1]), d)
-        f_0 = factor_of_byte(factors[b * 32 // S.K_BLOCK // 4], b * 32 // S.K_BLOCK % 4)
-        f_1 = factor_of_byte(factors[2 + b * 32 // S.K_BLOCK // 4], b * 32 // S.K_BLOCK % 4)
-        s = (s[0] + d[0] * f_0, s[1] + d[1] * f_0, s[2] + d[2] * f_1, s[3] + d[3] * f_1)
+        if S.BITS == 16:
+            s = (s[0] + d[0], s[1] + d[1], s[2] + d[2], s[3] + d[3])
+        else:
+            f_0 = factor_of_byte(factors[b * 32 // S.K_BLOCK // 4], b * 32 // S.K_BLOCK % 4)
+            f_1 = factor_of_byte(factors[2 + b * 32 // S.K_BLOCK // 4], b * 32 // S.K_BLOCK % 4)
+            s = (s[0] + d[0] * f_0, s[1] + d[1] * f_0, s[2] + d[2] * f_1, s[3] + d[3] * f_1)
     return s
 
 
@@ -159,8 +179,10 @@ def _add_values(acc, p_0, p_1, values, S: gl.constexpr):
     count: gl.constexpr = words_of_eight(S)
     new = ()
     for b in gl.static_range(gl.constexpr(S.VALUE_DIM // 32)):
-        b_0 = _times_scales(p_0, factors, 0, b * 32 // S.V_BLOCK)
-        b_1 = _times_scales(p_1, factors, 4, b * 32 // S.V_BLOCK)
+        b_0, b_1 = p_0, p_1
+        if S.BITS < 16:
+            b_0 = _times_scales(p_0, factors, 0, b * 32 // S.V_BLOCK)
+            b_1 = _times_scales(p_1, factors, 4, b * 32 // S.V_BLOCK)
         one, other = decode_eight(words, 2 * b * count, S), decode_eight(words, (2 * b + 1) * count, S)
         for j in gl.static_range(2):
             c = (acc[8 * b + 4 * j], acc[8 * b + 4 * j + 1], acc[8 * b + 4 * j + 2], acc[8 * b + 4 * j + 3])
@@ -230,6 +252,31 @@ def _store_partial(partial, m_0, m_1, l_0, l_1, acc, pair, S: gl.constexpr):
     gl.store(acc_out + at_row * S.VALUE_DIM + (i // 8 * 32 + lane // 4 * 4 + i // 2 % 4), total)
     _store_rows(ml_out + first, gl.max(m_0, 0) * _LN_2, gl.max(m_1, 0) * _LN_2)
     _store_rows(ml_out + splits * pairs * S.BLOCK_M + first, gl.sum(l_0 * w_0, 0), gl.sum(l_1 * w_1, 0))
+
+
+@gluon.jit
+def _join(partial, out, pair, rows, splits, S: gl.constexpr):
+    """Store the weighted sum of acc over the weighted sum of l."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [S.WARPS, 1], [1, 0])
+    acc_in, ml_in = partial
+    row = gl.arange(0, 8, gl.SliceLayout(1, layout))[:, None]
+    at = gl.arange(0, S.VALUE_DIM, gl.SliceLayout(0, layout))[None, :]
+    of_row, pairs = pair * S.BLOCK_M + row, gl.num_programs(1)
+    shares, parts, most = (), (), gl.full([8, 1], float("-inf"), gl.float32, layout)
+    for i in gl.static_range(gl.constexpr(S.JOINED)):
+        first = gl.minimum(i, splits - 1) * pairs * S.BLOCK_M + of_row
+        m = gl.where(i < splits, gl.load(ml_in + first), float("-inf"))
+        shares = shares + (m, gl.load(ml_in + splits * pairs * S.BLOCK_M + first))
+        parts = parts + (gl.load(acc_in + first * S.VALUE_DIM + at),)
+        most = gl.maximum(most, m)
+    most = gl.where(most == float("-inf"), 0.0, most)
+    total, acc = gl.full([8, 1], 0.0, gl.float32, layout), gl.full([8, S.VALUE_DIM], 0.0, gl.float32, layout)
+    for i in gl.static_range(gl.constexpr(S.JOINED)):
+        weight = gl.exp2((shares[2 * i] - most) * _LOG2_E)
+        total += shares[2 * i + 1] * weight
+        acc += parts[i] * weight
+    acc = acc / gl.where(total == 0, 1.0, total)
+    gl.store(out + ((pair * rows + row) * S.VALUE_DIM + at), acc.to(out.dtype.element_ty), mask=row < rows)
 
 
 @gluon.jit

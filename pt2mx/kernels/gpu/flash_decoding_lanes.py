@@ -1,4 +1,4 @@
-"""Codes and scales of a cache in the lanes of `flash_decoding_kernel`: loads, decoding, and factors."""
+"""A cache in the lanes of `flash_decoding_kernel`: loads of codes and scales, or of bfloat16; decoding, and factors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_queries(q, pair, rows, g, t, S: gl.constexpr):
     for b in gl.static_range(gl.constexpr(S.HEAD_DIM // 32)):
         w = (gl.load(words + 16 * b), gl.load(words + 16 * b + 1), gl.load(words + 16 * b + 2))
         last = gl.load(words + 16 * b + 3)
-        if S.BITS == 8:
+        if S.BITS >= 8:
             pairs = pairs + w + (last,)
         else:  # values 0 and 4, 1 and 5, 2 and 6, 3 and 7
             pairs = pairs + (_bytes("0x5410", w[0], w[2]), _bytes("0x7632", w[0], w[2]))
@@ -29,10 +29,15 @@ def load_keys(k, first, slot, slots, g, t, S: gl.constexpr):
     words, factors = (), ()
     for half in gl.static_range(2):
         row = first + gl.minimum(slot + g + 8 * half, slots - 1)
-        factors = factors + _load_scales(scales, row, gl.constexpr(S.HEAD_DIM // S.K_BLOCK))
+        if S.BITS < 16:
+            factors = factors + _load_scales(scales, row, gl.constexpr(S.HEAD_DIM // S.K_BLOCK))
         for b in gl.static_range(gl.constexpr(S.HEAD_DIM // 32)):
             at = codes + (row * (S.HEAD_DIM * S.BITS // 8) + 4 * S.BITS * b + S.BITS * t)
-            if S.BITS == 8:
+            if S.BITS == 16:
+                words = words + gl.inline_asm_elementwise(
+                    "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", (at,), four(gl.int32), False, 1
+                )
+            elif S.BITS == 8:
                 both = gl.load(at.to(gl.pointer_type(gl.int64)), eviction_policy="evict_first")
                 words = words + (both.to(gl.int32), (both >> 32).to(gl.int32))
             elif S.BITS == 4:
@@ -51,10 +56,13 @@ def load_values(v, first, slot, slots, g, t, S: gl.constexpr):
     parts, factors = (), ()
     for i in gl.static_range(4):
         row = first + gl.minimum(slot + 2 * t + (i % 2 + i // 2 * 8), slots - 1)
-        factors = factors + _load_scales(scales, row, gl.constexpr(S.VALUE_DIM // S.V_BLOCK))
+        if S.BITS < 16:
+            factors = factors + _load_scales(scales, row, gl.constexpr(S.VALUE_DIM // S.V_BLOCK))
         for b in gl.static_range(gl.constexpr(S.VALUE_DIM // 32)):
             at = codes + (row * (S.VALUE_DIM * S.BITS // 8) + 4 * S.BITS * b)
-            if S.BITS == 8:
+            if S.BITS == 16:
+                part = gl.load((at + 8 * g).to(gl.pointer_type(gl.int64)))
+            elif S.BITS == 8:
                 part = gl.load((at + 4 * g).to(gl.pointer_type(gl.int32)), eviction_policy="evict_first")
             elif S.BITS == 4:
                 part = gl.load((at + 2 * g).to(gl.pointer_type(gl.uint16))).to(gl.int32)
@@ -67,7 +75,12 @@ def load_values(v, first, slot, slots, g, t, S: gl.constexpr):
         for i in gl.static_range(2):
             one = parts[(2 * i) * (S.VALUE_DIM // 32) + b]
             other = parts[(2 * i + 1) * (S.VALUE_DIM // 32) + b]
-            if S.BITS == 8:
+            if S.BITS == 16:
+                low, low_2 = one.to(gl.int32), other.to(gl.int32)
+                high, high_2 = (one >> 32).to(gl.int32), (other >> 32).to(gl.int32)
+                words = words + (_bytes("0x5410", low, low_2), _bytes("0x7632", low, low_2))
+                words = words + (_bytes("0x5410", high, high_2), _bytes("0x7632", high, high_2))
+            elif S.BITS == 8:
                 words = words + (_bytes("0x5140", one, other), _bytes("0x7362", one, other))
             elif S.BITS == 4:
                 words = words + (_bytes("0x5410", one, other),)
@@ -106,7 +119,7 @@ def _load_scales(scales, row, COUNT: gl.constexpr):
 
 @gluon.constexpr_function
 def words_of_eight(S):
-    return 1 if S.BITS == 4 else 2
+    return {4: 1, 6: 2, 8: 2, 16: 4}[S.BITS]
 
 
 @gluon.constexpr_function
@@ -122,6 +135,8 @@ def four(dtype):
 @gluon.jit
 def decode_eight(words, first, S: gl.constexpr):
     """Decode eight codes, from word `first` on, to four pairs of bfloat16."""
+    if S.BITS == 16:
+        return words[first], words[first + 1], words[first + 2], words[first + 3]
     operands = (words[first],)
     if S.BITS != 4:
         operands = operands + (words[first + 1],)

@@ -9,7 +9,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fuse_decoding import fuse_decoding
 from pt2mx.fx.passes.interleave_gates import interleave_gates
 from pt2mx.fx.passes.weight_layout import use_mma_layout
-from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from pt2mx.ops.decoding import normed_linear_mx, residual_linear_mx
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, round_weights, tiny_decoder

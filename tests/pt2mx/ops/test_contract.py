@@ -94,6 +94,9 @@ RECORDED = {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, Tensor residual, Tensor norm_weight, "
         "Tensor? tensor_scale=None) -> (Tensor total, Tensor weighted, Tensor squares)",
     },
+    "decoding_attention": {
+        1: "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
+    },
     "attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
         "str elem_dtype_name, int block_size, int value_width, Tensor? mask=None, float? scale=None) -> Tensor",

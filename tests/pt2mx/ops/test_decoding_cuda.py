@@ -1,4 +1,4 @@
-"""`normed_linear_mx` and `residual_linear_mx` on a GPU, against their definitions."""
+"""The operators of a decoder's step on a GPU, against their definitions."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import pt2mx
 from pt2mx import ELEMENTS, FORMATS, quantize_mx
 from pt2mx.kernels import decoder_linear, float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from pt2mx.ops.decoding import decoding_attention, normed_linear_mx, residual_linear_mx
 
 pytestmark = pytest.mark.cuda
 
@@ -83,3 +83,48 @@ def test_more_rows_are_the_definition():
     weight, x = weight_of("fp4_e2m1", 64, 128), x_of(33, 128)
     got = normed_linear_mx(x, *weight, None, "fp4_e2m1", 64, None, 0.0, "silu")
     assert torch.equal(got, decoder_linear.normed_linear(x, *weight, None, ELEMENTS["fp4_e2m1"], 64, None, 0.0, "silu"))
+
+
+ATTENTION = [(1, 8, 8, 64), (2, 8, 2, 128), (3, 4, 4, 32), (8, 16, 2, 64), (1, 4, 1, 256), (5, 3, 3, 128)]
+
+
+@pytest.mark.parametrize("slots", [1, 15, 64, 100, 512, 1030, 2048, 5000])
+@pytest.mark.parametrize(("batch", "heads", "key_heads", "width"), ATTENTION)
+def test_attention(batch, heads, key_heads, width, slots):
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, 1, width, device="cuda").bfloat16()
+    keys, values = (torch.randn(batch, key_heads, slots, width, device="cuda").bfloat16() for _ in range(2))
+    mask = torch.rand(batch, 1, 1, slots, device="cuda") < 0.7
+    mask[0] = False
+    zeros = torch.zeros(64, dtype=torch.int32, device="cuda")
+    for seen in (None, mask):
+        wide = [tensor.float() for tensor in (query, keys, values)]
+        want = torch.nn.functional.scaled_dot_product_attention(*wide, seen, scale=0.3, enable_gqa=True)
+        for counters in (None, zeros):
+            got = decoding_attention(query, keys, values, seen, 0.3, counters)
+            check(got[1:], want[1:].bfloat16()) if batch > 1 else None
+            assert (
+                (got[0] == 0).all() if seen is not None else (got[0].float() - want[0]).norm() <= 0.01 * want[0].norm()
+            )
+            for _ in range(3):
+                assert torch.equal(got, decoding_attention(query, keys, values, seen, 0.3, counters))
+            assert not zeros.any()
+
+
+def test_attention_in_a_graph():
+    query = torch.randn(2, 8, 1, 64, device="cuda").bfloat16()
+    keys, values = (torch.randn(2, 2, 512, 64, device="cuda").bfloat16() for _ in range(2))
+    zeros = torch.zeros(64, dtype=torch.int32, device="cuda")
+    want = decoding_attention(query, keys, values, None, None, zeros)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chained = query
+        for _ in range(4):
+            got = decoding_attention(chained, keys, values, None, None, zeros)
+            chained = query + 0 * got
+    for _ in range(20):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want) and not zeros.any()

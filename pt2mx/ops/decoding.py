@@ -1,7 +1,8 @@
-"""`normed_linear_mx`, `residual_linear_mx`: linear layers that also compute what is around them in a decoder's step.
+"""The operators of a decoder's step: `normed_linear_mx`, `residual_linear_mx`, `decoding_attention`.
 
-`pt2mx.kernels.decoder_linear` defines them, and says which norm is divided where. Only programs for single tokens on an
-NVIDIA GPU hold them (`pt2mx.fx.passes.fuse_decoding`).
+Two are linear layers that also compute what is around them; `pt2mx.kernels.decoder_linear` defines them, and says how a
+norm is divided between them. Only programs for single tokens on an NVIDIA GPU hold these operators
+(`pt2mx.fx.passes.fuse_decoding`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
@@ -18,6 +20,7 @@ from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
 from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import Element, choices
+from pt2mx.ops.checks import broadcasts
 from pt2mx.ops.linear import LinearMXMMALayout
 from pt2mx.ops.operator import As, Operator, T, operator
 
@@ -145,6 +148,74 @@ class ResidualLinearMX(_DecoderLinear[T]):
         return decoder_linear.residual_linear(self.x, *weight, self.residual, self.norm_weight, self.tensor_scale)
 
 
+@operator("decoding_attention", 1, "(B, heads, S, W) bfloat16")
+class DecodingAttention(Operator[T]):
+    """`scaled_dot_product_attention` of a few queries over a bfloat16 cache, each of whose heads has the queries of
+    several. Sums are in float32, in any order; a query that sees no key gives zeros.
+
+    Example:
+        >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4).bfloat16()
+        >>> keys = torch.eye(4).reshape(1, 1, 4, 4).bfloat16()
+        >>> torch.ops.pt2mx.decoding_attention(query, keys, keys, None, None, None).flatten()
+        tensor([0.9492, 0.0174, 0.0174, 0.0174], dtype=torch.bfloat16)
+    """
+
+    query: Annotated[T, "(B, heads, S, D) bfloat16"]
+    keys: Annotated[T, "(B, heads of the keys, L, D) bfloat16"]
+    values: Annotated[T, "(B, heads of the keys, L, W) bfloat16"]
+    mask: Annotated[T | None, "booleans that broadcast to (B, heads, S, L), false where a key is hidden; or None"]
+    scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
+    zeros: Annotated[
+        T | None,
+        "int32 zeros, at least B times the heads of the keys, that are zeros again after the call: calls at the same "
+        "time need their own. None: a second kernel joins the results of the first",
+    ]
+
+    def check(self) -> None:
+        query, keys, values = self.query, self.keys, self.values
+        fits = query.dim() == keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3]
+        if not fits or query.shape[0] != keys.shape[0] or query.shape[3] != keys.shape[3]:
+            raise MXError(
+                f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} must be "
+                "(B, heads, S, D), (B, heads of the keys, L, D) and (B, heads of the keys, L, W)"
+            )
+        if not keys.shape[1] or query.shape[1] % keys.shape[1]:
+            raise MXError(
+                f"{query.shape[1]} heads of queries: allowed is a multiple of the {keys.shape[1]} of the keys"
+            )
+        if any(tensor.dtype != torch.bfloat16 for tensor in (query, keys, values)):
+            raise MXError(f"query, keys and values must be bfloat16, not {query.dtype}, {keys.dtype}, {values.dtype}")
+        if self.zeros is not None and (self.zeros.dtype != torch.int32 or self.zeros.dim() != 1):
+            raise MXError(f"zeros must be (n,) torch.int32, not {tuple(self.zeros.shape)} {self.zeros.dtype}")
+        mask, scores = self.mask, (*query.shape[:3], keys.shape[2])
+        if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):
+            raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
+
+    def kernel(self) -> Tensor:
+        self.check()
+        result = run_kernel("decoding_attention", *self.args)
+        return self.decompose() if result is None else result
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return (*self.query.shape[:3], self.values.shape[3])
+
+    def decompose(self) -> Tensor:
+        tensors, shared = (self.query, self.keys, self.values), self.query.shape[1] != self.keys.shape[1]
+        y = functional.scaled_dot_product_attention(*tensors, self.mask, scale=self.scale, enable_gqa=shared)
+        return y.contiguous()
+
+
+#: computes nothing: Inductor stores the values, and does not compute them again for each reader
+torch.library.define("pt2mx::stored", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.impl("pt2mx::stored", "CompositeExplicitAutograd")
+@torch.library.register_fake("pt2mx::stored")
+def _stored(x: Tensor) -> Tensor:
+    return x.clone()
+
+
 def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise MXError(f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}")
@@ -152,3 +223,5 @@ def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
 
 normed_linear_mx = NormedLinearMX.overload
 residual_linear_mx = ResidualLinearMX.overload
+decoding_attention = DecodingAttention.overload
+stored = torch.ops.pt2mx.stored.default

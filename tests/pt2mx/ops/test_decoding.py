@@ -1,4 +1,4 @@
-"""`normed_linear_mx` and `residual_linear_mx` on the CPU, where they are what their definitions say."""
+"""The operators of a decoder's step on the CPU, where they are what their definitions say."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
 from pt2mx.kernels.decoder_linear import interleave, parts
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.decoder_linear import normed_linear_mx, residual_linear_mx
+from pt2mx.ops.decoding import decoding_attention, normed_linear_mx, residual_linear_mx, stored
 from tests.operators import opchecks
 
 N, K = 48, 72
@@ -98,3 +98,45 @@ def test_bad_residual(bad):
     given[bad] = given[bad].float()
     with pytest.raises(MXError, match=rf"{bad} must be .* torch.bfloat16, not .* torch.float32"):
         residual_linear_mx(x, *weight, None, "fp4_e2m1", N, *given.values())
+
+
+def cache_of(heads=4, key_heads=2, slots=12):
+    query = torch.randn(2, heads, 1, 16).bfloat16()
+    return query, *(torch.randn(2, key_heads, slots, 16).bfloat16() for _ in range(2))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention(masked):
+    operands = cache_of()
+    mask = torch.rand(2, 1, 1, 12) < 0.6 if masked else None
+    want = F.scaled_dot_product_attention(*(one.float() for one in operands), mask, scale=0.3, enable_gqa=True)
+    args = *operands, mask, 0.3, torch.zeros(4, dtype=torch.int32)
+    got = decoding_attention(*args)
+    assert got.dtype == torch.bfloat16 and (got.float() - want).norm() <= 2**-7 * want.norm()
+    opcheck(decoding_attention, args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "3 heads of queries: allowed is a multiple of the 2 of the keys"),
+        ({"dtype": torch.float32}, "must be bfloat16, not torch.float32"),
+        ({"mask": torch.ones(2, 1, 1, 11, dtype=torch.bool)}, r"broadcast to \(2, 4, 1, 12\), not \(2, 1, 1, 11\)"),
+        ({"mask": torch.ones(2, 1, 1, 12)}, "the mask must be booleans .* torch.float32"),
+        ({"zeros": torch.zeros(4)}, r"zeros must be \(n,\) torch.int32, not \(4,\) torch.float32"),
+        ({"slots": 11}, r"keys \(2, 2, 12, 16\) and values \(2, 2, 11, 16\) must be"),
+    ],
+)
+def test_bad_attention(change, message):
+    query, keys, values = cache_of(change.get("heads", 4))
+    query, values = query.to(change.get("dtype", torch.bfloat16)), values[:, :, : change.get("slots", 12)]
+    with pytest.raises(MXError, match=message):
+        decoding_attention(query, keys, values, change.get("mask"), None, change.get("zeros"))
+
+
+def test_stored():
+    x = torch.randn(3, 4)
+    assert torch.equal(stored(x), x)
+    opcheck(stored, (x,))
+    compiled = torch.compile(lambda x: (stored(x.cos()) + 1, stored(x.cos()) * 2), fullgraph=True)
+    torch.testing.assert_close(compiled(x), (x.cos() + 1, x.cos() * 2))

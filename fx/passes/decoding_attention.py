@@ -1,0 +1,88 @@
+"""Attention over the cache in a decoder's step, and what all of its layers read: RoPE's factors and the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
+from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.views import is_view
+from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
+from pt2mx.ops.decoding import decoding_attention, stored
+
+aten = torch.ops.aten
+
+_ATTENTION = aten.scaled_dot_product_attention.default
+
+
+@graph_pass(_ATTENTION)
+def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
+    """Replace attention of bfloat16 by `decoding_attention`, on an NVIDIA GPU (or `everywhere`).
+
+    The pass skips causal attention, dropout, masks that are added, and heads of unknown or several sizes.
+    """
+    calls = {n: named_args(n) for n in model.graph.find_nodes(op="call_function", target=_ATTENTION)}
+    heads = [value_of(call["key"]).shape[1] for n, call in calls.items() if _fits(call, everywhere)]
+    if not all(isinstance(n, int) for n in heads) or not heads:
+        return
+    device = value_of(next(iter(calls))).device
+    name = register_buffer(
+        model, "attention_zeros", torch.zeros(FEW_ROWS * max(heads), dtype=torch.int32, device=device)
+    )
+    with model.graph.inserting_before(next(iter(model.graph.nodes))):
+        zeros = model.graph.get_attr(name)
+    for node, call in calls.items():
+        if _fits(call, everywhere):
+            tensors = call["query"], call["key"], call["value"], call["attn_mask"]
+            new = insert_before(node, decoding_attention, *tensors, call["scale"], zeros)
+            new.meta.update(node.meta)
+            node.replace_all_uses_with(new)
+            erase_unused(node)
+
+
+def _fits(call: dict[str, object], everywhere: bool) -> bool:
+    operands = [value_of(call[name]) for name in ("query", "key", "value")]
+    mask = value_of(call["attn_mask"])
+    if call["dropout_p"] or call["is_causal"] or any(value is None for value in operands):
+        return False
+    on_gpu = all(value.device.type == "cuda" for value in operands) or everywhere
+    is_mask = call["attn_mask"] is None or (mask is not None and mask.dtype == torch.bool and mask.dim() == 4)
+    return on_gpu and is_mask and all(value.dtype == torch.bfloat16 and value.dim() == 4 for value in operands)
+
+
+def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
+    """Store the values that are computed of `inputs` alone and that several nodes read. Inductor would compute RoPE's
+    sines anew in each layer. Changes `model` and returns it.
+
+    Args:
+        model: the graph of a decoder.
+        inputs: the names of the inputs that say where the tokens are.
+    """
+    of_positions = {node for node in model.graph.find_nodes(op="placeholder") if node.target in inputs}
+    of_no_input: set[Node] = set()
+    for node in model.graph.nodes:
+        tensors = {n for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)} - of_no_input
+        if node.op in ("call_function", "get_attr") and of_positions.issuperset(tensors):
+            (of_positions if tensors else of_no_input).add(node)
+    for node in [n for n in model.graph.nodes if n in of_positions and n.op == "call_function" and not is_view(n)]:
+        value = value_of(node)
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and len(_readers(node, of_positions)) > 1:
+            with model.graph.inserting_after(node):
+                new = model.graph.call_function(stored, (node,))
+            new.meta.update(node.meta)
+            node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
+    model.recompile()
+    return model
+
+
+def _readers(node: Node, of_positions: set[Node]) -> list[Node]:
+    """Return the other nodes that read a value, directly or through views."""
+    readers = []
+    for user in node.users:
+        readers += _readers(user, of_positions) if user in of_positions and is_view(user) else []
+        readers += [] if user in of_positions else [user]
+    return readers

@@ -1,0 +1,74 @@
+"""`use_decoding_attention` and `store_positions` on tiny decoders, and on the calls that they skip."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
+from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
+from pt2mx.ops.decoding import decoding_attention, stored
+from tests.graph import calls
+from tests.language_models import decoder_by_recipe
+
+POSITIONS = ("position_ids", "attention_mask", "start")
+
+
+def step(model, graph, seen):
+    cache, mask = model.new_cache(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :seen] = 0
+    for start in range(3):
+        logits = graph(
+            input_ids=torch.tensor([[7], [200]]) + start,
+            position_ids=torch.full((2, 1), start),
+            attention_mask=F.pad(mask, (0, cache.slots - 8)),
+            start=torch.tensor([start]),
+            logits_to_keep=torch.tensor([0]),
+            **cache.inputs(),
+        )
+    return logits.float()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+def test_decoders(family):
+    model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
+    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    key_heads = 4 if family == "gpt2" else 2
+    assert graph.attention_zeros.shape == (FEW_ROWS * key_heads,) and graph.attention_zeros.dtype == torch.int32
+    assert len(calls(graph, decoding_attention)) == 2
+    assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
+    got = step(model, store_positions(graph, POSITIONS), 1)
+    assert torch.equal(got, step(model, model.decoder, 1))
+    assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
+
+
+def test_stored_once():
+    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
+    graph = store_positions(copy_sharing_tensors(model.decoder), POSITIONS)
+    for node in calls(graph, stored):
+        assert node.args[0].target in (torch.ops.aten.mul.Tensor,) and list(node.args[0].users) == [node]
+    assert calls(store_positions(copy_sharing_tensors(model.decoder), ()), stored) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, is_causal=True),
+        lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask.bfloat16()),
+        lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.5),
+        lambda q, k, mask: F.scaled_dot_product_attention(q.float(), k.float(), k.float(), mask),
+    ],
+)
+def test_skipped(call):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, mask):
+            return call(q, k, mask)
+
+    q, k = torch.randn(2, 4, 1, 16).bfloat16(), torch.randn(2, 4, 8, 16).bfloat16()
+    graph = torch.export.export(Attention(), (q, k, torch.ones(2, 1, 1, 8, dtype=torch.bool))).module()
+    assert not calls(use_decoding_attention(graph, everywhere=True), decoding_attention)
+
+
+def test_a_cpu_keeps_torchs_attention():
+    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
+    assert not calls(use_decoding_attention(copy_sharing_tensors(model.decoder)), decoding_attention)
