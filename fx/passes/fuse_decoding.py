@@ -83,8 +83,8 @@ def _fuse_gate(pairs: Node, written: set[Node]) -> None:
     halves = [next(iter(parts[i].users)) for i in range(2)]
     if any(len(part.users) > 1 for part in parts.values()) or not written.isdisjoint((linear, pairs, *halves)):
         return
-    if (found := gate_of(*halves)) is not None:
-        gate, product = found
+    if (gated := gate_of(*halves)) is not None:
+        gate, product = gated
         _replace(product, _normed(product, call, call.x, None, 0.0, gate))
 
 
@@ -173,12 +173,12 @@ def _same_rows(place: Node, node: Node, tensor: Node) -> Node:
 
 def _norm_of(node: Node) -> Norm | None:
     """Return the norm that a node completes, of a sum of two bfloat16 tensors; None for another node."""
-    found = _written_out(node) if node.target is aten.mul.Tensor else _one_call(node)
-    if found is None or found.total.target is not aten.add.Tensor or found.total.kwargs:
+    norm = _written_out(node) if node.target is aten.mul.Tensor else _one_call(node)
+    if norm is None or norm.total.target is not aten.add.Tensor or norm.total.kwargs:
         return None
-    is_bfloat16 = all(dtype_of(n) == torch.bfloat16 for n in (node, found.total, found.weight))
-    is_row = shape_of(found.weight) == (shape_of(found.total) or ())[-1:]
-    return found if is_bfloat16 and is_row and len(found.total.all_input_nodes) == 2 else None
+    is_bfloat16 = all(dtype_of(n) == torch.bfloat16 for n in (node, norm.total, norm.weight))
+    is_row = shape_of(norm.weight) == (shape_of(norm.total) or ())[-1:]
+    return norm if is_bfloat16 and is_row and len(norm.total.all_input_nodes) == 2 else None
 
 
 def _one_call(node: Node) -> Norm | None:
