@@ -157,7 +157,7 @@ class DecodingAttention(Operator[T]):
         >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4).bfloat16()
         >>> keys = torch.eye(4).reshape(1, 1, 4, 4).bfloat16()
         >>> torch.ops.pt2mx.decoding_attention(query, keys, keys, None, None, None).flatten()
-        tensor([0.9492, 0.0174, 0.0174, 0.0174], dtype=torch.bfloat16)
+        tensor([0.9492, 0.0173, 0.0173, 0.0173], dtype=torch.bfloat16)
     """
 
     query: Annotated[T, "(B, heads, S, D) bfloat16"]
