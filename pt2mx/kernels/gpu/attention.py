@@ -43,7 +43,7 @@ _PROGRAMS = 2
 
 
 class _Work(NamedTuple):
-    """What the kernels of a call share. A pair is a sequence and one of its heads of keys; each of `splits` programs
+    """The values that the kernels of a call share. A pair is a sequence and a head of its keys; each of `splits` programs
     of a pair takes `blocks` blocks of slots."""
 
     pairs: int
