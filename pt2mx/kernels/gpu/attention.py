@@ -43,8 +43,8 @@ _PROGRAMS = 2
 
 
 class _Work(NamedTuple):
-    """The values that the kernels of a call share. A pair is a sequence and a head of its keys; each of `splits` programs
-    of a pair takes `blocks` blocks of slots."""
+    """The values that the kernels of a call share. A pair is a sequence and a head of its keys; each of the `splits`
+    programs of a pair takes `blocks` blocks of slots."""
 
     pairs: int
     rows: int
