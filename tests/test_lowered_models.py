@@ -139,6 +139,19 @@ def test_language_models(name, recipe):
     assert held == before
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
+def test_layers_merge_that_share_a_tensor_scale(recipe):
+    """As many matmuls as with E8M0 scales: queries, keys and values in one, gate and up projection in one."""
+    torch.manual_seed(0)
+    model, args = of_architecture("llama")
+    prepared = calibrated(exported(model, *args), MXQuantizer.from_recipe(recipe), *args)
+    with torch.no_grad():
+        converted = pt2mx.convert_pt2e(prepared)
+        want, lowered = converted(*args), lower_to_inductor(converted)
+        assert Counter(called(lowered))[linear.linear_mx] == ARCHITECTURES["llama"][3]
+        assert relative_error(lowered(*args), want) < 1e-6
+
+
 #: weight, activation, tensor scales of activations
 SCALE_FORMATS = (
     ("nvfp4", "nvfp4", "static"),
