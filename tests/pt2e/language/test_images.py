@@ -4,6 +4,7 @@ import torch
 import pt2mx
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
+from pt2mx.pt2e.language.step import Step
 from tests.language_models import exported_decoder
 from tests.vision_language_models import VISION_LANGUAGE, image_prompts, round_weights, tiny_vision_language_model
 
@@ -32,12 +33,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generate_gives_the_tokens_of_transformers(folder, kind):
+def test_generate_gives_the_tokens_of_transformers(folder, kind, monkeypatch):
+    steps, run = [], Step.run
+    monkeypatch.setattr(Step, "run", lambda step: steps.append(1) or run(step))
     loaded, prompts = LanguageModel.from_pretrained(folder(kind)), image_prompts(kind)
     eager = round_weights(tiny_vision_language_model(kind))
     expected = eager.generate(**prompts, **GREEDY)
     actual = loaded.generate(**prompts, **GREEDY)
-    assert torch.equal(actual, expected)
+    assert torch.equal(actual, expected) and len(steps) == 32
     assert len(set(actual[:, -33:].flatten().tolist())) > 10
     with torch.no_grad():
         logits = eager(**prompts).logits
