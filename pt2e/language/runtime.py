@@ -77,11 +77,11 @@ class Runner:
         apply to prompts."""
         self._pads, self.compiles = self.device.type == "cuda", True
         self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
-        single = with_single_steps(self.decoder)
+        single, overlaps = with_single_steps(self.decoder), _overlaps(self.device)
         programs = _fused(single), single
-        self._steps = self._fused_token, self._token = _compiled_pair(programs, options)
+        self._steps = self._fused_token, self._token = _compiled_pair(programs, options, overlaps)
         if (plain := _without_graphs(options)) != options:
-            self._steps = _compiled_pair(programs, plain)
+            self._steps = _compiled_pair(programs, plain, overlaps)
 
     def step_of(self, batch: int) -> Callable[..., Tensor]:
         """Return the program for a single token of each sequence, without a CUDA graph of torch in it."""
@@ -137,23 +137,30 @@ def _fused(single: GraphModule) -> GraphModule:
     return store_positions(model, _POSITIONS)
 
 
-def _compiled(program: GraphModule, options: Mapping[str, Any]) -> Callable[..., Tensor]:
+def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool = False) -> Callable[..., Tensor]:
+    """Return a compiled program. overlaps: Inductor's kernels begin while the kernel before ends (programmatic
+    dependent launch)."""
     compiled = torch.compile(program, **options)
+    pdl = {"triton.enable_pdl": True} if overlaps else {}
 
     def call(**inputs: Any) -> Tensor:
         # Inductor reads the number of a token in a scan from a tensor
-        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        with torch._dynamo.config.patch(capture_scalar_outputs=True), torch._inductor.config.patch(pdl):
             return compiled(**inputs)
 
     return call
 
 
 def _compiled_pair(
-    programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any]
+    programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any], overlaps: bool
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     fused, single = programs
-    token = _compiled(single, options)
-    return token if fused is single else _compiled(fused, options), token
+    token = _compiled(single, options, overlaps)
+    return token if fused is single else _compiled(fused, options, overlaps), token
+
+
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
