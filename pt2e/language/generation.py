@@ -104,9 +104,8 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
                 grow(cache, room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
-            step, self._step = self._step, None
-            if step is not None and step.frees_cache_for(sequences, room_for(max_cache_length)):
-                self._step = step
+            if self._step is not None and not self._step.frees_cache_for(sequences, room_for(max_cache_length)):
+                self._step = None  # frees its cache before there is another
             model_kwargs["past_key_values"] = (
                 self.new_cache(sequences, max_cache_length) if self._step is None else self._step.take_cache()
             )

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -151,6 +153,14 @@ def test_a_step_is_replaced(kept):
     kept.generate(ids, attention_mask=mask, **{**GREEDY, "num_beams": 2})
     assert kept._step is None  # no second cache next to that of the beams
     assert torch.equal(kept.generate(ids, attention_mask=mask, **GREEDY), expected)
+
+
+def test_the_cache_of_a_step_is_freed_before_there_is_another(kept, monkeypatch):
+    kept.generate(padded()[0], **GREEDY)
+    first, alive, new_cache = weakref.ref(kept._step.cache), [], LanguageModel.new_cache
+    monkeypatch.setattr(LanguageModel, "new_cache", lambda *sizes: alive.append(first()) or new_cache(*sizes))
+    kept.generate(padded(2)[0], **GREEDY)
+    assert alive == [None]
 
 
 def test_a_cache_that_the_user_has_is_not_taken(kept):
