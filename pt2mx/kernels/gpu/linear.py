@@ -104,7 +104,7 @@ def residual_linear(
     rows = _rows(x)
     if not 0 < len(rows) <= _MOST_ROWS:
         return None
-    total, weighted = x.new_empty(2, len(rows), n)
+    total, weighted = (x.new_empty(len(rows), n) for _ in range(2))
     squares = x.new_empty(len(rows), len(codes), dtype=torch.float32)
     of_norm = {"norm_weight": norm_weight.contiguous(), "weighted": weighted, "squares": squares}
     around = Around(residual=_rows(residual), **of_norm)
