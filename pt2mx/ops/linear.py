@@ -83,7 +83,8 @@ class PackedMatmul(ScaleArguments[T]):
 )
 class LinearMX(PackedMatmul[T]):
     """`linear(x, w, bias)`, where w is `dequantize_mx` of the weight along K in the dtype of the result; sums are in
-    float32, in any order. x and bias have gradients; autocast casts both to its dtype.
+    float32, in any order. If that dtype does not hold the values of w, such as those with a tensor scale in bfloat16, a
+    kernel may multiply them unrounded. x and bias have gradients; autocast casts both to its dtype.
 
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4), "mxfp4")
