@@ -53,14 +53,13 @@ class MXFormatObserver(MXObserver):
         # by name, so that a state_dict does not load into other candidates
         self.candidates = nn.ModuleDict({str(spec): StatisticsCollector(spec) for spec in specs})
 
-    def collect(self, x: Tensor, tensor_scale: Tensor | None = None) -> None:
+    def collect(self, x: Tensor) -> None:
         """Add a tensor to the sums of the spec and of each candidate.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
-            tensor_scale: as in `MXObserver`.
         """
-        super().collect(x, tensor_scale)
+        super().collect(x)
         for candidate in self._collectors().values():
             candidate.collect(x)
 

@@ -14,12 +14,12 @@ from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.node import node_arg
-from pt2mx.fx.graph.qdq import insert_quantize_dequantize, insert_tensor_scale
+from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.ops.step_variance import in_backward_pass
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
-from pt2mx.pt2e.tensor_scales import TENSOR_SCALES, StaticTensorScale, shared_amax
+from pt2mx.pt2e.tensor_scales import TENSOR_SCALES, StaticTensorScale
 from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
 
@@ -47,15 +47,19 @@ class StatisticsCollector(nn.Module):
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
 
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The scale of a whole tensor, () float32; None: each tensor has its own, if the format has one."""
+        return None
+
     @torch.no_grad()
-    def collect(self, x: Tensor, tensor_scale: Tensor | None = None) -> None:
+    def collect(self, x: Tensor) -> None:
         """Add a tensor to the sums.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
-            tensor_scale: () float32, of formats with a scale a tensor; by default the scale of x.
         """
-        for name, value in quantization_sums(x.detach(), self.spec, tensor_scale).items():
+        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale).items():
             getattr(self, name).add_(value)
 
     @property
@@ -112,6 +116,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
     folds_weights = True
     #: True if a static tensor scale follows the batches of training
     follows_training = False
+    _amax: Tensor | None = None  # of siblings, during a call
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
@@ -131,7 +136,14 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.observe_once = False  # set for constant tensors: every batch would add the same
         self._observed = False
 
-    def forward(self, x: Tensor, *siblings: Tensor) -> Tensor:
+    def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
+        self._amax = amax  # not an argument of `collect`, which subclasses override
+        try:
+            return self._observe(x)
+        finally:
+            self._amax = None  # torch.export refuses modules that keep a new tensor
+
+    def _observe(self, x: Tensor) -> Tensor:
         observes = self.observer_enabled and not (self.observe_once and self._observed)
         follows = self.follows_training and self.training and self.static_scale is not None
         if (observes or follows) and not in_backward_pass():
@@ -140,29 +152,19 @@ class MXObserver(StatisticsCollector, ObserverBase):
             if self.static_scale is not None and (follows or not self.fake_quant_enabled):
                 self.static_scale.observe(x)
             if observes:
-                self.collect(x, self.tensor_scale(x, *siblings))
+                self.collect(x)
                 self._observed = True
         if not self.fake_quant_enabled:
             return x
-        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale(x, *siblings))
+        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale)
 
-    def tensor_scale(self, x: Tensor, *siblings: Tensor) -> Tensor | None:
-        """Return the scale of a whole tensor.
-
-        Args:
-            x: the tensor that is quantized.
-            siblings: other tensors that share its scale (`pt2mx.pt2e.shared_scales`).
-
-        Returns:
-            () float32: a number that calibration fixed, or the scale that x and its siblings share. None: x has its
-            own, if the format has one.
-
-        Raises:
-            MXError: for a number that calibration fixes, before the first batch.
-        """
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The scale of a whole tensor, () float32: a number that calibration fixed, an MXError before the first batch;
+        or during a call the scale that siblings share. None: each tensor has its own, if the format has one."""
         if self.static_scale is not None:
             return self.static_scale.value("a tensor")
-        return tensor_scale_mx(shared_amax((x, *siblings)), self.spec) if siblings else None
+        return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
 
     def _check_values(self, x: Tensor) -> None:
         """Raise an MXError if x has no values to observe."""
@@ -228,10 +230,9 @@ class MXObserver(StatisticsCollector, ObserverBase):
         """
         x = node_arg(node)
         x.meta["val"] = observed_value(node)
-        tensor_scale = insert_tensor_scale(node, self.spec) if node.args[1:] else None
-        if self.static_scale is not None:
-            tensor_scale = self.static_scale.store(model, x)
-        dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None), tensor_scale)
+        tensor_scale = None if self.static_scale is None else self.static_scale.store(model, x)
+        amax = node_arg(node, 1) if node.args[1:] else None
+        dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None), tensor_scale, amax)
         dequantize.meta.update({**self.statistics_meta(), **node.meta.get(NOTES_KEY, {})})
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)

@@ -84,14 +84,13 @@ class MXMinMaxObserver(MXObserver):
         self.register_buffer("max_val", torch.full((1,), -torch.inf))
 
     @torch.no_grad()
-    def collect(self, x: Tensor, tensor_scale: Tensor | None = None) -> None:
+    def collect(self, x: Tensor) -> None:
         """Add a tensor to the statistics.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
-            tensor_scale: as in `MXObserver`.
         """
-        super().collect(x, tensor_scale)
+        super().collect(x)
         if x.numel():
             x = self._by_channel(x.detach().float())
             least, largest = (torch.where(x.isfinite(), x, sign * torch.inf) for sign in (1, -1))
@@ -229,14 +228,13 @@ class MXHistogramObserver(MXMinMaxObserver):
         self.register_buffer("exponent", torch.full((1,), _NO_EXPONENT))
 
     @torch.no_grad()
-    def collect(self, x: Tensor, tensor_scale: Tensor | None = None) -> None:
+    def collect(self, x: Tensor) -> None:
         """Add a tensor to the statistics.
 
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
-            tensor_scale: as in `MXObserver`.
         """
-        super().collect(x, tensor_scale)
+        super().collect(x)
         if not x.numel():
             return
         x, half = x.detach().flatten(), self.bins // 2

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, first_equal, placeholders_first
 from pt2mx.fx.graph.node import args_of, name_of, node_arg, shape_of
+from pt2mx.fx.graph.qdq import insert_amax
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.pt2e.observer import MXObserver
@@ -22,7 +23,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 def share_tensor_scales(model: GraphModule) -> None:
-    """Pass to the observer of each weight the other weights that share its tensor scale, as further arguments.
+    """Pass to the observers of weights that share a tensor scale the largest magnitude of all, as a second argument.
 
     A weight is a constant matrix in a format with a tensor scale. It shares the scale with every weight of equal spec
     that a `linear`, `matmul`, `mm` or `addmm` of the same parent module multiplies with the same input. Weights that
@@ -43,13 +44,17 @@ def share_tensor_scales(model: GraphModule) -> None:
     readers = [(user, node) for node in weights for user in node.users]
     keys = [(sibling_key(user, node), node) for user, node in readers]
     groups = connected(((key, weights[node][1]), weights[node]) for key, node in keys if key is not None)
+    shared: dict[int, Node] = {}  # by the group
     for node, weight in weights.items():
-        siblings = [tensor for tensor, _ in groups.get(weight, ()) if tensor is not weight[0]]
-        for sibling in siblings:
-            for needed in computed_from(sibling):
-                if needed > node:
-                    node.prepend(needed)
-        node.args = (node.args[0], *siblings)
+        group = groups.get(weight, ())
+        if len(group) > 1:
+            tensors = [tensor for tensor, _ in group]
+            if id(group) not in shared:
+                for needed in dict.fromkeys(one for tensor in tensors for one in computed_from(tensor)):
+                    if needed > node:
+                        node.prepend(needed)
+                shared[id(group)] = insert_amax(tensors, node)
+            node.args = (node.args[0], shared[id(group)])
     model.recompile()
 
 

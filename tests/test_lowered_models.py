@@ -51,8 +51,8 @@ ARCHITECTURES = {
 
 
 class Errors(TorchDispatchMode):
-    """Relative errors of every matmul with a packed weight, and of the plain matmul in the same dtype, against a float64
-    one of the operands. bfloat16 rounds a weight with a tensor scale; the kernels need not."""
+    """Relative errors of every matmul with a packed weight, and of the plain matmul in its dtype, against a float64 one
+    of the same operands. bfloat16 rounds a weight with a tensor scale; the kernels need not."""
 
     def __init__(self):
         super().__init__()

@@ -6,6 +6,7 @@ import math
 import operator
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from pt2mx import ops
@@ -32,11 +33,16 @@ PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
 
 
 def insert_quantize_dequantize(
-    x: Node, spec: MXSpec, consumer: Node | None = None, tensor_scale: Node | None = None
+    x: Node,
+    spec: MXSpec,
+    consumer: Node | None = None,
+    tensor_scale: Node | None = None,
+    amax: Node | None = None,
 ) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
-    `tensor_scale`: a node, for a scale format with one; None computes it of x (`tensor_scale_mx`).
+    `tensor_scale`: a node, for a scale format with one; None computes it (`tensor_scale_mx`) of `amax`, the largest
+    magnitude of several tensors, or of x.
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.
@@ -45,11 +51,12 @@ def insert_quantize_dequantize(
     axis = spec.axis % value.dim()
     spec_args, created = spec.replace(axis=axis).quantize_args(), []
     if spec.scale_format.tensor and tensor_scale is None:
-        with graph.inserting_after(x):
-            tensor_scale = graph.call_function(ops.tensor_scale_mx, (x, *_tensor_scale_args(spec)))
+        with graph.inserting_after(x if amax is None else max(x, amax)):
+            args = (x if amax is None else amax, spec.element.name, spec.scale_mode, spec.scale_format.name)
+            tensor_scale = graph.call_function(ops.tensor_scale_mx, args)
         created.append(tensor_scale)
     scales = *spec.scale_args(), tensor_scale
-    with graph.inserting_after(x if tensor_scale is None or tensor_scale < x else tensor_scale):
+    with graph.inserting_after(tensor_scale if created else x):
         quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args).with_scales(*scales).args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
@@ -78,25 +85,29 @@ def insert_quantize_dequantize(
     return dequantize
 
 
-def insert_tensor_scale(observer: Node, spec: MXSpec) -> Node:
-    """Insert the computation of the tensor scale that the arguments of an observer's call share, and return its last
-    node. It is that of `pt2mx.pt2e.tensor_scales.shared_amax`, in operators."""
-    graph, created = observer.graph, []
-    with graph.inserting_before(observer):
-        for tensor in observer.args:
-            finite = graph.call_function(aten.nan_to_num.default, (tensor, 0.0, 0.0, 0.0))
-            amax = graph.call_function(aten.linalg_vector_norm.default, (finite, math.inf), {"dtype": torch.float32})
-            created += [finite, amax]
-        stacked = graph.call_function(aten.stack.default, (created[1::2],))
-        scale = graph.call_function(ops.tensor_scale_mx, (stacked, *_tensor_scale_args(spec)))
-    for node in (*created, stacked, scale):
-        node.meta.update({key: observer.meta[key] for key in PROVENANCE_KEYS if key in observer.meta})
+def insert_amax(tensors: list[Node], before: Node) -> Node:
+    """Insert the largest finite magnitude of several tensors, which has no gradient, and return its node, () float32.
+
+    Args:
+        tensors: not empty, with `val` meta.
+        before: a node after all of them, which the new nodes precede.
+    """
+    graph, created = before.graph, []
+
+    def insert(operator: OpOverload, *args: object, **kwargs: object) -> Node:
+        created.append(graph.call_function(operator, args, kwargs))
+        return created[-1]
+
+    with graph.inserting_before(before):
+        each = []
+        for tensor in tensors:
+            finite = insert(aten.nan_to_num.default, insert(aten.detach.default, tensor), 0.0, 0.0, 0.0)
+            each.append(insert(aten.linalg_vector_norm.default, finite, math.inf, dtype=torch.float32))
+        insert(aten.amax.default, insert(aten.stack.default, each))
+    for node in created:
+        node.meta.update({key: before.meta[key] for key in PROVENANCE_KEYS if key in before.meta})
         set_value(node)
-    return scale
-
-
-def _tensor_scale_args(spec: MXSpec) -> tuple[str, str, str]:
-    return spec.element.name, spec.scale_mode, spec.scale_format.name
+    return created[-1]
 
 
 def quantize_of(dequantize: Node) -> Node | None:

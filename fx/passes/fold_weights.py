@@ -52,6 +52,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
     the same way (a tied weight) gets one pair. Unused parameters and buffers are deleted. Changes `model` and returns
     it.
     """
+    _fold_amaxes(model)
     constants = constant_nodes(model.graph)
     compute_codes(model, constants)
     # export asserts the dtype of a weight that it casts; for a constant the assertion is pointless, and would keep it
@@ -60,6 +61,15 @@ def fold_weights(model: GraphModule) -> GraphModule:
         if node.args[0] in constants:
             model.graph.erase_node(node)
     return remove_unused(model)
+
+
+def _fold_amaxes(model: GraphModule) -> None:
+    """Compute once what the tensor scales of several weights follow from."""
+    constants = constant_nodes(model.graph)
+    for node in list(model.graph.find_nodes(op="call_function", target=ops.tensor_scale_mx)):
+        amax = node_arg(node)
+        if amax in constants and amax.op == "call_function" and len(amax.users) > 1:
+            fold_constant(model, amax, f"{root_name(amax)}_amax")
 
 
 def compute_codes(model: GraphModule, constants: set[Node]) -> None:
@@ -130,7 +140,7 @@ def _fold_scales(model: GraphModule, quantize: Node) -> None:
     too."""
     for argument, value in zip(operator_of(quantize)._schema.arguments[1:], quantize.args[1:], strict=False):
         if isinstance(value, Node) and value.op == "call_function":
-            fold_constant(model, value, f"{root_name(value)}_{argument.name}")
+            fold_constant(model, value, f"{root_name(node_arg(quantize))}_{argument.name}")
 
 
 def fold_constant(model: GraphModule, node: Node, name: str) -> Node:

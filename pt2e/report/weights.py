@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.analysis.sums import quantization_noise
-from pt2mx.functional import fake_quantize_mx
+from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, tensor_of
@@ -95,7 +95,7 @@ def weight_statistics(observer: MXObserver, node: Node, captured: CapturedOperan
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
-    sources = [source for source in node.args if isinstance(source, Node)]  # the constant, and its siblings
+    sources = [source for source in node.args if isinstance(source, Node)]  # the constant, and the amax of siblings
     read = list(zip(*(_values(one, captured) for one in sources), strict=False))
     values = [value.detach() for value, *_ in read]
     if any(map(is_fake, values)):
@@ -137,9 +137,9 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
 
 
-def _shared_scale(observer: MXObserver, *tensors: Tensor) -> Tensor | None:
+def _shared_scale(observer: MXObserver, x: Tensor, amax: Tensor | None = None) -> Tensor | None:
     """Return the tensor scale that a constant shares with its siblings; None without siblings."""
-    return observer.tensor_scale(*tensors) if len(tensors) > 1 else None
+    return None if amax is None else tensor_scale_mx(amax, observer.spec)
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

@@ -9,6 +9,7 @@ from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXFormatObserver, MXObserver, fake_quantize_mx
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
+from tests.flow import calibrated, exported
 
 QSCHEME = ("mx", "fp4_e2m1", 32, 1, "floor", "even")
 
@@ -145,3 +146,39 @@ def test_a_model_without_observers_has_nothing_to_switch():
 def test_there_are_no_qparams_to_calculate():
     with pytest.raises(MXError, match="each block's scale comes from its own values"):
         MXObserver(QSCHEME).calculate_qparams()
+
+
+class Counting(MXObserver):
+    """An observer of a user, whose `collect` takes the tensor alone."""
+
+    seen = 0
+
+    def collect(self, x):
+        super().collect(x)
+        self.seen += x.numel()
+
+
+class Pair(nn.Module):
+    """Two layers of one input, whose weights share a tensor scale."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.a(x) + 20 * self.b(x)
+
+
+def test_an_observer_of_a_user_measures_with_the_scale_that_is_used():
+    x = torch.randn(6, 32)
+    graph = exported(Pair().eval(), x)
+    own = dict.fromkeys(("weight", "activation"), Counting)
+    configs = [pt2mx.MXQuantizationConfig(weight="nvfp4", activation="nvfp4", observer=o) for o in (own, None)]
+    mine, plain = (calibrated(graph, pt2mx.MXQuantizer().set_global(config), x) for config in configs)
+    pairs = [(a, b) for a, b in zip(mine.modules(), plain.modules(), strict=True) if isinstance(a, Counting)]
+    assert [one.tensor_scale is None for one, _ in pairs].count(False) == 1  # of the input
+    for one, other in pairs:
+        assert one.seen == one.statistics.values and one.statistics == other.statistics
+    pt2mx.enable_fake_quant(mine)
+    assert torch.equal(pt2mx.convert_pt2e(mine)(x), mine(x))

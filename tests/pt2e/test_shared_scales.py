@@ -10,10 +10,11 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_t
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
+from pt2mx.fx.graph.constants import computed_from
 from pt2mx.pt2e.shared_scales import connected
 from pt2mx.pt2e.tensor_scales import shared_amax
 from tests.flow import calibrated, exported
-from tests.graph import calls
+from tests.graph import calls, count
 
 ops = torch.ops.pt2mx
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
@@ -126,10 +127,46 @@ def test_training_uses_the_current_values():
     assert gradient.isfinite().all() and gradient.any()
 
 
+class Experts(nn.Module):
+    """Many layers of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(64))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_the_magnitude_of_many_siblings_is_computed_once():
+    model, x = Experts(), X[:, :16]
+    qat = pt2mx.prepare_qat_pt2e(exported(model, x), quantizer())
+    assert count(qat, torch.ops.aten.linalg_vector_norm.default) == 64
+    converted = pt2mx.convert_pt2e(qat, fold_quantize=False)
+    assert count(converted, torch.ops.aten.linalg_vector_norm.default) == 64
+    assert torch.equal(converted(x), qat(x))
+    t = scale_of(*(expert.weight for expert in model.experts)).item()
+    assert scales(pt2mx.convert_pt2e(qat)) == {f"experts.{i}.weight_tensor_scale": t for i in range(64)}
+
+
 def test_training_compiles():
     qat = pt2mx.prepare_qat_pt2e(exported(Block(), X), quantizer())
     want = qat(X)
     torch.testing.assert_close(torch.compile(qat, fullgraph=True, backend="aot_eager")(X), want)
+
+
+@pytest.mark.parametrize("qat", [False, True])
+def test_a_prepared_model_can_be_exported_and_copied(qat, tmp_path):
+    prepared = (pt2mx.prepare_qat_pt2e if qat else pt2mx.prepare_pt2e)(exported(Block().eval(), X), quantizer())
+    with torch.no_grad():
+        prepared(X)
+        pt2mx.enable_fake_quant(prepared)
+        pt2mx.disable_observer(prepared)
+        want = prepared(X)
+        torch.export.save(torch.export.export(prepared, (X,)), tmp_path / "prepared.pt2")
+        again = torch.export.load(tmp_path / "prepared.pt2").module()
+        for model in (again, copy.deepcopy(prepared)):
+            assert torch.equal(model(X), want)
 
 
 class Cases(nn.Module):
@@ -156,12 +193,12 @@ def test_only_matrices_of_one_input_and_spec_share():
     prepared = calibrated(exported(cases, x, ids), quantizer(), x, ids)
     observed = {}
     for node in prepared.graph.find_nodes(op="call_module"):
-        names = [str(source.target) for source in node.args]
-        observed.setdefault(names[0], set()).add(tuple(sorted(names[1:])))
+        group = [one for amax in node.args[1:] for one in computed_from(amax) if one.op == "get_attr"]
+        observed.setdefault(str(node.args[0].target), set()).add(tuple(sorted(str(one.target) for one in group)))
     tied = "embedding.weight"
     want = {"conv1.weight", "conv2.weight", "batched1", "batched2"}
     assert {name for name, siblings in observed.items() if siblings == {()}} >= want
-    assert observed["c.weight"] == {(tied,)} and observed[tied] == {("c.weight",)}, observed
+    assert observed["c.weight"] == observed[tied] == {("c.weight", tied)}, observed
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.enable_fake_quant(prepared)
     with torch.no_grad():
