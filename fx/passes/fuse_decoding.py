@@ -22,11 +22,12 @@ from pt2mx.fx.graph.node import (
     function_of,
     insert_before,
     name_of,
+    named_args,
     node_arg,
     shape_of,
 )
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.passes.interleave_gates import gate_of
+from pt2mx.fx.passes.interleave_gates import gate_of, interleaved_halves
 from pt2mx.ops.decoding import normed_linear_mx, residual_linear_mx
 from pt2mx.ops.linear import linear_mx_mma_layout
 
@@ -75,15 +76,13 @@ def _remove_idle(graph: Graph) -> None:
 
 def _fuse_gate(pairs: Node, written: set[Node]) -> None:
     """Fuse the activation and the product of halves that `interleave_gates` interleaved."""
-    linear, selected = node_arg(pairs), [part for part in pairs.users if part.target is aten.select.int]
-    parts = {args_of(part)[2]: part for part in selected}
+    linear, halves = node_arg(pairs), interleaved_halves(pairs)
     call = LinearMXMMALayout.of(linear)
-    if call is None or call.rotation or set(parts) != {0, 1} or len(linear.users) > 1:
+    if call is None or call.rotation or not halves or len(linear.users) > 1:
         return
-    halves = [next(iter(parts[i].users)) for i in range(2)]
-    if any(len(part.users) > 1 for part in parts.values()) or not written.isdisjoint((linear, pairs, *halves)):
+    if not written.isdisjoint((linear, *linear.all_input_nodes, *halves)):
         return
-    if (gated := gate_of(*halves)) is not None:
+    if (gated := gate_of(halves[0], halves[1])) is not None:
         gate, product = gated
         _replace(product, _normed(product, call, call.x, None, 0.0, gate))
 
@@ -93,9 +92,11 @@ def _fuse_norm(norm: Norm, written: set[Node]) -> None:
     terms = norm.total.all_input_nodes
     layers = [(node, call) for node in terms if (call := LinearMXMMALayout.of(node)) is not None]
     paths = _paths_to_layers(norm.node)
-    if not layers or not paths or not written.isdisjoint((norm.total, norm.node, *terms)):
+    if not layers or not paths:
         return
     before, call = layers[-1]
+    if not written.isdisjoint((norm.total, norm.node, norm.weight, *terms, *before.all_input_nodes)):
+        return
     residual = next(node for node in terms if node is not before)
     if (
         call.rotation
@@ -159,13 +160,13 @@ def _paths_to_layers(node: Node) -> list[list[Node]]:
 def _selects_rows(node: Node) -> bool:
     dims = len(shape_of(node) or ())
     if node.target is aten.slice.Tensor:
-        return args_of(node)[1] not in (-1, dims - 1)
+        return named_args(node)["dim"] not in (-1, dims - 1)
     return node.target is aten.index.Tensor and len(args_of(node)[1]) < dims
 
 
 def _same_rows(place: Node, node: Node, tensor: Node) -> Node:
     """Select the same rows of another tensor."""
-    return insert_before(place, function_of(node), tensor, *node.args[1:])
+    return insert_before(place, function_of(node), tensor, *list(named_args(node).values())[1:])
 
 
 # --- the forms of RMSNorm ---

@@ -15,7 +15,16 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import LinearMX, args_of, insert_before, name_of, register_buffer, shape_of, tensor_of
+from pt2mx.fx.graph.node import (
+    LinearMX,
+    args_of,
+    insert_before,
+    name_of,
+    named_args,
+    register_buffer,
+    shape_of,
+    tensor_of,
+)
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.weight_layout import has_mma_layout
 from pt2mx.kernels.decoder_linear import GATE_ROWS, interleave
@@ -33,14 +42,16 @@ _ACTIVATIONS: dict[object, Callable[[Node], str | None]] = {
 def interleave_gates(model: GraphModule, everywhere: bool = False) -> None:
     """Interleave the rows of each weight whose result is divided into halves, the first of which gates the second.
 
-    The pass skips weights that will not have the MMA layout (on other devices, unless `everywhere`), that something
-    else uses, halves whose rows 8 does not divide, and results that the graph writes.
+    The pass skips weights that will not have the MMA layout (on other devices, unless `everywhere`), weights that
+    something else uses, computed biases, halves whose rows 8 does not divide, and results that the graph writes.
     """
     written, constants = written_nodes(model.graph), constant_nodes(model.graph)
     for node, call in LinearMX.calls_in(model.graph):
         halves = _halves(node)
         read = [n for n in (call.codes, call.scale, call.bias) if n is not None]
-        if not halves or not has_mma_layout(model, call, constants, everywhere) or any(len(n.users) > 1 for n in read):
+        if not halves or not has_mma_layout(model, call, constants, everywhere):
+            continue
+        if any(len(n.users) > 1 or n.op != "get_attr" or n not in constants for n in read):
             continue
         rows = len(tensor_of(model, call.codes))
         is_gated = gate_of(*halves) or gate_of(*reversed(halves))
@@ -64,12 +75,21 @@ def _halves(node: Node) -> list[Node]:
     last = (-1, len(shape) - 1)
     whole = [(2, dim) for dim in last]
     if len(users) == 1 and users[0].target is aten.chunk.default and args_of(users[0])[1:] in whole:
-        parts = {args_of(part)[1]: part for part in users[0].users}
+        users = list(users[0].users)
+        parts = {args_of(part)[1]: part for part in users}
+    elif len(users) == 2 and all(user.target is aten.slice.Tensor for user in users) and isinstance(shape[-1], int):
+        parts = {_half_of_slice(user, last, shape[-1]): user for user in users}
     else:
-        ends = {(0, shape[-1] // 2): 0, (shape[-1] // 2, shape[-1]): 1} if isinstance(shape[-1], int) else {}
-        slices = [user for user in users if user.target is aten.slice.Tensor and user.args[1] in last]
-        parts = {ends.get(args_of(user)[2:4]): user for user in slices} if len(slices) == len(users) == 2 else {}
-    return [parts[0], parts[1]] if set(parts) == {0, 1} else []
+        return []
+    return [parts[0], parts[1]] if set(parts) == {0, 1} and len(users) == 2 else []
+
+
+def _half_of_slice(node: Node, last: tuple[int, int], n: int) -> int | None:
+    """Return which half of the n columns a slice is, 0 or 1; None for another slice. last: the last dimension."""
+    _, dim, start, end, step = named_args(node).values()
+    is_whole = dim in last and step == 1 and all(isinstance(at, int | None) for at in (start, end))
+    bounds = (start or 0, n if end is None else min(end, n)) if is_whole else None
+    return {(0, n // 2): 0, (n // 2, n): 1}.get(bounds)  # type: ignore[arg-type]
 
 
 def _interleave(
@@ -93,3 +113,14 @@ def _interleave(
         of_half.meta.update({key: value for key, value in half.meta.items() if key != "val"})
         half.replace_all_uses_with(of_half)
         erase_unused(half)
+
+
+def interleaved_halves(pairs: Node) -> list[Node]:
+    """Return the columns of the gate and of the values that `interleave_gates` took out of the result of an unflatten;
+    an empty list for another unflatten."""
+    _, dim, sizes = named_args(pairs).values()
+    parts = {part.args[1:]: list(part.users) for part in pairs.users if part.target is aten.select.int}
+    halves = [node for place in range(2) for node in parts.get((-2, place), [])]
+    is_ours = dim == -1 and list(sizes[1:]) == [2, GATE_ROWS] and len(parts) == len(pairs.users) == len(halves) == 2
+    flattens = all(half.target is aten.flatten.using_ints and half.args[1:] == (-2, -1) for half in halves)
+    return halves if is_ours and flattens else []

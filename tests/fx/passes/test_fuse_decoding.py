@@ -128,3 +128,126 @@ def test_a_layer_that_something_else_reads():
         graph.graph.call_function(aten.index_copy_.default, (first, 1, torch.tensor([0]), first))
     fuse_decoding(graph)
     assert first in graph.graph.nodes and len(calls(graph, residual_linear_mx)) == 3
+
+
+class Layer(torch.nn.Module):
+    """A linear layer whose weight is packed."""
+
+    def __init__(self, rows=64, bias=torch.bfloat16):
+        super().__init__()
+        scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(rows, 64), "fp8_e4m3", 32, 1, "floor", "even")
+        self.data, self.scale = torch.nn.Buffer(data), torch.nn.Buffer(scale)
+        self.bias = torch.nn.Buffer(torch.randn(rows, dtype=bias))
+
+    def forward(self, x):
+        bias = self.bias if self.bias.dtype == x.dtype else self.bias.to(x.dtype)
+        return linear_mx(x, self.data, self.scale, bias, "fp8_e4m3", 32, 0)
+
+
+class Block(torch.nn.Module):
+    """Two layers, the weight of a norm, and a function that calls them."""
+
+    def __init__(self, call, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.call, self.first, self.second = call, Layer(**options), Layer()
+        self.weight = torch.nn.Buffer(torch.randn(64).bfloat16())
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+def norm(x, weight):
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+
+
+def gated(halves):
+    return torch.nn.functional.silu(halves[0]) * halves[1]
+
+
+def with_x_written(call):
+    def written(block, x):
+        x = x + 1
+        y = block.first(x)
+        x.mul_(2)
+        return call(block, x, y)
+
+    return written
+
+
+def fused(call, **options):
+    """The fused graph and its result, after a comparison with the graph before."""
+    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    graph = torch.export.export(Block(call, **options), (x,)).module()
+    want = graph(x).float()
+    use_mma_layout(interleave_gates(graph, everywhere=True), everywhere=True)
+    for _ in range(2):
+        assert (graph(x).float() - want).norm() <= 2**-7 * want.norm()
+        fuse_decoding(graph)
+    return graph
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda block, x: block.second(norm(x + block.first(x), block.weight)),
+        lambda block, x: block.second(norm(block.first(x) + x, block.weight)[:, -1:]),
+        lambda block, x: block.second(norm(block.first(x) + block.second(x), block.weight)),
+        lambda block, x: block.second(torch.nn.functional.rms_norm(x + block.first(x), (64,), block.weight, 1e-5)),
+    ],
+)
+def test_norms(call):
+    graph = fused(call)
+    assert len(calls(graph, normed_linear_mx)) == len(calls(graph, residual_linear_mx)) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        with_x_written(lambda block, x, y: block.second(norm(x + y, block.weight))),
+        lambda block, x: block.second(norm((y := block.first(x)) + y, block.weight)),
+        lambda block, x: block.second(norm(x[:1] + block.first(x), block.weight)),
+        lambda block, x: block.second(norm(x + block.first(x[:1]), block.weight)),
+        lambda block, x: block.second(norm(torch.add(x, block.first(x), alpha=2), block.weight)),
+        lambda block, x: block.second(norm((x.float() + block.first(x)), block.weight.float()).bfloat16()),
+        lambda block, x: block.second(norm(x + block.first(x), block.weight.float()).bfloat16()),
+        lambda block, x: block.second(y := norm(x + block.first(x), block.weight)) + y,
+        lambda block, x: block.second(norm(x + block.first(x), 1 + block.weight)),
+    ],
+)
+def test_skipped_norms(call):
+    graph = fused(call)
+    assert not calls(graph, residual_linear_mx) and not calls(graph, normed_linear_mx)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda block, x: gated(block.first(x).chunk(2, 2)),
+        lambda block, x: gated(((y := block.first(x))[..., :32], y[..., 32:])),
+        lambda block, x: gated(((y := block.first(x))[..., 32:], y[..., :32])),
+    ],
+)
+def test_gates(call):
+    graph = fused(call)
+    assert [node.args[8] for node in calls(graph, normed_linear_mx)] == ["silu"]
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (with_x_written(lambda block, x, y: gated(y.chunk(2, -1))), {}),
+        (lambda block, x: gated(block.first(x).chunk(2, -1)), {"bias": torch.float32}),
+        (lambda block, x: gated(((y := block.first(x))[..., 0:32:2], y[..., 32:64:2])), {}),
+        (lambda block, x: gated((aten.slice.Tensor(y := block.first(x)), aten.slice.Tensor(y, 1))), {}),
+        (lambda block, x: gated([t.flatten(-2) for t in block.first(x).unflatten(-1, (2, 4, 8)).unbind(-3)]), {}),
+        (
+            lambda block, x: gated([block.first(x).unflatten(-1, (2, 4, 8))[..., i, :, :].flatten(-2) for i in (0, 1)]),
+            {},
+        ),
+        (lambda block, x: gated([(y := block.first(x).unflatten(-1, (32, 2)))[..., 0].neg(), y[..., 1].neg()]), {}),
+    ],
+)
+def test_what_is_no_gate(call, options):
+    assert not calls(fused(call, **options), normed_linear_mx)
