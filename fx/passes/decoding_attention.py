@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
-from pt2mx.ops.decoding import decoding_attention, stored
+from pt2mx.ops.decoding import DecodingAttention, decoding_attention, stored
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ _ATTENTION = aten.scaled_dot_product_attention.default
 def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
     """Replace attention of bfloat16 by `decoding_attention`, on an NVIDIA GPU (or `everywhere`).
 
-    The pass skips causal attention, dropout, masks that are added, and heads of unknown or several sizes.
+    The pass skips causal attention, dropout, masks that are added, operands that broadcast, and graphs in which the
+    number of heads is unknown.
     """
     calls = {n: named_args(n) for n in model.graph.find_nodes(op="call_function", target=_ATTENTION)}
     heads = [value_of(call["key"]).shape[1] for n, call in calls.items() if _fits(call, everywhere)]
@@ -45,13 +47,15 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
 
 
 def _fits(call: dict[str, object], everywhere: bool) -> bool:
-    operands = [value_of(call[name]) for name in ("query", "key", "value")]
-    mask = value_of(call["attn_mask"])
+    operands = [value_of(call[name]) for name in ("query", "key", "value", "attn_mask") if call[name] is not None]
     if call["dropout_p"] or call["is_causal"] or any(value is None for value in operands):
         return False
-    on_gpu = all(value.device.type == "cuda" for value in operands) or everywhere
-    is_mask = call["attn_mask"] is None or (mask is not None and mask.dtype == torch.bool and mask.dim() == 4)
-    return on_gpu and is_mask and all(value.dtype == torch.bfloat16 and value.dim() == 4 for value in operands)
+    query, key, value, *mask = operands
+    try:
+        DecodingAttention(query, key, value, *(mask or [None]), call["scale"], None).check()
+    except MXError:
+        return False
+    return everywhere or query.device.type == "cuda"
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

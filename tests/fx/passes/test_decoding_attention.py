@@ -57,6 +57,9 @@ def test_stored_once():
         lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask.bfloat16()),
         lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.5),
         lambda q, k, mask: F.scaled_dot_product_attention(q.float(), k.float(), k.float(), mask),
+        lambda q, k, mask: F.scaled_dot_product_attention(q, k[:1], k[:1], mask),
+        lambda q, k, mask: F.scaled_dot_product_attention(q[:1], k, k, mask),
+        lambda q, k, mask: F.scaled_dot_product_attention(q[:, :1], k, k, mask),
     ],
 )
 def test_skipped(call):
