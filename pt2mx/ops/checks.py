@@ -239,12 +239,12 @@ def check_activation(activation: str) -> None:
         raise MXError(f"activation={activation!r} must be one of {', '.join(ACTIVATIONS)}")
 
 
-def check_bias(bias: Tensor, codes: Tensor, dtype: torch.dtype, x: Tensor) -> None:
-    """Raise `MXError` for a bias that does not fit the rows of a weight and a result in `dtype` on x's device."""
-    if bias.shape != codes.shape[:1] or bias.dtype != dtype or bias.device != x.device:
+def check_bias(bias: Tensor, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `MXError` for a bias that does not fit the rows of a weight and a result in `dtype` on a device."""
+    if tuple(bias.shape) != (rows,) or bias.dtype != dtype or bias.device != device:
         raise MXError(
             f"bias of shape {tuple(bias.shape)}, {bias.dtype} on {bias.device} does not fit a weight of "
-            f"{codes.shape[0]} rows and a result in {dtype} on {x.device}"
+            f"{rows} rows and a result in {dtype} on {device}"
         )
 
 

@@ -74,7 +74,7 @@ class Conv2dMX(PackedMatmul[T]):
             )
         dtype = check_target_dtype(self.target_dtype, x)
         if self.bias is not None:
-            check_bias(self.bias, codes, dtype, x)
+            check_bias(self.bias, codes.shape[0], dtype, x.device)
         if 0 in (*x.shape[1:], *codes.shape[:3]):
             raise MXError(
                 f"x of shape {tuple(x.shape)} and codes of shape {tuple(codes.shape)} have no pixel, channel or row: "

@@ -76,7 +76,7 @@ class NormedLinearMX(_DecoderLinear[T]):
         if self.gate is not None and self.n % ROWS:
             raise MXError(f"the weight of a gate has {self.n} rows: a multiple of {ROWS} is allowed")
         if squares is not None:
-            _check(squares, "squares", (*x.shape[:-1], -(-x.shape[-1] // ROWS)), torch.float32)
+            _check(squares, "squares", (*x.shape[:-1], -(-x.shape[-1] // ROWS)), torch.float32, x.device)
 
     def kernel(self) -> Tensor:
         self.check()
@@ -129,8 +129,9 @@ class ResidualLinearMX(_DecoderLinear[T]):
 
     def check(self) -> None:
         self.check_linear()
-        _check(self.residual, "residual", (*self.x.shape[:-1], self.n), torch.bfloat16)
-        _check(self.norm_weight, "norm_weight", (self.n,), torch.bfloat16)
+        expected = torch.bfloat16, self.x.device
+        _check(self.residual, "residual", (*self.x.shape[:-1], self.n), *expected)
+        _check(self.norm_weight, "norm_weight", (self.n,), *expected)
 
     def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         self.check()
@@ -185,11 +186,15 @@ class DecodingAttention(Operator[T]):
             )
         if any(tensor.dtype != torch.bfloat16 for tensor in (query, keys, values)):
             raise MXError(f"query, keys and values must be bfloat16, not {query.dtype}, {keys.dtype}, {values.dtype}")
-        if self.zeros is not None and (self.zeros.dtype != torch.int32 or self.zeros.dim() != 1):
-            raise MXError(f"zeros must be (n,) torch.int32, not {tuple(self.zeros.shape)} {self.zeros.dtype}")
+        zeros = self.zeros
+        if zeros is not None and (zeros.dtype != torch.int32 or zeros.dim() != 1 or not zeros.is_contiguous()):
+            actual = f"{tuple(zeros.shape)} {zeros.dtype} of strides {zeros.stride()}"
+            raise MXError(f"zeros must be (n,) torch.int32 and contiguous, not {actual}")
         mask, scores = self.mask, (*query.shape[:3], keys.shape[2])
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):
             raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
+        if len(devices := {one.device for one in self.args if isinstance(one, Tensor)}) > 1:
+            raise MXError(f"all tensors must be on one device, not on {' and '.join(sorted(map(str, devices)))}")
 
     def kernel(self) -> Tensor:
         self.check()
@@ -216,9 +221,11 @@ def _stored(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
-        raise MXError(f"{name} must be {tuple(shape)} {dtype}, not {tuple(tensor.shape)} {tensor.dtype}")
+def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    actual = tuple(tensor.shape), tensor.dtype, tensor.device
+    if actual != (tuple(shape), dtype, device):
+        of_both = [f"{size} {kind} on {place}" for size, kind, place in ((tuple(shape), dtype, device), actual)]
+        raise MXError(f"{name} must be {of_both[0]}, not {of_both[1]}")
 
 
 normed_linear_mx = NormedLinearMX.overload

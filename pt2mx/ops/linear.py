@@ -111,7 +111,7 @@ class LinearMX(PackedMatmul[T]):
             check_rotation(self.x, self.rotation)
         dtype = check_target_dtype(self.target_dtype, self.x)
         if self.bias is not None:
-            check_bias(self.bias, self.codes, dtype, self.x)
+            check_bias(self.bias, self.codes.shape[0], dtype, self.x.device)
         return spec, dtype
 
     def kernel(self) -> Tensor:
@@ -215,13 +215,13 @@ class LinearMXMMALayout(Operator[T]):
     ] = None
 
     def check(self) -> None:
-        x, bias, n = self.x, self.bias, self.n
+        x, n = self.x, self.n
         if self.element not in FRAGMENTS:
             raise MXError(f"no MMA layout of {self.element!r}: allowed are {', '.join(sorted(FRAGMENTS))}")
-        if x.dtype != torch.bfloat16 or not x.dim() or (bias is not None and bias.dtype != torch.bfloat16):
-            raise MXError(
-                f"weights in the MMA layout take bfloat16 x and bias of at least one dimension, not {x.dtype}"
-            )
+        if x.dtype != torch.bfloat16 or not x.dim():
+            raise MXError(f"weights in the MMA layout take bfloat16 x of at least one dimension, not {x.dtype}")
+        if self.bias is not None:
+            check_bias(self.bias, n, x.dtype, x.device)
         if x.shape[-1] % 8:
             raise MXError(f"the MMA layout is of a K that 8 divides, not {x.shape[-1]}: use linear_mx")
         if self.rotation:

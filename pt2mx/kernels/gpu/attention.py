@@ -20,6 +20,7 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
 from pt2mx.kernels.gpu.flash_decoding_kernel import DecodingSizes, decode_attention_kernel
+from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.spec import MXSpec
@@ -108,7 +109,7 @@ def attend_dense(
     pairs = query.shape[0] * key_heads
     joins = zeros is not None and pairs <= len(zeros) and _joins(slots, pairs, query.device)
     sizes = _dense_sizes(width, value_width, mask is not None, slots, joins)
-    cache = [(tensor.contiguous().view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
+    cache = [(aligned(tensor).view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
     return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros if joins else None)
 
 

@@ -113,10 +113,15 @@ def residual_linear(
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return the same values, contiguous and aligned, since kernels read 16 bytes at a time."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def _rows(x: Tensor) -> Tensor:
-    """(..., K) -> (rows, K), contiguous and aligned, since kernels read 16 bytes at a time."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return rows.clone() if rows.data_ptr() % 16 else rows
+    """(..., K) -> (rows, K), aligned."""
+    return aligned(x.reshape(-1, x.shape[-1]))
 
 
 def _in_words(scale: Tensor) -> Tensor:

@@ -80,15 +80,19 @@ def test_both_are_an_rms_norm():
     [
         ({"gate": "relu"}, "no gate 'relu': allowed are silu, gelu_tanh, or None"),
         ({"n": 40, "gate": "silu"}, "the weight of a gate has 40 rows: a multiple of 16 is allowed"),
-        ({"squares": torch.ones(2, 3, 4)}, r"squares must be \(2, 3, 5\) torch.float32, not \(2, 3, 4\)"),
+        ({"squares": torch.ones(2, 3, 4)}, r"squares must be \(2, 3, 5\) torch.float32 on cpu, not \(2, 3, 4\)"),
         ({"x": torch.ones(2, K)}, "take bfloat16 x"),
+        ({"bias": torch.ones(1).bfloat16()}, r"bias of shape \(1,\), .* does not fit a weight of 48 rows"),
+        ({"bias": torch.ones(N)}, r"bias .* torch.float32 .* does not fit .* a result in torch.bfloat16"),
+        ({"squares": torch.ones(2, 3, 5, device="meta")}, "squares must be .* on cpu, not .* on meta"),
     ],
 )
 def test_bad_input(change, message):
     x, weight, _ = operands("fp4_e2m1", n=change.get("n", N))
-    given = {"x": x, "n": N, "squares": None, "gate": None, **change}
+    given = {"x": x, "bias": None, "n": N, "squares": None, "gate": None, **change}
+    rest = given["bias"], "fp4_e2m1", given["n"], given["squares"], 0.0, given["gate"]
     with pytest.raises(MXError, match=message):
-        normed_linear_mx(given["x"], *weight, None, "fp4_e2m1", given["n"], given["squares"], 0.0, given["gate"])
+        normed_linear_mx(given["x"], *weight, *rest)
 
 
 @pytest.mark.parametrize("bad", ["residual", "norm_weight"])
@@ -96,7 +100,7 @@ def test_bad_residual(bad):
     x, weight, _ = operands("fp4_e2m1")
     given = {"residual": torch.ones(2, 3, N).bfloat16(), "norm_weight": torch.ones(N).bfloat16()}
     given[bad] = given[bad].float()
-    with pytest.raises(MXError, match=rf"{bad} must be .* torch.bfloat16, not .* torch.float32"):
+    with pytest.raises(MXError, match=rf"{bad} must be .* torch.bfloat16 on cpu, not .* torch.float32 on cpu"):
         residual_linear_mx(x, *weight, None, "fp4_e2m1", N, *given.values())
 
 
@@ -123,7 +127,9 @@ def test_attention(masked):
         ({"dtype": torch.float32}, "must be bfloat16, not torch.float32"),
         ({"mask": torch.ones(2, 1, 1, 11, dtype=torch.bool)}, r"broadcast to \(2, 4, 1, 12\), not \(2, 1, 1, 11\)"),
         ({"mask": torch.ones(2, 1, 1, 12)}, "the mask must be booleans .* torch.float32"),
-        ({"zeros": torch.zeros(4)}, r"zeros must be \(n,\) torch.int32, not \(4,\) torch.float32"),
+        ({"zeros": torch.zeros(4)}, r"zeros must be \(n,\) torch.int32 and contiguous, not \(4,\) torch.float32"),
+        ({"zeros": torch.zeros(8, dtype=torch.int32)[::2]}, r"contiguous, not \(4,\) torch.int32 of strides \(2,\)"),
+        ({"zeros": torch.zeros(4, dtype=torch.int32, device="meta")}, "must be on one device, not on cpu and meta"),
         ({"slots": 11}, r"keys \(2, 2, 12, 16\) and values \(2, 2, 11, 16\) must be"),
     ],
 )

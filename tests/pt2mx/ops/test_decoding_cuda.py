@@ -128,3 +128,10 @@ def test_attention_in_a_graph():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(got, want) and not zeros.any()
+
+
+def test_a_cache_that_is_not_aligned():
+    query = torch.randn(1, 4, 1, 64, device="cuda").bfloat16()
+    keys, values = (torch.randn(1 + 4 * 100 * 64, device="cuda").bfloat16()[1:].view(1, 4, 100, 64) for _ in range(2))
+    got = decoding_attention(query, keys, values, None, None, None)
+    assert torch.equal(got, decoding_attention(query, keys.clone(), values.clone(), None, None, None))
