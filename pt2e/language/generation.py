@@ -143,10 +143,11 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         )
         choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, bool(records))
         step, self._step = self._step, None
-        if step is None or not step.serves(self.runner, inputs, cache, choice):
-            step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
-        step.begin(inputs, mask, input_ids)
-        result = choose_tokens(step, outputs.logits, input_ids, stopping, generation_config, streamer)
+        with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
+            if step is None or not step.serves(self.runner, inputs, cache, choice):
+                step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
+            step.begin(inputs, mask, input_ids)
+            result = choose_tokens(step, outputs.logits, input_ids, stopping, generation_config, streamer)
         returns_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         step.cache_is_free = not returns_cache
         if step.is_captured:

@@ -79,6 +79,10 @@ class Step:
         compiles = on_gpu and runner.compiles
         self._advance, self._parts = (torch.compile(_advance), _PARTS) if compiles else (_advance, 1)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Give copies and pickles of a model None in place of its step: nothing copies a CUDA graph."""
+        return type(None), ()
+
     @staticmethod
     def _key_of(runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> tuple[Any, ...]:
         shapes = [tuple(one.shape) for one in pytree.tree_leaves(dict(inputs))]
@@ -87,7 +91,12 @@ class Step:
 
     def serves(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
         """Return True where the step, and its CUDA graph, also computes a step with these arguments."""
-        return self._key == self._key_of(runner, inputs, cache, choice)
+        return self._may_write and self._key == self._key_of(runner, inputs, cache, choice)
+
+    @property
+    def _may_write(self) -> bool:
+        """True where the step's tensors may change: those of `torch.inference_mode` only inside of it."""
+        return torch.is_inference_mode_enabled() or not self._mask.is_inference()
 
     @property
     def is_captured(self) -> bool:
@@ -96,7 +105,8 @@ class Step:
 
     def frees_cache_for(self, batch: int, slots: int) -> bool:
         """Return True where a new call of `generate` may take the cache for these sizes."""
-        return self.cache_is_free and (batch, slots) == (self.cache.batch_size, self.cache.slots)
+        is_free = self.cache_is_free and self._may_write
+        return is_free and (batch, slots) == (self.cache.batch_size, self.cache.slots)
 
     def take_cache(self) -> DecoderCache:
         """Return the cache, empty."""
@@ -156,13 +166,14 @@ class Step:
         """Read the chosen tokens and choose the next ones; return as `choose`, until the next call.
 
         The first call on a GPU captures the step."""
-        self.cache.advance(1)
         if self._captures:
             self._captured, self._captures = self._capture(), False
         if self._captured is None:
-            return self._run()
-        graph, results = self._captured
-        graph.replay()
+            results = self._run()
+        else:
+            graph, results = self._captured
+            graph.replay()
+        self.cache.advance(1)
         return results
 
     def _run(self) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
     """Generate tokens after prompts.
 
     The host sees the end of the last sequence after it has queued another step, which it takes back: its token, its
-    scores, its slot in the cache and its random numbers.
+    scores, its slot in the cache and its random numbers. It does the same when a criterion or the streamer raises.
 
     Args:
         step: the step, which has begun.
@@ -39,35 +39,37 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
     total, cache = stopping.longest - ids.shape[1], step.cache
     waits = stopping.ends_rows and len(ids) > 1  # the padding after an end is an input of the next step
     behind = 0 if waits else BEHIND.get(cache.layers[0].tensors[0].device.type, 0)
-    alive = torch.ones(len(ids), dtype=torch.bool)
+    alive = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     tokens: list[Tensor] = []
     raw: list[Tensor] = []
     scores: list[Tensor] = []
-    random: deque[Tensor] = deque(maxlen=MOST_BEHIND)
+    random: deque[Tensor] = deque(maxlen=MOST_BEHIND + 1)
     queued = 0
-    while len(tokens) < total and bool(alive.any()):
-        while queued < total and queued - len(tokens) <= behind:
-            if behind and step.choice.samples:
-                random.append(step.random_state())
-            both = step.run() if queued else step.choose(logits)
-            step.send()
-            queued += 1
-            if step.choice.records:
-                for kept, one in zip((raw, scores), both, strict=True):
-                    kept.append(one.clone())
-        new, unfinished = step.receive()
-        tokens.append(new)
-        of_tokens = tuple(scores[: len(tokens)]) if step.choice.records and config.output_scores else None
-        stopped = stopping.stops(new, of_tokens)
-        alive &= unfinished if stopped is None else unfinished & ~stopped
-        if waits and stopped is not None:
-            step.unfinished.copy_(alive)
-        if streamer is not None:
-            streamer.put(new)
-    if extra := queued - len(tokens):
-        cache.advance(-extra)
-        if random:
-            step.set_random_state(random[-extra])
+    try:
+        while len(tokens) < total and bool(alive.any()):
+            while queued < total and queued - len(tokens) <= behind:
+                if behind and step.choice.samples:
+                    random.append(step.random_state())
+                both = step.run() if queued else step.choose(logits)
+                step.send()
+                queued += 1
+                if step.choice.records:
+                    for kept, one in zip((raw, scores), both, strict=True):
+                        kept.append(one.clone())
+            new, unfinished = step.receive()
+            tokens.append(new)
+            of_tokens = tuple(scores[: len(tokens)]) if step.choice.records and config.output_scores else None
+            stopped = stopping.stops(new, of_tokens)
+            alive &= unfinished if stopped is None else unfinished & ~stopped
+            if waits and stopped is not None:
+                step.unfinished.copy_(alive)
+            if streamer is not None:
+                streamer.put(new)
+    finally:
+        if (extra := queued - max(len(tokens), 1)) > 0:
+            cache.advance(-extra)
+            if random:
+                step.set_random_state(random[-extra])
     if streamer is not None:
         streamer.end()
     sequences = torch.cat([ids, torch.stack(tokens, 1).to(ids.device)], 1)

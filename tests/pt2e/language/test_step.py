@@ -1,9 +1,12 @@
+import copy
+import pickle
 import weakref
 
 import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.pt2e.language import generation
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, _advance, _largest
 from tests.language_models import padded, quantized_decoder, transformers
@@ -179,3 +182,41 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
 def test_no_step_is_kept_on_the_cpu(llama):
     llama.generate(padded()[0], **GREEDY)
     assert llama._step is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode(kept, first):
+    """Tensors of inference mode cannot change outside of it."""
+    ids, mask = padded()
+    results = []
+    for inference in (first, not first, first):
+        with torch.inference_mode(inference):
+            results.append(kept.generate(ids, attention_mask=mask, **GREEDY).clone())
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_no_step(kept, copied):
+    ids = padded()[0]
+    expected = kept.generate(ids, **GREEDY)
+    kept._step.graph = (one for one in ())  # like a CUDA graph, nothing copies a generator
+    other = copied(kept)
+    assert other._step is None and kept._step is not None
+    assert torch.equal(other.generate(ids, **GREEDY), expected)
+
+
+def test_the_gpu_of_the_model_is_the_current_one(llama, monkeypatch):
+    devices, original, choose = [], torch.cuda.device_of, generation.choose_tokens
+
+    class Current(original):
+        def __enter__(self):
+            devices.append("enter")
+
+        def __exit__(self, *error):
+            devices.append("exit")
+
+    monkeypatch.setattr(torch.cuda, "device_of", Current)
+    monkeypatch.setattr(generation, "choose_tokens", lambda *args: devices.append("choose") or choose(*args))
+    llama.generate(padded()[0], **GREEDY)
+    first, last = devices.index("choose"), len(devices) - 1
+    assert devices[:first].count("enter") == 1 and devices[last] == "exit" and devices.count("exit") == 1

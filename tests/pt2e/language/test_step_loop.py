@@ -248,3 +248,54 @@ def test_a_text_that_fills_its_cache(llama, behind, compare):
     for longest in (256, 257):
         result, _ = compare(llama, ids, max_length=longest, do_sample=False, eos_token_id=None)
         assert result.shape == (1, longest)
+
+
+class Raises(transformers.generation.streamers.BaseStreamer, transformers.StoppingCriteria):
+    """Raise an exception after four calls."""
+
+    def __init__(self, error):
+        self.calls, self.error = 0, error
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 5:
+            raise self.error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.put(scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def end(self):
+        raise AssertionError("an interrupted stream has no end")
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", ["streamer", "criterion"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_after_an_exception(llama, behind, monkeypatch, error, kind, batch):
+    """The cache holds what was read, and random numbers go on, as after transformers' loop."""
+    ids, mask = padded(batch)
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": True, "eos_token_id": None}
+    torch.manual_seed(4)
+    expected = llama.generate(ids, **options)
+    states = []
+    for by_steps in (True, False):
+        cache, raises = llama.new_cache(batch, 40), Raises(error)
+        given = {"streamer": raises} if kind == "streamer" else {"stopping_criteria": [raises]}
+        torch.manual_seed(4)
+        with monkeypatch.context() as patch, pytest.raises(error):
+            if not by_steps:
+                patch.setattr(LanguageModel, "_covers", lambda *arguments: False)
+            llama.generate(ids, past_key_values=cache, **given, **options)
+        states.append((cache.length, torch.get_rng_state()))
+    (length, random), (their_length, their_random) = states
+    assert length == their_length == (15 if kind == "streamer" else 16) and torch.equal(random, their_random)
+    torch.manual_seed(4)
+    assert torch.equal(llama.generate(ids, **options), expected)
+
+
+def test_a_default_device(llama, behind, compare):
+    ids, mask = padded()
+    with torch.device("meta"):  # of tensors that name no device
+        result, _ = compare(llama, ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    assert result.device.type == "cpu"
