@@ -95,8 +95,8 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
 
     The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`. The old buffers stay if something
     else uses them, such as the embedding of a tied weight. The pass skips linear layers on other devices (unless
-    `everywhere`), weights that are inputs or that the layout cannot represent (`to_mma_layout`), and a K that 8 does
-    not divide.
+    `everywhere`), E4M3 on GPUs that cannot convert it, weights that are inputs or that the layout cannot represent
+    (`to_mma_layout`), and a K that 8 does not divide.
     """
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
@@ -115,7 +115,14 @@ def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node], eve
     if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
         return False
     device = tensor_of(model, call.codes).device
-    return _supports_mma_layout(call) and (everywhere or (device.type == "cuda" and runs_triton(device)))
+    return _supports_mma_layout(call) and (everywhere or _has_kernels(device, call.element))
+
+
+def _has_kernels(device: torch.device, element: str) -> bool:
+    """Return whether a GPU has the kernels for the layout: E4M3 takes an instruction of compute capability 8.9."""
+    if device.type != "cuda" or not runs_triton(device):
+        return False
+    return element != "fp8_e4m3" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _supports_mma_layout(call: LinearMX) -> bool:
