@@ -1,4 +1,4 @@
-"""Attention over the cache in a decoder's step, and what all of its layers read: RoPE's factors and the mask."""
+"""Use `decoding_attention` in a decoder's step, and store the values that all of its layers read, such as RoPE's."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _fits(call: dict[str, object], everywhere: bool) -> bool:
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
-    """Store the values that are computed of `inputs` alone and that several nodes read. Inductor would compute RoPE's
-    sines anew in each layer. Changes `model` and returns it.
+    """Store the values that depend on `inputs` alone and that several nodes read. Otherwise Inductor computes RoPE's
+    sines in each layer. Changes `model` and returns it.
 
     Args:
         model: the graph of a decoder.

@@ -1,7 +1,7 @@
-"""Fuse what is around the linear layers of a decoder's step into them: norms, residual sums, gates.
+"""Fuse the norms, residual sums and gates of a decoder's step into its linear layers.
 
-Only for a few rows of x, as a step of single tokens has: for prompts Inductor's kernels between the matmuls take no
-time to speak of.
+The pass is for steps of single tokens, where x has a few rows. For prompts, the kernels between the matmuls take little
+of the time.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class Norm(NamedTuple):
 
 @graph_pass(linear_mx_mma_layout)
 def fuse_decoding(model: GraphModule) -> None:
-    """Replace linear layers with weights in the MMA layout, and what is around them, by `normed_linear_mx` and
-    `residual_linear_mx`.
+    """Replace linear layers with weights in the MMA layout, with their norms, residual sums and gates, by
+    `normed_linear_mx` and `residual_linear_mx`.
 
-    A norm is divided between the layer whose result completes its residual sum and the layers that read it; nothing
-    else may read it. The pass skips norms of other forms, layers that rotate x, and tensors that the graph writes.
+    The layer before a norm computes the residual sum and its squares. The layers after the norm divide by the root mean
+    square; nothing else may read the norm. The pass skips norms of other forms, layers that rotate x, and tensors that
+    the graph writes.
     """
     graph = model.graph
     _remove_idle(graph)
@@ -75,7 +76,7 @@ def _remove_idle(graph: Graph) -> None:
 
 
 def _fuse_gate(pairs: Node, written: set[Node]) -> None:
-    """Fuse the activation and the product of halves that `interleave_gates` interleaved."""
+    """Fuse an MLP's activation and its product, where `interleave_gates` interleaved the weight."""
     linear, halves = node_arg(pairs), interleaved_halves(pairs)
     call = LinearMXMMALayout.of(linear)
     if call is None or call.rotation or not halves or len(linear.users) > 1:

@@ -1,7 +1,7 @@
-"""Interleave the rows of a gated MLP's weight: 8 of the gate, and 8 of what it multiplies, in turns.
+"""Interleave the rows of a gated MLP's weight: 8 of the gate and 8 of the values (the up projection), in turns.
 
-A tile of a weight in the MMA layout has 16 rows, so a program of `normed_linear_mx` then has both and multiplies them
-(`pt2mx.fx.passes.fuse_decoding`).
+A tile of a weight in the MMA layout has 16 rows. A program of `normed_linear_mx` then has a gate and its values, and
+multiplies them (`pt2mx.fx.passes.fuse_decoding`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[object, Callable[[Node], str | None]] = {
 
 @graph_pass(LinearMX)
 def interleave_gates(model: GraphModule, everywhere: bool = False) -> None:
-    """Interleave the rows of each weight whose result is divided into halves, the first of which gates the second.
+    """Interleave the rows of each weight whose result is split into halves, one of which gates the other.
 
     The pass skips weights that will not have the MMA layout (on other devices, unless `everywhere`), weights that
     something else uses, computed biases, halves whose rows 8 does not divide, and results that the graph writes.
@@ -70,7 +70,7 @@ def gate_of(gate: Node, values: Node) -> tuple[str, Node] | None:
 
 
 def _halves(node: Node) -> list[Node]:
-    """Return the two halves into which alone a result is divided along its last dimension; else an empty list."""
+    """Return the two halves of a result along its last dimension; an empty list if it has other users."""
     shape, users = shape_of(node) or (0,), list(node.users)
     last = (-1, len(shape) - 1)
     whole = [(2, dim) for dim in last]

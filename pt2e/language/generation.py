@@ -144,7 +144,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, bool(records))
         step, self._step = self._step, None
         with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
-            if step is None or not step.serves(self.runner, inputs, cache, choice):
+            if step is None or not step.supports(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
             step.begin(inputs, mask, input_ids)
             result = choose_tokens(step, outputs.logits, input_ids, stopping, generation_config, streamer)

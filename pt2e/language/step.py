@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: inputs of the program that grow by one with each token
 _COUNTED = ("position_ids", "image_positions")
-#: parts of a row of logits that Inductor's argmax, which has one program a row, reads at the same time
+#: parts of a row of logits that programs reduce at the same time: Inductor's argmax has one program a row
 _PARTS = 128
 #: steps that the host may be behind
 MOST_BEHIND = 1
@@ -89,8 +89,8 @@ class Step:
         addresses = [one.data_ptr() for layer in cache.layers for one in layer.tensors]
         return runner.step_of(cache.batch_size), list(inputs), shapes, cache.batch_size, cache.slots, addresses, choice
 
-    def serves(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
-        """Return True where the step, and its CUDA graph, also computes a step with these arguments."""
+    def supports(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
+        """Return True where the step and its CUDA graph can run with these arguments."""
         return self._may_write and self._key == self._key_of(runner, inputs, cache, choice)
 
     @property
@@ -251,8 +251,8 @@ class Step:
         self._generator.set_state(state)
 
 
-def _largest(weights: Tensor, parts: int) -> Tensor:
-    """Return the number of the largest value of each row, (B,), the first one of equals."""
+def _argmax(weights: Tensor, parts: int) -> Tensor:
+    """Return the index of the largest value of each row, (B,), the first one of equals."""
     if parts == 1:
         return weights.argmax(-1)
     padding = -weights.shape[-1] % parts
@@ -273,7 +273,7 @@ def _advance(
     result: Tensor,
 ) -> None:
     """Choose the tokens of the largest weights, and write all that follows from them."""
-    tokens = _largest(weights, parts)
+    tokens = _argmax(weights, parts)
     if pad is not None:
         tokens = torch.where(unfinished, tokens, pad)
     if len(ends):

@@ -1,11 +1,11 @@
 """The definitions of `normed_linear_mx` and `residual_linear_mx`, the linear layers of a decoder's step.
 
-A step computes with a few rows of x, and its small kernels between two matmuls take as long as a part of the matmuls.
-So a matmul does their work: RMSNorm, the gate of an MLP, the residual sum.
+A step has a few rows of x, so its small kernels between two matmuls take a large part of the time. The matmuls do their
+work instead: RMSNorm, the gate of an MLP, the residual sum.
 
-RMSNorm divides a row by its root mean square, one number, and multiplies it by a weight. The matmul before computes the
-residual sum, so it also stores the sum times that weight, and the squares of each 16 of its values, added up. The
-matmul after multiplies the weighted row, and divides the result by the root mean square.
+RMSNorm divides a row by its root mean square, one number, and multiplies it by a weight. The matmul before the norm
+computes the residual sum. It also stores the sum times that weight, and the sum of squares of each 16 values. The
+matmul after the norm multiplies the weighted row, and divides the result by the root mean square.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operators of a decoder's step: `normed_linear_mx`, `residual_linear_mx`, `decoding_attention`.
 
-Two are linear layers that also compute what is around them; `pt2mx.kernels.decoder_linear` defines them, and says how a
-norm is divided between them. Only programs for single tokens on an NVIDIA GPU hold these operators
+Two are linear layers with a norm, a gate or a residual sum; `pt2mx.kernels.decoder_linear` defines them, and says how
+they share the work of a norm. Only programs for single tokens on an NVIDIA GPU call these operators
 (`pt2mx.fx.passes.fuse_decoding`).
 """
 
@@ -151,8 +151,8 @@ class ResidualLinearMX(_DecoderLinear[T]):
 
 @operator("decoding_attention", 1, "(B, heads, S, W) bfloat16")
 class DecodingAttention(Operator[T]):
-    """`scaled_dot_product_attention` of a few queries over a bfloat16 cache, each of whose heads has the queries of
-    several. Sums are in float32, in any order; a query that sees no key gives zeros.
+    """`scaled_dot_product_attention` of a few queries over a bfloat16 cache. Several heads of queries may share a head
+    of keys. Sums are in float32, in any order; a query that sees no key gives zeros.
 
     Example:
         >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4).bfloat16()
@@ -168,8 +168,8 @@ class DecodingAttention(Operator[T]):
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
     zeros: Annotated[
         T | None,
-        "int32 zeros, at least B times the heads of the keys, that are zeros again after the call: calls at the same "
-        "time need their own. None: a second kernel joins the results of the first",
+        "(n,) int32 counters, n at least B times the heads of the keys: zeros before and after the call. Calls at the "
+        "same time need their own. None: a second kernel joins the results of the first",
     ]
 
     def check(self) -> None:

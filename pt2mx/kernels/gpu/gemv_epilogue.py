@@ -1,7 +1,7 @@
-"""The end of `gemv_kernel`: the sums become the result, with what a decoder computes of it.
+"""The epilogue of `gemv_kernel`: it turns sums into the result, with the norm, gate and residual sum of a decoder.
 
-A thread has rows g and g + 8 of a tile of the weight, for two rows of x: four words, `lane // 4` is g. The tile of a
-gate has the gate in its first eight rows and what it multiplies in the others, so one thread has both.
+A thread has rows g and g + 8 of a tile of the weight, for two rows of x: four words, `lane // 4` is g. A tile with a
+gate has the gate in its first eight rows and the values in the others, so one thread has both.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _sum_of_lanes(asm: gl.constexpr, x):
 
 @gluon.jit
 def store(acc, of_squares, tensor_scale, bias, around, out, batch, n, n_tiles, k, C: gl.constexpr):
-    """Add the sums of the warps along K, scale them, add the bias, compute what is around the layer, and store the
+    """Add the sums of the warps along K, scale them, add the bias, apply norm, gate and residual sum, and store the
     result of each tile. around: eps, the residual, the weight of the next norm, the weighted total, its squares."""
     of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]

@@ -8,7 +8,7 @@ import torch
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.pt2e.language import generation
 from pt2mx.pt2e.language.sampling import Choice, processors_of
-from pt2mx.pt2e.language.step import Step, _advance, _largest
+from pt2mx.pt2e.language.step import Step, _advance, _argmax
 from tests.language_models import padded, quantized_decoder, transformers
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
@@ -96,8 +96,8 @@ def test_a_step_is_taken_back(llama):
 def test_the_largest_of_parts(length):
     rows = torch.randint(3, (6, length)).float()  # many equals
     rows[1], rows[2, -1], rows[3, length // 2] = -torch.inf, torch.inf, torch.nan
-    assert torch.equal(_largest(rows, 8), rows.argmax(-1))
-    assert torch.equal(_largest(rows.bfloat16(), 8), rows.argmax(-1))
+    assert torch.equal(_argmax(rows, 8), rows.argmax(-1))
+    assert torch.equal(_argmax(rows.bfloat16(), 8), rows.argmax(-1))
 
 
 @pytest.mark.slow
@@ -121,15 +121,15 @@ def test_the_state_is_advanced_by_compiled_code(compiler, pad):
     assert seen.nonzero().tolist() == [[0, 4], [1, 7], [2, last]] and counters[0].item() == 2
 
 
-def test_which_calls_a_step_serves(llama):
+def test_which_calls_a_step_supports(llama):
     step, inputs, _ = step_of(llama)
     choice = step.choice
-    assert step.serves(llama.runner, inputs, step.cache, Choice((), False, (), None))
-    assert not step.serves(llama.runner, inputs, llama.new_cache(2, 8), choice)
-    assert not step.serves(llama.runner, inputs, step.cache, Choice((), True, (), None))
-    assert not step.serves(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
+    assert step.supports(llama.runner, inputs, step.cache, Choice((), False, (), None))
+    assert not step.supports(llama.runner, inputs, llama.new_cache(2, 8), choice)
+    assert not step.supports(llama.runner, inputs, step.cache, Choice((), True, (), None))
+    assert not step.supports(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
     other = LanguageModel(llama.program, llama.config)
-    assert not step.serves(other.runner, inputs, step.cache, choice)
+    assert not step.supports(other.runner, inputs, step.cache, choice)
 
 
 @pytest.mark.parametrize("options", [GREEDY, {**GREEDY, "do_sample": True, "repetition_penalty": 1.3}])
