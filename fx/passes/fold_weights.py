@@ -68,7 +68,8 @@ def _fold_amaxes(model: GraphModule) -> None:
     constants = constant_nodes(model.graph)
     for node in list(model.graph.find_nodes(op="call_function", target=ops.tensor_scale_mx)):
         amax = node_arg(node)
-        if amax in constants and amax.op == "call_function" and len(amax.users) > 1:
+        is_shared = len(amax.users) > 1 and all(user.target is ops.tensor_scale_mx for user in amax.users)
+        if is_shared and amax in constants and amax.op == "call_function":
             fold_constant(model, amax, f"{root_name(amax)}_amax")
 
 
