@@ -14,11 +14,14 @@ from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4
+from pt2mx.pt2e.language.quantize import without_activation_matmuls
 from tests.float_checkpoints import float_checkpoint, tensors
 from tests.language_models import transformers
+from tests.pt2e.checkpoints.conftest import INPUTS
 
 LAYER = "model.layers.0"
 DOWN = f"{LAYER}.mlp.down_proj.weight"
+FORM = "fp4_e2m1{16}"
 
 
 def stock(folder):
@@ -128,3 +131,31 @@ def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
     original = forward.forward_quantize
     monkeypatch.setattr(forward, "forward_quantize", lambda module, x, *args: original(module, x.float(), *args).to(x))
     assert torch.equal(layer(x), own(x)) and torch.equal(logits(theirs), logits(ours))
+
+
+@torch.no_grad()
+def test_inputs_that_the_flow_calibrates(bf16, quantizer, logits, tmp_path, monkeypatch):
+    """Both layouts keep codes, scales and the logits; compressed-tensors' decompressor gives equal weights."""
+    inputs = {"compressed-tensors": f"{FORM}(nearest_flush,e4m3_f32_divisor)", "modelopt": NVFP4}
+    original = forward.forward_quantize
+    monkeypatch.setattr(forward, "forward_quantize", lambda module, x, *args: original(module, x.float(), *args).to(x))
+    for layout, other in zip(inputs, reversed(inputs), strict=True):
+        float_one, settings = bf16("llama"), {".*embed_tokens": None, ".*": (NVFP4, inputs[layout])}
+        prepared = pt2mx.prepare_pt2e(float_one.graph, without_activation_matmuls(quantizer(settings)))
+        prepared(**INPUTS)
+        converted = pt2mx.convert_pt2e(prepared)
+        save_checkpoint(converted, float_one.model, tmp_path / layout, layout)
+        model = load_packed_model(tmp_path / layout)
+        assert torch.equal(logits(model), logits(converted))
+        if layout == "compressed-tensors":
+            theirs = stock(tmp_path / layout)
+            assert torch.equal(logits(theirs), logits(converted))  # decompresses the weights
+            for name in (f"{LAYER}.self_attn.{n}_proj" for n in "qkvo"):
+                assert torch.equal(theirs.get_submodule(name).weight, model.get_submodule(name).weight)
+        convert_checkpoint(tmp_path / layout, tmp_path / f"of {layout}", layout=other)
+        codes = []
+        for folder in (layout, f"of {layout}"):
+            held = tensors(tmp_path / folder).items()
+            codes.append({n.removesuffix("_packed"): t for n, t in held if t.dtype == torch.uint8})
+        assert codes[0].keys() == codes[1].keys() and len(codes[0]) == 8
+        assert all(torch.equal(codes[1][name], t) for name, t in codes[0].items())

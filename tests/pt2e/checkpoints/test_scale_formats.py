@@ -15,6 +15,7 @@ from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR
 from pt2mx.pt2e.language import decoder
 from tests.float_checkpoints import float_checkpoint, tensors
+from tests.graph import calls
 from tests.language_models import transformers
 
 LAYER = "model.layers.0"
@@ -60,6 +61,26 @@ def test_nvfp4_through_a_program(llama, in_format, logits, tmp_path):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     program.save_pretrained(tmp_path / "program")
     assert torch.equal(logits(pt2mx.LanguageModel.from_pretrained(tmp_path / "program")), logits(program))
+
+
+@torch.no_grad()
+def test_layers_whose_tensor_scales_differ_are_read(in_format, logits, tmp_path):
+    """A layer computes with its own scale, in a matmul of its own."""
+    folder, q, k = tmp_path / "ct", *ATTENTION[:2]
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), folder, NVFP4, "compressed-tensors")
+    held = tensors(folder)
+    held[f"{k}_global_scale"] *= 3
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    program, model, theirs = load_checkpoint(folder), load_packed_model(folder), stock(folder)
+    assert torch.equal(logits(theirs), logits(model)) and torch.equal(logits(program), logits(model, mask=True))
+    lowered = lower_to_inductor(program.program.module())
+    sizes = [node.meta["val"].shape[-1] for node in calls(lowered, torch.ops.pt2mx.linear_mx.default)]
+    rows = {name: held[f"{name}_scale"].shape[0] for name in (*ATTENTION, UP, GATE, DOWN)}
+    layers = len(program.layers)
+    assert sizes.count(rows[UP] + rows[GATE]) == layers and sizes.count(rows[q] + 2 * rows[k]) == layers - 1
+    assert sizes.count(rows[q] + rows[k]) == sizes.count(rows[k]) == 1  # of the first layer
+    inputs = decoder.inputs(program.layers, program.device, torch.arange(8)[None])
+    torch.testing.assert_close(lowered(**inputs), program.program.module()(**inputs), rtol=0.02, atol=0.02)
 
 
 def test_tensor_scales_of_fused_layers():
