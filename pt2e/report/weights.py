@@ -41,13 +41,14 @@ _SHOWN = 5
 def note_weights(prepared: GraphModule) -> None:
     """Note the report's facts about a constant at its observers, for the converted model."""
     captured = captured_operands(prepared)
+    amaxes: dict[Node, list[Tensor]] = {}
     for graph in graph_modules(prepared):
         constants = constants_of(graph)
         for node in graph.graph.find_nodes(op="call_module"):
             observer = graph.get_submodule(name_of(node))
             if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
                 sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
-                node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured), **sources}
+                node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured, amaxes), **sources}
 
 
 def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
@@ -85,18 +86,22 @@ def is_constant(node: Node, constants: set[Node]) -> bool:
     return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
 
 
-def weight_statistics(observer: MXObserver, node: Node, captured: CapturedOperands) -> dict[str, Any]:
+def weight_statistics(
+    observer: MXObserver, node: Node, captured: CapturedOperands, amaxes: dict[Node, list[Tensor]] | None = None
+) -> dict[str, Any]:
     """Return the meta that a report reads for a constant, which a call of its observer reads: the observer's
     statistics.
 
     If the observer saw nothing, or the constant was trained since, the function computes the noise of the formats
-    instead. A traced constant has no statistics.
+    instead. A traced constant has no statistics. `amaxes` keeps the values of the nodes that siblings read.
     """
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen
-    sources = [source for source in node.args if isinstance(source, Node)]  # the constant, and the amax of siblings
-    read = list(zip(*(_values(one, captured) for one in sources), strict=False))
+    constant, *shared = [source for source in node.args if isinstance(source, Node)]
+    amaxes = {} if amaxes is None else amaxes
+    amaxes.update({amax: list(_values(amax, captured)) for amax in shared if amax not in amaxes})
+    read = list(zip(_values(constant, captured), *(amaxes[amax] for amax in shared), strict=False))
     values = [value.detach() for value, *_ in read]
     if any(map(is_fake, values)):
         return seen
