@@ -14,6 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pt2mx.extras import import_extra
+
+_processors = import_extra("transformers.generation.logits_process", "hf")
+
 
 class History(Protocol):
     """The record of earlier tokens."""
@@ -69,14 +73,16 @@ class Choice:
 
 
 def processors_of(processors: Iterable[Any]) -> tuple[Processor, ...] | None:
-    """Return the functions of transformers' processors; None where one of them has none."""
-    functions = [_TABLE.get(type(one).__name__, _unknown)(one) for one in processors]
+    """Return the functions of transformers' processors; None where one has none, such as a class of the user."""
+    functions = [_function_of(one) for one in processors]
     known = tuple(one for one in functions if one is not None)
     return known if len(known) == len(functions) else None
 
 
-def _unknown(processor: Any) -> None:
-    return None
+def _function_of(processor: Any) -> Processor | None:
+    name = type(processor).__name__
+    is_known = name in _TABLE and getattr(_processors, name, None) is type(processor)
+    return _TABLE[name](processor) if is_known else None
 
 
 def _of_scores(*attributes: str) -> Callable[[Any], Processor]:

@@ -73,6 +73,7 @@ class Own(transformers.TemperatureLogitsWarper):
     "unknown",
     [
         Own(0.5),
+        type("TemperatureLogitsWarper", (Own,), {})(0.5),
         transformers.NoRepeatNGramLogitsProcessor(2),
         transformers.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3),
     ],
