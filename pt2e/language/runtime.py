@@ -39,7 +39,7 @@ _CHUNK = {"cpu": 1024, "cuda": 4096}
 #: on a GPU a compiled program pads prompts to a multiple of this length: each length has a CUDA graph of its own
 _LENGTH_MULTIPLE = 128
 #: the inputs of a program that say where its tokens are
-_POSITIONS = ("position_ids", "attention_mask", "start")
+_POSITIONS = ("position_ids", "attention_mask", "start", "image_positions")
 #: package -> the number of tokens that its program reads; None: any
 _LENGTHS = {"prompt": None, "token": 1}
 

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from pt2mx import MXQuantizer, quantize_language_model
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
 from pt2mx.ops.decoding import decoding_attention, stored
+from pt2mx.pt2e.language.runtime import _POSITIONS
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe
-
-POSITIONS = ("position_ids", "attention_mask", "start")
+from tests.vision_language_models import tiny_vision_language_model
 
 
 def step(model, graph, seen):
@@ -37,17 +38,23 @@ def test_decoders(family):
     assert graph.attention_zeros.shape == (FEW_ROWS * key_heads,) and graph.attention_zeros.dtype == torch.int32
     assert len(calls(graph, decoding_attention)) == 2
     assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
-    got = step(model, store_positions(graph, POSITIONS), 1)
+    got = step(model, store_positions(graph, _POSITIONS), 1)
     assert torch.equal(got, step(model, model.decoder, 1))
     assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
 
 
 def test_stored_once():
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
-    graph = store_positions(copy_sharing_tensors(model.decoder), POSITIONS)
+    graph = store_positions(copy_sharing_tensors(model.decoder), _POSITIONS)
     for node in calls(graph, stored):
         assert node.args[0].target in (torch.ops.aten.mul.Tensor,) and list(node.args[0].users) == [node]
     assert calls(store_positions(copy_sharing_tensors(model.decoder), ()), stored) == []
+
+
+def test_positions_of_images():
+    model = tiny_vision_language_model("qwen2_vl")
+    decoder = quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).decoder
+    assert len(calls(store_positions(copy_sharing_tensors(decoder), _POSITIONS), stored)) == 2  # cosines and sines
 
 
 @pytest.mark.parametrize(
