@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -94,7 +95,7 @@ def insert_amax(tensors: list[Node], before: Node) -> Node:
     """
     graph, created = before.graph, []
 
-    def insert(operator: OpOverload, *args: object, **kwargs: object) -> Node:
+    def insert(operator: OpOverload, *args: Any, **kwargs: Any) -> Node:
         created.append(graph.call_function(operator, args, kwargs))
         return created[-1]
 

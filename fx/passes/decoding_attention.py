@@ -47,12 +47,13 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
 
 
 def _fits(call: dict[str, object], everywhere: bool) -> bool:
-    operands = [value_of(call[name]) for name in ("query", "key", "value", "attn_mask") if call[name] is not None]
-    if call["dropout_p"] or call["is_causal"] or any(value is None for value in operands):
+    operands = {name: value_of(call[name]) for name in ("query", "key", "value", "attn_mask")}
+    is_unknown = any(call[name] is not None and value is None for name, value in operands.items())
+    if call["dropout_p"] or call["is_causal"] or is_unknown:
         return False
-    query, key, value, *mask = operands
+    query, key, value, mask = operands.values()
     try:
-        DecodingAttention(query, key, value, *(mask or [None]), call["scale"], None).check()
+        DecodingAttention(query, key, value, mask, None, None).check()
     except MXError:
         return False
     return everywhere or query.device.type == "cuda"

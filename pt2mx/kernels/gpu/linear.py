@@ -106,8 +106,7 @@ def residual_linear(
         return None
     total, weighted = (x.new_empty(len(rows), n) for _ in range(2))
     squares = x.new_empty(len(rows), len(codes), dtype=torch.float32)
-    of_norm = {"norm_weight": norm_weight.contiguous(), "weighted": weighted, "squares": squares}
-    around = Around(residual=_rows(residual), **of_norm)
+    around = Around(residual=_rows(residual), norm_weight=norm_weight.contiguous(), weighted=weighted, squares=squares)
     _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, around=around)
     shape = x.shape[:-1]
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
