@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
-from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
 from pt2mx.ops.decoding import DecodingAttention, decoding_attention, stored
@@ -43,7 +42,7 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
             new = insert_before(node, decoding_attention, *tensors, call["scale"], zeros)
             new.meta.update(node.meta)
             node.replace_all_uses_with(new)
-            erase_unused(node)
+            model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
 
 
 def _fits(call: dict[str, object], everywhere: bool) -> bool:

@@ -27,6 +27,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, 
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS, fuse_decoding
+from pt2mx.fx.passes.rotate_and_store import fuse_rope
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
 from pt2mx.pt2e.language.merge_images import FEATURES, ImageInputs
@@ -133,7 +134,7 @@ def _fused(single: GraphModule) -> GraphModule:
     if not fuse_decoding.applies_to(single):
         return single
     model = copy_sharing_tensors(single)
-    run_passes(model, [fuse_decoding, use_decoding_attention])
+    run_passes(model, [fuse_decoding, use_decoding_attention, fuse_rope])
     return store_positions(model, _POSITIONS)
 
 

@@ -97,6 +97,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cpu": "cpu.bf16_matmul:attention",
         "cuda": "gpu.bf16_matmul:attention",
     },
+    "rotate_and_store": {"cuda": "gpu.rope:rotate_and_store"},
     "decoding_attention": {"cuda": "gpu.attention:attend_dense"},
     "attention_mx": {
         "any": "dequantize_then_matmul:attend",

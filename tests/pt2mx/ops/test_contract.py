@@ -94,6 +94,10 @@ RECORDED = {
         1: f"({_WEIGHT}, Tensor? bias, str elem_dtype_name, int n, Tensor residual, Tensor norm_weight, "
         "Tensor? tensor_scale=None) -> (Tensor total, Tensor weighted, Tensor squares)",
     },
+    "rotate_and_store": {
+        1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor cos, "
+        "Tensor sin) -> Tensor",
+    },
     "decoding_attention": {
         1: "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
     },
