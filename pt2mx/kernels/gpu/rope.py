@@ -22,7 +22,7 @@ def rotate_and_store(
     query = query if query.stride(3) == 1 else query.contiguous()
     cos, sin = (tensor.expand(batch, 1, length, width).contiguous() for tensor in (cos, sin))
     out = query.new_empty(query.shape)
-    strides = [tensor.stride()[:3] for tensor in (query, key, value)]
+    strides = tuple(tensor.stride()[:3] for tensor in (query, key, value))
     use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
     with torch.cuda.device_of(query):
         rotate_and_store_kernel[batch * length, heads + 2 * key_heads](
