@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -59,8 +58,8 @@ def _fits(call: dict[str, object], everywhere: bool) -> bool:
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
-    """Store the values that depend on `inputs` alone and that several nodes read. Otherwise Inductor computes RoPE's
-    sines in each layer. Changes `model` and returns it.
+    """Merge equal calls that depend on `inputs` alone, and store their values if several nodes read them. Otherwise
+    Inductor computes RoPE's sines in each layer. Changes `model` and returns it.
 
     Args:
         model: the graph of a decoder.
@@ -72,6 +71,7 @@ def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
         tensors = {n for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)} - of_no_input
         if node.op in ("call_function", "get_attr") and of_positions.issuperset(tensors):
             (of_positions if tensors else of_no_input).add(node)
+    _merge_equal([n for n in model.graph.nodes if n in of_positions or n in of_no_input])
     for node in [n for n in model.graph.nodes if n in of_positions and n.op == "call_function" and not is_view(n)]:
         value = value_of(node)
         if isinstance(value, torch.Tensor) and value.is_floating_point() and len(_readers(node, of_positions)) > 1:
@@ -81,6 +81,17 @@ def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
             node.replace_all_uses_with(new, delete_user_cb=lambda user, new=new: user is not new)
     model.recompile()
     return model
+
+
+def _merge_equal(nodes: Sequence[Node]) -> None:
+    """Let the readers of equal calls read the first of them: an exported graph has one for each layer."""
+    firsts: dict[tuple[object, ...], Node] = {}
+    for node in nodes:
+        if node.op == "call_function" and not node.is_impure():
+            first = firsts.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                node.graph.erase_node(node)
 
 
 def _readers(node: Node, of_positions: set[Node]) -> list[Node]:
