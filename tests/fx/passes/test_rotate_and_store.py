@@ -7,7 +7,8 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.rotate_and_store import fuse_rope
 from pt2mx.ops.rope import rotate_and_store
-from tests.fx.passes.test_decoding_attention import POSITIONS, step
+from pt2mx.pt2e.language.runtime import _POSITIONS
+from tests.fx.passes.test_decoding_attention import step
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe
 
@@ -51,7 +52,7 @@ def test_the_layers_share_slots_and_factors():
     graph = fuse_rope(use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True))
     want = step(model, graph, 1)
     assert len({node.args[5] for node in calls(graph, rotate_and_store)}) == 2
-    store_positions(graph, POSITIONS)
+    store_positions(graph, _POSITIONS)
     graph.graph.lint()
     first, second = calls(graph, rotate_and_store)
     assert first.args[5:] == second.args[5:] and torch.equal(step(model, graph, 1), want)
