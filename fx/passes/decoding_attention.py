@@ -84,7 +84,7 @@ def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
 
 
 def _merge_equal(nodes: Sequence[Node]) -> None:
-    """Let the readers of equal calls read the first of them: an exported graph has one for each layer."""
+    """Merge equal calls into the first of them: an exported graph has one for each layer."""
     firsts: dict[tuple[object, ...], Node] = {}
     for node in nodes:
         if node.op == "call_function" and not node.is_impure():
