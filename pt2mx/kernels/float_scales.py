@@ -169,8 +169,7 @@ def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
 
 def finite_amax(x: Tensor) -> Tensor:
     """x: any shape -> the largest magnitude of its finite values, () fp32; 0 where there is none."""
-    magnitude = x.to(torch.float32).abs()
-    magnitude = torch.where(magnitude < torch.inf, magnitude, 0.0)
+    magnitude = x.to(torch.float32).nan_to_num(0.0, 0.0, 0.0).abs()
     return magnitude.amax() if x.numel() else magnitude.sum()
 
 
