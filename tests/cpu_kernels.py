@@ -1,20 +1,27 @@
 """Compare the C++ kernels of quantization with the reference, on numbers of every kind."""
 
+import math
 import os
+import random
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pt2mx import MXSpec
+from pt2mx import FORMATS, MXSpec
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.reference import random_bits
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import differing
+from tests.random_values import random_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
+#: of dimensions and of blocks, around those of vectors
+_SIZES = (0, 1, 2, 3, 5, 16, 31, 33, 64, 70)
+_BLOCKS = (1, 2, 3, 8, 16, 31, 32, 33, 48, 64, 100, 2**40)
 
 
 def assert_same(actual: Tensor, expected: Tensor, context: object) -> None:
@@ -48,6 +55,22 @@ def check_cpu(
     grad = torch.randn(x.shape).to(target)
     expected = reference.clip_gradient(grad, x, spec, tensor_scale=tensor_scale).contiguous()
     assert_same(cpu.clip_gradient(grad, x, spec, tensor_scale), expected, context)
+
+
+def random_specs(
+    count: int, modes: Sequence[tuple[str, str]], scale_formats: Sequence[str] = ("e8m0",)
+) -> Iterator[tuple[Tensor, MXSpec]]:
+    """Draw tensors of one to four dimensions, some of them empty or transposed, and for each a spec with one of the
+    modes (scale mode, rounding)."""
+    draw = random.Random(0)
+    for _ in range(count):
+        shape = draw.choices(_SIZES, k=draw.randint(1, 4))
+        while math.prod(shape) > 40_000:
+            shape[shape.index(max(shape))] = 3
+        x = random_values(tuple(shape), draw.choice(DTYPES), draw.randrange(5))
+        name, block, axis = draw.choice([*FORMATS, "int4", "fp3_e1m1"]), draw.choice(_BLOCKS), draw.randrange(x.dim())
+        spec = MXSpec(name, block, axis, *draw.choice(modes), scale_format=draw.choice(scale_formats))
+        yield (x.transpose(0, -1) if draw.random() < 0.5 else x), spec
 
 
 def linear(
