@@ -13,6 +13,8 @@ from _pytest.config import parse_warning_filter
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Inductor compiles in this process: a pool of compiling processes for each worker of xdist costs more than it gains
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# a collection after each compile looks at all objects since the last one
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pt2mx
 from pt2mx.extras import import_extra
@@ -26,7 +28,7 @@ def pytest_collection_finish():
     """Leave what all tests share out of garbage collection, and collect less often: graphs make many objects."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

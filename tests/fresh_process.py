@@ -4,6 +4,7 @@ longer than most programs."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -20,7 +21,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 #: what most programs import, of others than pt2mx
-IMPORTED = ("torch", "torch._inductor.compile_fx", "torchao.quantization.pt2e.quantize_pt2e")
+IMPORTED = (
+    *("torch", "torch._inductor.compile_fx", "torchao.quantization.pt2e.quantize_pt2e"),
+    *("transformers.generation.utils", "transformers.models.llama.modeling_llama"),
+)
 
 
 class Finished(NamedTuple):
@@ -74,7 +78,8 @@ def serve() -> None:
         warnings.simplefilter("ignore")
         logging.disable()  # torchao announces extensions that are not there
         for module in sys.argv[1].split(","):
-            importlib.import_module(module)
+            with contextlib.suppress(ModuleNotFoundError):  # an extra that is not installed
+                importlib.import_module(module)
         logging.disable(logging.NOTSET)
     gc.freeze()  # a fork would copy all of these objects when it ends, which takes a second
     for line in sys.stdin:

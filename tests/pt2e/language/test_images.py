@@ -10,7 +10,7 @@ from tests.vision_language_models import VISION_LANGUAGE, image_prompts, round_w
 
 RECIPE = "mxfp4_weight_only"
 #: they differ from the others in details
-_LIKE_OTHERS = ("idefics3", "qwen2_vl", "qwen2_5_vl")
+_LIKE_OTHERS = ("idefics3", "smolvlm", "qwen2_vl", "qwen2_5_vl")
 KINDS = [pytest.param(kind, marks=[pytest.mark.slow] if kind in _LIKE_OTHERS else []) for kind in VISION_LANGUAGE]
 GREEDY = {"max_new_tokens": 33, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
