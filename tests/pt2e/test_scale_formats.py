@@ -80,7 +80,9 @@ def _tensor_scale(x, spec):
     return pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
 
 
-@pytest.mark.parametrize(("weight", "activation"), FORMATS[:3])
+@pytest.mark.parametrize(
+    ("weight", "activation"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.slow), FORMATS[2]]
+)
 def test_compiled_models(weight, activation, compiler):
     net = Net().eval()
     with torch.no_grad():

@@ -30,7 +30,9 @@ def step(model, graph, seen):
     return logits.float()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral")), "gpt2"]
+)
 def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
     graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)

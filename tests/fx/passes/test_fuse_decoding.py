@@ -19,6 +19,9 @@ TOKENS = torch.tensor([[7], [200]])
 #: family -> layers with a norm or gate, with a residual sum, and others
 FUSED = {"llama": (4, 4, 1), "qwen2": (4, 4, 1), "qwen3": (4, 4, 1), "phi3": (4, 4, 1), "smollm3": (4, 4, 1)}
 FUSED |= {"gemma2": (2, 0, 7), "mixtral": (0, 0, 7), "opt": (0, 0, 9)}
+#: they fuse like Llama
+_LIKE_LLAMA = ("qwen3", "smollm3")
+EACH = [pytest.param(family, marks=[pytest.mark.slow] if family in _LIKE_LLAMA else []) for family in FUSED]
 
 
 @functools.cache
@@ -45,7 +48,7 @@ def two_steps(model, graph):
     return logits.float()
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", EACH)
 def test_decoders(family):
     model, plain = laid_out(family)
     want = two_steps(model, model.decoder)

@@ -159,8 +159,16 @@ def test_gradient_is_zero_where_a_value_saturates():
     assert x.grad.tolist() == [[1.0, 1.0, 1.0, 0.0]]
 
 
+#: compiled among the operators by default, in tests/pt2mx/ops/test_inductor_float_scales.py
+_SLOW = ("nvfp4", "fp8_e4m3{2x16}(f32)")
+
+
 @pytest.mark.parametrize(
-    "text", ["nvfp4", "nvfp4(nearest_reciprocal)", "int4{16}(mse,bf16)", "fp8_e4m3{2x16}(f32)", "fp4{16}(rceil,e5m3)"]
+    "text",
+    [
+        *(pytest.param(text, marks=pytest.mark.slow) for text in _SLOW),
+        *("nvfp4(nearest_reciprocal)", "int4{16}(mse,bf16)", "fp4{16}(rceil,e5m3)"),
+    ],
 )
 def test_compiled_code_gives_the_same_bits(text, compiler):
     spec = parse(text, axis=1)
