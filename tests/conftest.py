@@ -28,7 +28,7 @@ def pytest_collection_finish():
     """Leave what all tests share out of garbage collection, and collect less often: graphs make many objects."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(1_000_000, 50, 100)
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)
