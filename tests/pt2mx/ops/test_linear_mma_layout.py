@@ -60,7 +60,7 @@ def test_a_rotated_x(rotation):
 @pytest.mark.parametrize(
     ("x", "elem", "n", "message"),
     [
-        (torch.randn(2, 64), "fp8_e4m3", 16, "bfloat16 x and bias"),
+        (torch.randn(2, 64), "fp8_e4m3", 16, "take bfloat16 x of at least one dimension, not torch.float32"),
         (torch.randn(2, 63).bfloat16(), "fp8_e4m3", 16, "a K that 8 divides, not 63"),
         (torch.randn(2, 64).bfloat16(), "int4", 16, "no MMA layout of 'int4': allowed are .*fp4_e2m1"),
         (torch.randn(2, 64).bfloat16(), "fp8_e4m3", 17, r"no MMA layout of a \(17, 64\) weight"),
