@@ -44,7 +44,7 @@ state = torch.load({str(tmp_path / "model.pt")!r}, weights_only=True)
 print(state["0.weight"], state["0.weight"].to_dtype().double().sum().item())
 """
     weight = model[0].weight
-    assert run_python(code).strip() == f"{weight.data!r} {weight.to_dtype().double().sum().item()}"
+    assert run_python(code, fresh=True).strip() == f"{weight.data!r} {weight.to_dtype().double().sum().item()}"
 
 
 def test_safetensors(tmp_path):
