@@ -1,5 +1,7 @@
 """The operator attention_mx: schema, errors, formats, shapes, masks, compilation."""
 
+import os
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -77,6 +79,18 @@ def test_two_threads_give_the_bits_of_one():
         results.append(attention_mx(*args))
     torch.set_num_threads(threads)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_other_processors(run_python, capability):
+    """The kernels for processors with fewer vector instructions, built once for each state of the sources."""
+    code = """
+import sys
+import pytest
+assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1], "-k", sys.argv[2]]) == 0
+"""
+    tests = "formats_and_dtypes or shapes_and_blocks or masks or nothing or no_numbers"
+    run_python(code, [__file__, tests], env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
 
 
 def test_opcheck_and_compilation():

@@ -4,6 +4,7 @@
 // A head of the keys has a group of query heads. The kernel keeps their scores for all slots, so that it knows a slot's
 // softmax weight when it decodes the slot's value. Each sum is computed by one thread in one order.
 
+#include <type_traits>
 #include <vector>
 
 #include "decode.h"
@@ -139,7 +140,9 @@ int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for) {
   int32_t error = 0;
   with_decoder(call->format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
-    error = parallel_for(0, call->pairs, 1, run<Decoder>, call);
+    // A processor without a decoder in registers uses the definition.
+    if constexpr (std::is_same_v<Decoder, Decoded>) *call->invalid = 1;
+    else error = parallel_for(0, call->pairs, 1, run<Decoder>, call);
   });
   return error;
 }
