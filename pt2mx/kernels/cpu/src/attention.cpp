@@ -13,6 +13,8 @@
 namespace {
 
 constexpr i64 kMaxWidth = 512, kMaxRows = 32;  // as in ../attention.py
+constexpr i64 kTile = 4;                       // slots that share each load of a query and each load of a sum
+constexpr i64 kMaxVectors = kMaxWidth / kGroup * kVectors;
 
 // Decodes a row of `groups` whole groups to vectors in the order of the decoder; `per_block` groups share a scale.
 template <class Decoder>
@@ -65,47 +67,90 @@ class Head {
       const i64 head = pair_ % c.heads * c.group + r / c.queries;
       mask_row[r] = c.mask + pair_ / c.heads * c.mask_batch + head * c.mask_head + r % c.queries * c.mask_query;
     }
-    Floats key[kMaxWidth / kGroup * kVectors];
+    Floats keys[kTile * kMaxVectors];
     std::fill(scores_.begin(), scores_.end(), -INFINITY);
-    for (i64 slot = 0; slot < c.slots; ++slot) {
-      bool decoded = false;
-      for (i64 r = 0; r < rows_; ++r) {
-        if (c.mask && !mask_row[r][slot * c.mask_slot]) continue;
-        if (!decoded) {
-          const i64 row = pair_ * c.slots + slot;
-          decode_groups(decoder_, c.key + row * c.key_bytes, c.key_scale + row * c.key_blocks, groups, per_block, key);
-          decoded = true;
-        }
-        Floats sum{};
-        const float* query = query_.data() + r * c.width;
-        for (i64 v = 0; v < vectors; ++v) sum = fma(key[v], load<Floats>(query + v * kWidth), sum);
-        scores_[r * stride() + slot] = sum_of_lanes(sum);
+    for (i64 first = 0; first < c.slots; first += kTile) {
+      const i64 count = std::min(kTile, c.slots - first);
+      u32 visible[kMaxRows], any = 0;
+      for (i64 r = 0; r < rows_; ++r)
+        any |= visible[r] = c.mask ? visible_slots(mask_row[r], first, count) : (1u << count) - 1;
+      for (i64 t = 0; t < count; ++t) {
+        if (!(any >> t & 1)) continue;
+        const i64 row = pair_ * c.slots + first + t;
+        const u8 *codes = c.key + row * c.key_bytes, *scale = c.key_scale + row * c.key_blocks;
+        decode_groups(decoder_, codes, scale, groups, per_block, keys + t * vectors);
       }
+      for (i64 r = 0; r < rows_; ++r) {
+        const float* query = query_.data() + r * c.width;
+        score_tile(keys, vectors, query, visible[r], scores_.data() + r * stride() + first);
+      }
+    }
+  }
+
+  u32 visible_slots(const u8* mask_row, i64 first, i64 count) const {
+    u32 visible = 0;
+    for (i64 t = 0; t < count; ++t) visible |= u32(mask_row[(first + t) * c.mask_slot] != 0) << t;
+    return visible;
+  }
+
+  // Scores the slots of a tile that a query sees.
+  static void score_tile(const Floats* keys, i64 vectors, const float* query, u32 visible, float* scores) {
+    if (visible == (1u << kTile) - 1) {
+      Floats sums[kTile] = {};
+      for (i64 v = 0; v < vectors; ++v) {
+        const Floats q = load<Floats>(query + v * kWidth);
+        for (i64 t = 0; t < kTile; ++t) sums[t] = fma(keys[t * vectors + v], q, sums[t]);
+      }
+      for (i64 t = 0; t < kTile; ++t) scores[t] = sum_of_lanes(sums[t]);
+      return;
+    }
+    for (i64 t = 0; t < kTile; ++t) {
+      if (!(visible >> t & 1)) continue;
+      Floats sum{};
+      for (i64 v = 0; v < vectors; ++v) sum = fma(keys[t * vectors + v], load<Floats>(query + v * kWidth), sum);
+      scores[t] = sum_of_lanes(sum);
     }
   }
 
   void add_values() {
     const i64 groups = c.value_width / kGroup, vectors = groups * kVectors;
-    Floats value[kMaxWidth / kGroup * kVectors];
+    const i64 per_block = std::max<i64>(c.value_block / kGroup, 1);
+    Floats values[kTile * kMaxVectors];
     std::vector<float> sums(rows_ * c.value_width), row(c.value_width);
-    for (i64 slot = 0; slot < c.slots; ++slot) {
-      bool decoded = false;
+    for (i64 first = 0; first < c.slots; first += kTile) {
+      for (i64 t = 0; t < std::min(kTile, c.slots - first); ++t) {
+        bool is_used = false;
+        for (i64 r = 0; r < rows_ && !is_used; ++r) is_used = scores_[r * stride() + first + t] != 0.0f;
+        if (!is_used) continue;
+        const i64 at = pair_ * c.slots + first + t;
+        const u8 *codes = c.value + at * c.value_bytes, *scale = c.value_scale + at * c.value_blocks;
+        decode_groups(decoder_, codes, scale, groups, per_block, values + t * vectors);
+      }
       for (i64 r = 0; r < rows_; ++r) {
-        const float weight = scores_[r * stride() + slot];
-        if (weight == 0.0f) continue;
-        if (!decoded) {
-          const i64 at = pair_ * c.slots + slot;
-          const u8 *codes = c.value + at * c.value_bytes, *scale = c.value_scale + at * c.value_blocks;
-          decode_groups(decoder_, codes, scale, groups, std::max<i64>(c.value_block / kGroup, 1), value);
-          decoded = true;
-        }
-        float* sum = sums.data() + r * c.value_width;
-        for (i64 v = 0; v < vectors; ++v) {
-          store(sum + v * kWidth, fma(value[v], floats(weight), load<Floats>(sum + v * kWidth)));
-        }
+        add_tile(values, vectors, scores_.data() + r * stride() + first, sums.data() + r * c.value_width);
       }
     }
     for (i64 r = 0; r < rows_; ++r) store_row(r, sums.data() + r * c.value_width, row.data());
+  }
+
+  // Adds the values of a tile. It skips weights of 0, also those of the padding: a hidden value may be no number.
+  static void add_tile(const Floats* values, i64 vectors, const float* weights, float* sums) {
+    bool all = true;
+    for (i64 t = 0; t < kTile; ++t) all &= weights[t] != 0.0f;
+    if (all) {
+      for (i64 v = 0; v < vectors; ++v) {
+        Floats sum = load<Floats>(sums + v * kWidth);
+        for (i64 t = 0; t < kTile; ++t) sum = fma(values[t * vectors + v], floats(weights[t]), sum);
+        store(sums + v * kWidth, sum);
+      }
+      return;
+    }
+    for (i64 t = 0; t < kTile; ++t) {
+      if (weights[t] == 0.0f) continue;
+      for (i64 v = 0; v < vectors; ++v) {
+        store(sums + v * kWidth, fma(values[t * vectors + v], floats(weights[t]), load<Floats>(sums + v * kWidth)));
+      }
+    }
   }
 
   void store_row(i64 r, const float* sums, float* row) {
