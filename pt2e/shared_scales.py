@@ -41,8 +41,8 @@ def share_tensor_scales(model: GraphModule) -> None:
         if isinstance(observer, MXObserver) and observer.static_scale is None and tensor in constants:
             if observer.spec.scale_format.tensor:
                 weights[node] = equal[tensor], observer.qscheme
-    readers = [(user, node) for node in weights for user in node.users]
-    keys = [(sibling_key(user, node), node) for user, node in readers]
+    uses = [(user, node) for node in weights for user in node.users]
+    keys = [(sibling_key(user, node), node) for user, node in uses]
     groups = connected(((key, weights[node][1]), weights[node]) for key, node in keys if key is not None)
     shared: dict[int, Node] = {}  # by the group
     for node, weight in weights.items():
@@ -59,7 +59,7 @@ def share_tensor_scales(model: GraphModule) -> None:
 
 
 def sibling_key(matmul: Node, weight: Node) -> tuple[Node, str] | None:
-    """Return what the matmuls of sibling weights have in common: the input before its observer, and the parent module.
+    """Return the key that the matmuls of sibling weights share: the input before its observer, and the parent module.
     An encoder's output is an input of each layer of a decoder, but runtimes compute each layer by itself.
 
     Args:

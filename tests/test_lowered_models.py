@@ -140,8 +140,8 @@ def test_language_models(name, recipe):
     assert not any(counts[target] for target in (ops.quantize_mx, aten.linear.default, aten.addmm.default))
     assert_same_bits(converted, (IDS,))
     assert_as_exact(lowered, (IDS,), matmuls)
-    (held, tensor_scales), (before, separate) = map(bytes_of, (lowered, converted))
-    assert held - tensor_scales == before - separate and tensor_scales <= separate  # merged layers have one
+    (total, tensor_scales), (before, separate) = map(bytes_of, (lowered, converted))
+    assert total - tensor_scales == before - separate and tensor_scales <= separate  # merged layers have one
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])

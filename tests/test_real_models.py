@@ -79,14 +79,14 @@ def compiled_and_eager(converted, args):
 
 
 @pytest.fixture
-def one_layer():
-    return exported_encoder(layers=1)
+def two_layers():
+    return exported_encoder(layers=2)
 
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
-        ("one_layer", "mxfp4_weight_only"),
+        ("two_layers", "mxfp4_weight_only"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in itertools.product(("minilm", "resnet18"), ("mxfp4_weight_only", "mxfp8"))

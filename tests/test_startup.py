@@ -51,7 +51,7 @@ print(pt2mx.tensor.MXTensor is pt2mx.MXTensor, pt2mx.torchmx.MXConfig is pt2mx.M
 from pt2mx import *
 print(all(name in globals() for name in pt2mx.__all__))
 """
-    assert set(run_python(code).split()) == {"True"}
+    assert set(run_python(code, fresh=True).split()) == {"True"}
 
 
 def test_the_stub_names_each_public_name_once():

@@ -41,8 +41,8 @@ def insert_quantize_dequantize(
 ) -> Node:
     """Insert `quantize_mx -> getitem x2 -> dequantize_mx` after `x` and return the last node. Users of x still use x.
 
-    `tensor_scale`: a node, for a scale format with one; None computes it (`tensor_scale_mx`) of `amax`, the largest
-    magnitude of several tensors, or of x.
+    `tensor_scale`: a node, for a scale format with one; None computes it (`tensor_scale_mx`) from `amax`, the largest
+    magnitude of several tensors, or from x.
 
     `x` must carry `val` meta of a float tensor. The new nodes get `val` meta, and the source location and module of
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.

@@ -75,7 +75,7 @@ def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
     _merge_equal([n for n in model.graph.nodes if n in of_positions or n in of_no_input])
     for node in [n for n in model.graph.nodes if n in of_positions and n.op == "call_function" and not is_view(n)]:
         value = value_of(node)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and len(_readers(node, of_positions)) > 1:
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and len(_users(node, of_positions)) > 1:
             with model.graph.inserting_after(node):
                 new = model.graph.call_function(stored, (node,))
             new.meta.update(node.meta)
@@ -95,10 +95,10 @@ def _merge_equal(nodes: Sequence[Node]) -> None:
                 node.graph.erase_node(node)
 
 
-def _readers(node: Node, of_positions: set[Node]) -> list[Node]:
+def _users(node: Node, of_positions: set[Node]) -> list[Node]:
     """Return the other nodes that read a value, directly or through views."""
-    readers = []
+    users = []
     for user in node.users:
-        readers += _readers(user, of_positions) if user in of_positions and is_view(user) else []
-        readers += [] if user in of_positions else [user]
-    return readers
+        users += _users(user, of_positions) if user in of_positions and is_view(user) else []
+        users += [] if user in of_positions else [user]
+    return users

@@ -64,7 +64,7 @@ def fold_weights(model: GraphModule) -> GraphModule:
 
 
 def _fold_amaxes(model: GraphModule) -> None:
-    """Compute once what the tensor scales of several weights follow from."""
+    """Store the magnitude that several weights share, from which their tensor scale follows."""
     constants = constant_nodes(model.graph)
     for node in list(model.graph.find_nodes(op="call_function", target=ops.tensor_scale_mx)):
         amax = node_arg(node)

@@ -120,10 +120,15 @@ def _fuse_norm(norm: Norm, written: set[Node]) -> None:
 
 
 def _normed(
-    place: Node, call: LinearMXMMALayout | NormedLinearMX, x: Node, squares: Node | None, eps: float, gate: str | None
+    position: Node,
+    call: LinearMXMMALayout | NormedLinearMX,
+    x: Node,
+    squares: Node | None,
+    eps: float,
+    gate: str | None,
 ) -> Node:
     args = x, call.codes, call.scale, call.bias, call.element, call.n, squares, eps, gate, *_of_tensor(call)
-    return insert_before(place, normed_linear_mx, *args)
+    return insert_before(user, normed_linear_mx, *args)
 
 
 def _of_tensor(call: LinearMXMMALayout | NormedLinearMX) -> tuple[Node, ...]:
@@ -136,9 +141,9 @@ def _replace(old: Node, new: Node) -> None:
     erase_unused(old)
 
 
-def _read_again(place: Node, read: Node) -> Node:
-    with place.graph.inserting_before(place):
-        node = place.graph.get_attr(name_of(read))
+def _read_again(position: Node, read: Node) -> Node:
+    with position.graph.inserting_before(position):
+        node = position.graph.get_attr(name_of(read))
     node.meta.update(read.meta)
     return node
 
@@ -165,9 +170,9 @@ def _selects_rows(node: Node) -> bool:
     return node.target is aten.index.Tensor and len(args_of(node)[1]) < dims
 
 
-def _same_rows(place: Node, node: Node, tensor: Node) -> Node:
+def _same_rows(position: Node, node: Node, tensor: Node) -> Node:
     """Select the same rows of another tensor."""
-    return insert_before(place, function_of(node), tensor, *list(named_args(node).values())[1:])
+    return insert_before(position, function_of(node), tensor, *list(named_args(node).values())[1:])
 
 
 # --- the forms of RMSNorm ---

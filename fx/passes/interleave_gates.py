@@ -107,7 +107,7 @@ def _interleave(
         erase_unused(old)
     first = node.next
     pairs = insert_before(first, aten.unflatten.int, node, -1, [rows // (2 * GATE_ROWS), 2, GATE_ROWS])
-    parts = [insert_before(first, aten.select.int, pairs, -2, place) for place in ((0, 1) if gate_first else (1, 0))]
+    parts = [insert_before(first, aten.select.int, pairs, -2, index) for index in ((0, 1) if gate_first else (1, 0))]
     columns = [insert_before(first, aten.flatten.using_ints, part, -2, -1) for part in parts]
     for half, of_half in zip(halves, columns, strict=True):
         of_half.meta.update({key: value for key, value in half.meta.items() if key != "val"})
@@ -120,7 +120,7 @@ def interleaved_halves(pairs: Node) -> list[Node]:
     an empty list for another unflatten."""
     _, dim, sizes = named_args(pairs).values()
     parts = {part.args[1:]: list(part.users) for part in pairs.users if part.target is aten.select.int}
-    halves = [node for place in range(2) for node in parts.get((-2, place), [])]
+    halves = [node for index in range(2) for node in parts.get((-2, index), [])]
     is_ours = dim == -1 and list(sizes[1:]) == [2, GATE_ROWS] and len(parts) == len(pairs.users) == len(halves) == 2
     flattens = all(half.target is aten.flatten.using_ints and half.args[1:] == (-2, -1) for half in halves)
     return halves if is_ours and flattens else []

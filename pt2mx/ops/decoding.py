@@ -7,7 +7,7 @@ they share the work of a norm. Only programs for single tokens on an NVIDIA GPU 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ class _DecoderLinear(Operator[T]):
     def check_linear(self) -> None:
         layer = self.x, self.codes, self.scale, self.bias, self.element, self.n, 0, self.tensor_scale
         LinearMXMMALayout(*layer).check()
+
+    @property
+    def of_definition(self) -> tuple[Any, ...]:
+        """The arguments of the definition and of the kernels."""
+        return tuple(ELEMENTS[arg] if arg is self.element else arg for arg in self.args)
 
 
 @operator("normed_linear_mx", 1, "(..., n) bfloat16, with a gate (..., n / 2)")
@@ -80,18 +85,14 @@ class NormedLinearMX(_DecoderLinear[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
-        return run_kernel("normed_linear_mx", self.x, *weight, self.squares, self.eps, self.gate, self.tensor_scale)
+        return run_kernel("normed_linear_mx", *self.of_definition)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.n if self.gate is None else self.n // 2)
 
     def decompose(self) -> Tensor:
-        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
-        return decoder_linear.normed_linear(
-            self.x, *weight, self.squares, self.eps, self.gate, self.tensor_scale
-        ).contiguous()
+        return decoder_linear.normed_linear(*self.of_definition).contiguous()
 
 
 @operator(
@@ -135,8 +136,7 @@ class ResidualLinearMX(_DecoderLinear[T]):
 
     def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
         self.check()
-        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
-        return run_kernel("residual_linear_mx", self.x, *weight, self.residual, self.norm_weight, self.tensor_scale)
+        return run_kernel("residual_linear_mx", *self.of_definition)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         self.check()
@@ -145,8 +145,7 @@ class ResidualLinearMX(_DecoderLinear[T]):
         return self.x.new_empty(shape), self.x.new_empty(shape), squares
 
     def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
-        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element], self.n
-        return decoder_linear.residual_linear(self.x, *weight, self.residual, self.norm_weight, self.tensor_scale)
+        return decoder_linear.residual_linear(*self.of_definition)
 
 
 @operator("decoding_attention", 1, "(B, heads, S, W) bfloat16")

@@ -8,7 +8,7 @@ A Llama of the shape of 3.2 1B or 3.1 8B, random weights. Greedy text of random 
 the model is compiled. The two loops generate in turns. A time is the median of the intervals between two tokens that a
 streamer sees; the first ones of each text, in which graphs are recorded, do not count. `gap`: the time of a step in
 which no kernel runs, under torch's profiler, which takes time itself: it compares the two loops. The limit is the bytes
-of weights, scales and cache over a bandwidth, that of a copy unless given.
+of weights, scales and cache over a bandwidth, by default the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mode", help="of torch.compile for transformers' loop; default on a GPU: reduce-overhead")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bandwidth", type=float, help="of the memory, in GB/s; default: that of a copy, measured")
+    parser.add_argument(
+        "--bandwidth", type=float, help="of the memory, in GB/s; default: the measured bandwidth of a copy"
+    )
     parser.add_argument("--kernels", type=int, default=12, help="to print of a step")
     options = parser.parse_args(arguments)
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else copy_bandwidth(torch.device(options.device))

@@ -76,14 +76,14 @@ def _sum_of_lanes(asm: gl.constexpr, x):
 
 
 @gluon.jit
-def store(acc, of_squares, tensor_scale, bias, around, out, batch, n, n_tiles, k, C: gl.constexpr):
+def store(acc, of_squares, tensor_scale, bias, epilogue, out, batch, n, n_tiles, k, C: gl.constexpr):
     """Add the sums of the warps along K, scale them, add the bias, apply norm, gate and residual sum, and store the
-    result of each tile. around: eps, the residual, the weight of the next norm, the weighted total, its squares."""
+    result of each tile. epilogue: eps, the residual, the weight of the next norm, the weighted total, its squares."""
     of_rows: gl.constexpr = gl.SliceLayout(0, fragment_layout(C))
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, of_rows)))[None, :, None]
     warp_n = gl.arange(0, C.warps_n, gl.SliceLayout(1, gl.SliceLayout(2, of_rows)))[:, None, None]
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, of_rows)))[None, None, :]
-    eps, residual, norm_weight, weighted, squares = around
+    eps, residual, norm_weight, weighted, squares = epilogue
     factors = ()
     for m_tile in gl.static_range(gl.constexpr(C.m_tiles if C.divides else 0)):
         factors = factors + (gl.rsqrt(_sum_of_lanes(_SUM_ROWS, gl.sum(of_squares[m_tile], 0)) / k + eps),)

@@ -81,7 +81,7 @@ def gemv_kernel(
     tensor_scale,
     bias,
     squares,
-    around,
+    epilogue,
     out,
     batch,
     n,
@@ -95,8 +95,8 @@ def gemv_kernel(
     uint8, or int16 for pairs of scales with a significand, tensor_scale: () or None, bias: (n,) -> out: (batch, n).
 
     `C.rotates`: x is one row, which is rotated first in blocks of 32. `C.divides`: squares is (batch, ceil(k / 16)), of
-    x before its weight. around: as of `store`. `loads_early`: kernels before this one did not write the weight, so its
-    first loads need not wait for them."""
+    x before its weight. epilogue: as of `store`. `loads_early`: kernels before this one did not write the weight, so
+    its first loads need not wait for them."""
     layout: gl.constexpr = fragment_layout(C)
     pdl_launch_dependents(C)
     acc = ()
@@ -117,7 +117,7 @@ def gemv_kernel(
         acc = _multiply(acc, words, scales, pairs, C)
         words, scales, pairs = next_words, next_scales, next_pairs
     acc = _multiply(acc, words, scales, pairs, C)
-    store(acc, of_squares, tensor_scale, bias, around, out, batch, n, n_tiles, k, C)
+    store(acc, of_squares, tensor_scale, bias, epilogue, out, batch, n, n_tiles, k, C)
 
 
 @gluon.jit

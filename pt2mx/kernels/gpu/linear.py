@@ -28,8 +28,8 @@ _TILES_OF_PART = 1024
 _MOST_ROWS = 32  # of x, that `gemv_kernel` multiplies
 
 
-class Around(NamedTuple):
-    """The norm, gate and residual sum that `gemv_kernel` computes; the tensors are as of `gemv_epilogue.store`."""
+class Epilogue(NamedTuple):
+    """The norm, gate and residual sum that `gemv_kernel` computes. `gemv_epilogue.store` describes the tensors."""
 
     divides: Tensor | None = None  # squares of x
     eps: float = 0.0
@@ -40,7 +40,7 @@ class Around(NamedTuple):
     squares: Tensor | None = None
 
 
-_ALONE = Around()
+_PLAIN = Epilogue()
 
 
 def linear_mma_layout(
@@ -84,8 +84,8 @@ def normed_linear(
     if not 0 < len(rows) <= _MOST_ROWS:
         return None
     out = x.new_empty(len(rows), n if gate is None else n // 2)
-    around = Around(None if squares is None else _rows(squares), eps, gate)
-    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, out, element, around=around)
+    epilogue = Epilogue(None if squares is None else _rows(squares), eps, gate)
+    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, out, element, epilogue=epilogue)
     return out.view(*x.shape[:-1], -1)
 
 
@@ -106,8 +106,10 @@ def residual_linear(
         return None
     total, weighted = (x.new_empty(len(rows), n) for _ in range(2))
     squares = x.new_empty(len(rows), len(codes), dtype=torch.float32)
-    around = Around(residual=_rows(residual), norm_weight=norm_weight.contiguous(), weighted=weighted, squares=squares)
-    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, around=around)
+    epilogue = Epilogue(
+        residual=_rows(residual), norm_weight=norm_weight.contiguous(), weighted=weighted, squares=squares
+    )
+    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, epilogue=epilogue)
     shape = x.shape[:-1]
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
@@ -137,7 +139,7 @@ def _gemv(
     out: Tensor,
     element: ElementFormat,
     rotates: bool = False,
-    around: Around = _ALONE,
+    epilogue: Epilogue = _PLAIN,
 ) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -152,20 +154,20 @@ def _gemv(
         whole_k=k % (FRAGMENTS[element.name].k_step * chosen.warps_k * chosen.k_unroll) == 0,
         use_pdl=use_pdl,
         rotates=rotates,
-        divides=around.divides is not None,
-        gate=around.gate,
-        adds_residual=around.residual is not None,
+        divides=epilogue.divides is not None,
+        gate=epilogue.gate,
+        adds_residual=epilogue.residual is not None,
     )
     # a CUDA graph cannot contain `to_mma_layout`, which waits for the device: its kernels do not write weights
     loads_early = int(torch.cuda.is_current_stream_capturing())
-    n = out.shape[1] if around.gate is None else 2 * out.shape[1]
+    n = out.shape[1] if epilogue.gate is None else 2 * out.shape[1]
     sizes = batch, n, k, n_tiles, k_steps, loads_early
     grid = (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):
         of_weight = codes, scale, tensor_scale, bias
-        others = around.eps, around.residual, around.norm_weight, around.weighted, around.squares
+        others = epilogue.eps, epilogue.residual, epilogue.norm_weight, epilogue.weighted, epilogue.squares
         options = {"num_warps": chosen.warps_k, "launch_pdl": use_pdl, "maxnreg": tuning.max_registers(chosen, element)}
-        gemv_kernel[grid](x, *of_weight, around.divides, others, out, *sizes, config, **options)
+        gemv_kernel[grid](x, *of_weight, epilogue.divides, others, out, *sizes, config, **options)
 
 
 def _dequantize_then_matmul(

@@ -22,36 +22,36 @@ def rotate_and_store_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token, head = tl.program_id(0), tl.program_id(1)
-    sequence, place = token // length, token % length
-    slot = tl.load(slots + place)
+    sequence, position = token // length, token % length
+    slot = tl.load(slots + position)
     inside = (slot >= 0) & (slot < count)  # a slot past the end of the cache is not written
     at = tl.arange(0, WIDTH)
     if head < heads:
-        rotated = _rotated(news[0], strides[0], factors, sequence, head, place, length, WIDTH)
-        row = (sequence * heads + head).to(tl.int64) * length + place
+        rotated = _rotated(news[0], strides[0], factors, sequence, head, position, length, WIDTH)
+        row = (sequence * heads + head).to(tl.int64) * length + position
         tl.store(outs[0] + row * WIDTH + at, rotated.to(outs[0].dtype.element_ty))
     elif head < heads + key_heads:
-        rotated = _rotated(news[1], strides[1], factors, sequence, head - heads, place, length, WIDTH)
+        rotated = _rotated(news[1], strides[1], factors, sequence, head - heads, position, length, WIDTH)
         row = (sequence * key_heads + head - heads).to(tl.int64) * count + slot
         tl.store(outs[1] + row * WIDTH + at, rotated.to(outs[1].dtype.element_ty), mask=(at >= 0) & inside)
     else:
         of_values, at_value = head - heads - key_heads, tl.arange(0, VALUE_WIDTH)
-        first = _row(news[2], strides[2], sequence, of_values, place)
+        first = _row(news[2], strides[2], sequence, of_values, position)
         row = (sequence * key_heads + of_values).to(tl.int64) * count + slot
         tl.store(outs[2] + row * VALUE_WIDTH + at_value, tl.load(first + at_value), mask=(at_value >= 0) & inside)
 
 
 @triton.jit
-def _row(x, strides, sequence, head, place):
-    return x + sequence.to(tl.int64) * strides[0] + head * strides[1] + place * strides[2]
+def _row(x, strides, sequence, head, position):
+    return x + sequence.to(tl.int64) * strides[0] + head * strides[1] + position * strides[2]
 
 
 @triton.jit
-def _rotated(x, strides, factors, sequence, head, place, length, WIDTH: tl.constexpr):
-    """Return x * cos + rotated * sin in float32, where the halves of a row change places and the first is negated."""
+def _rotated(x, strides, factors, sequence, head, position, length, WIDTH: tl.constexpr):
+    """Return x * cos + rotated * sin in float32, where `rotated` is the row with its halves swapped, the first of them negated."""
     at = tl.arange(0, WIDTH)
-    row = _row(x, strides, sequence, head, place)
-    of_token = (sequence * length + place) * WIDTH + at
+    row = _row(x, strides, sequence, head, position)
+    of_token = (sequence * length + position) * WIDTH + at
     other = tl.load(row + (at + WIDTH // 2) % WIDTH).to(tl.float32)
     other = tl.where(at < WIDTH // 2, -other, other)
     cos, sin = tl.load(factors[0] + of_token).to(tl.float32), tl.load(factors[1] + of_token).to(tl.float32)

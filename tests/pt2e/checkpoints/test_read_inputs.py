@@ -155,7 +155,7 @@ def test_inputs_that_the_flow_calibrates(bf16, quantizer, logits, tmp_path, monk
         convert_checkpoint(tmp_path / layout, tmp_path / f"of {layout}", layout=other)
         codes = []
         for folder in (layout, f"of {layout}"):
-            held = tensors(tmp_path / folder).items()
-            codes.append({n.removesuffix("_packed"): t for n, t in held if t.dtype == torch.uint8})
+            of_file = tensors(tmp_path / folder).items()
+            codes.append({n.removesuffix("_packed"): t for n, t in of_file if t.dtype == torch.uint8})
         assert codes[0].keys() == codes[1].keys() and len(codes[0]) == 8
         assert all(torch.equal(codes[1][name], t) for name, t in codes[0].items())

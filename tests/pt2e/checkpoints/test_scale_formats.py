@@ -68,14 +68,14 @@ def test_layers_whose_tensor_scales_differ_are_read(in_format, logits, tmp_path)
     """A layer computes with its own scale, in a matmul of its own."""
     folder, q, k = tmp_path / "ct", *ATTENTION[:2]
     in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), folder, NVFP4, "compressed-tensors")
-    held = tensors(folder)
-    held[f"{k}_global_scale"] *= 3
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    of_file = tensors(folder)
+    of_file[f"{k}_global_scale"] *= 3
+    save_file(of_file, folder / "model.safetensors", {"format": "pt"})
     program, model, theirs = load_checkpoint(folder), load_packed_model(folder), stock(folder)
     assert torch.equal(logits(theirs), logits(model)) and torch.equal(logits(program), logits(model, mask=True))
     lowered = lower_to_inductor(program.program.module())
     sizes = [node.meta["val"].shape[-1] for node in calls(lowered, torch.ops.pt2mx.linear_mx.default)]
-    rows = {name: held[f"{name}_scale"].shape[0] for name in (*ATTENTION, UP, GATE, DOWN)}
+    rows = {name: of_file[f"{name}_scale"].shape[0] for name in (*ATTENTION, UP, GATE, DOWN)}
     layers = len(program.layers)
     assert sizes.count(rows[UP] + rows[GATE]) == layers and sizes.count(rows[q] + 2 * rows[k]) == layers - 1
     assert sizes.count(rows[q] + rows[k]) == sizes.count(rows[k]) == 1  # of the first layer
