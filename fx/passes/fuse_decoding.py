@@ -128,7 +128,7 @@ def _normed(
     gate: str | None,
 ) -> Node:
     args = x, call.codes, call.scale, call.bias, call.element, call.n, squares, eps, gate, *_of_tensor(call)
-    return insert_before(user, normed_linear_mx, *args)
+    return insert_before(position, normed_linear_mx, *args)
 
 
 def _of_tensor(call: LinearMXMMALayout | NormedLinearMX) -> tuple[Node, ...]:

@@ -6,9 +6,9 @@
 
 A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
 program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two steps. Each
-figure is the median of calls after two warm-up calls. Next to it is the byte limit: the bytes of weights,
-scales and cache over the bandwidth of the memory, by default the bandwidth of a copy. Under `torchrun --nproc-per-node N -m ...` the layers are
-divided among the ranks.
+figure is the median of calls after two warm-up calls. Next to it is the byte limit: the bytes of weights, scales and
+cache over the bandwidth of the memory, by default the bandwidth of a copy. Under `torchrun --nproc-per-node N -m ...`
+the layers are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, default=512, help="of the cache that a step reads; default: 512")
     parser.add_argument("--kv-cache", help="the format of the quantized side's cache; default: bfloat16")
     parser.add_argument("--mode", help="of torch.compile, for single tokens")
-    parser.add_argument(
-        "--bandwidth", type=float, help="of the memory, in GB/s; default: the measured bandwidth of a copy"
-    )
+    parser.add_argument("--bandwidth", type=float, help="of the memory, in GB/s; default: of a copy, measured")
     options = parser.parse_args(arguments)
     if torch.distributed.is_torchelastic_launched():
         ranks.join(int(os.environ["WORLD_SIZE"]))

@@ -138,9 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mode", help="of torch.compile for transformers' loop; default on a GPU: reduce-overhead")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--bandwidth", type=float, help="of the memory, in GB/s; default: the measured bandwidth of a copy"
-    )
+    parser.add_argument("--bandwidth", type=float, help="of the memory, in GB/s; default: of a copy, measured")
     parser.add_argument("--kernels", type=int, default=12, help="to print of a step")
     options = parser.parse_args(arguments)
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else copy_bandwidth(torch.device(options.device))

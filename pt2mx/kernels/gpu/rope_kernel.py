@@ -48,7 +48,7 @@ def _row(x, strides, sequence, head, position):
 
 @triton.jit
 def _rotated(x, strides, factors, sequence, head, position, length, WIDTH: tl.constexpr):
-    """Return x * cos + rotated * sin in float32, where `rotated` is the row with its halves swapped, the first of them negated."""
+    """Return x * cos + y * sin in float32, where y is x with its halves swapped and the new first half negated."""
     at = tl.arange(0, WIDTH)
     row = _row(x, strides, sequence, head, position)
     of_token = (sequence * length + position) * WIDTH + at
