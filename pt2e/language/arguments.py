@@ -115,14 +115,20 @@ def check_source(name: str, source: object, mask: Tensor | None, expected: Tenso
         raise MXError(f"{name} must be {expected.dtype} of shape ({shape}), not {actual}")
     if not source.numel():
         raise MXError(f"{name} of shape {tuple(source.shape)} is empty: give one source at least")
-    unknown = source.new_empty(0) if source.is_floating_point() else source[(source < 0) | (source >= vocabulary)]
+    if not source.is_floating_point():
+        check_vocabulary(name, source, vocabulary)
+    if mask is not None and source.dim() == 2 and mask.shape != source.shape:
+        raise MXError(f"attention_mask must be of shape {tuple(source.shape)}, not {tuple(mask.shape)}")
+
+
+def check_vocabulary(name: str, tokens: Tensor, vocabulary: int) -> None:
+    """Raise an `MXError` for a token that the model does not know; a GPU waits for the check."""
+    unknown = tokens[(tokens < 0) | (tokens >= vocabulary)]
     if unknown.numel():
         raise MXError(
             f"{name} hold the token {int(unknown[0])}, but the vocabulary of the model has the tokens 0 to "
             f"{vocabulary - 1}: use the model's own tokenizer"
         )
-    if mask is not None and source.dim() == 2 and mask.shape != source.shape:
-        raise MXError(f"attention_mask must be of shape {tuple(source.shape)}, not {tuple(mask.shape)}")
 
 
 def check_length(config: object, tokens: int) -> None:

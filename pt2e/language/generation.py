@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.arguments import check_length, check_step, check_tokens
+from pt2mx.pt2e.language.arguments import check_length, check_step, check_tokens, check_vocabulary
 from pt2mx.pt2e.language.cache import DecoderCache, Layers, empty_cache, grow, room_for
+from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step
 from pt2mx.pt2e.language.step_loop import choose_tokens
@@ -31,6 +32,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
     config: Any
     layers: Layers
     device: torch.device
+    _images: ImageInputs | None
     _image_inputs: Callable[..., dict[str, Any]]
     #: on a GPU, the step of the last call of `generate`, with its CUDA graph and its cache
     _step: Step | None = None
@@ -51,12 +53,15 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         """Return the inputs of the program for the next tokens, (B, S), and the mask, (B, slots) int64.
 
         Raises:
-            MXError: for more tokens than fit into the cache, and for a mask or positions of other shapes.
+            MXError: for more tokens than fit into the cache, a token outside the vocabulary, and a mask or positions of
+                other shapes.
         """
         filled, slots = cache.length, cache.slots
         check_step(input_ids, attention_mask, position_ids, cache.batch_size, filled, slots)
         check_length(self.config, filled + input_ids.shape[1])
         batch, length = input_ids.shape
+        if (length > 1 or not filled) and self._images is None:  # a prompt: later tokens are the model's own
+            check_vocabulary("input_ids", input_ids, self.config.get_text_config(decoder=True).vocab_size)
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
             mask[:, : attention_mask.shape[1]] = attention_mask

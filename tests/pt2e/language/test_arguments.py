@@ -1,10 +1,11 @@
 import math
 
 import pytest
+import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
-from tests.language_models import transformers
+from tests.language_models import decoder_by_recipe, transformers
 
 #: option -> values in its range, values out of range
 VALUES = {
@@ -47,3 +48,12 @@ def test_a_temperature_of_0_is_for_the_likeliest_token():
     check_sampling({"do_sample": False, "temperature": 0.0})
     with pytest.raises(MXError, match=r"^temperature=0 divides by 0: give do_sample=False"):
         check_sampling({"do_sample": True, "temperature": 0.0})
+
+
+@pytest.mark.parametrize("token", [300, -1])
+def test_a_token_outside_the_vocabulary(token):
+    model = decoder_by_recipe("mxfp4_weight_only", "llama")
+    for prompt in (torch.tensor([[1, token, 2]]), torch.tensor([[token]])):
+        for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
+            with pytest.raises(MXError, match=rf"^input_ids hold the token {token}, but .* the tokens 0 to 299: use"):
+                call(prompt)
