@@ -20,7 +20,7 @@ from pt2mx.ops.linear import GroupedLinearMX, LinearMX, LinearMXMMALayout
 from pt2mx.ops.operator import Operator
 from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
-from pt2mx.ops.rope import RotateAndStore
+from pt2mx.ops.rope import RotateAndStore, RotateQuantizeAndStore
 from pt2mx.ops.scaled_mm import ScaledMM, SwizzleScale
 from pt2mx.ops.stochastic import RandomBits
 from pt2mx.ops.tensor_scale import TensorScale
@@ -28,7 +28,7 @@ from pt2mx.ops.tensor_scale import TensorScale
 _CLASSES: tuple[type[Operator], ...] = (
     *(Quantize, Dequantize, FakeQuantize, ClipGradient, TensorScale, RandomBits),
     *(LinearMX, GroupedLinearMX, Conv2dMX, LinearMXMMALayout, AttentionMX),
-    *(NormedLinearMX, ResidualLinearMX, RotateAndStore, DecodingAttention),
+    *(NormedLinearMX, ResidualLinearMX, RotateAndStore, RotateQuantizeAndStore, DecodingAttention),
     *(Hadamard, RotatedFakeQuantize, ScaledMM),
     *(QuantizeFP8Rows, LayerNormFP8Rows, MmFP8Rows),
     *(ActivationFakeQuantize, LayerNormFakeQuantize),

@@ -1,4 +1,5 @@
-"""`rotate_and_store`: RoPE of a decoder's new queries and keys, and the write of keys and values into the cache."""
+"""`rotate_and_store`, `rotate_quantize_and_store`: RoPE of a decoder's new queries and keys, and the write of keys and
+values into the cache, in bfloat16 or as codes."""
 
 from __future__ import annotations
 
@@ -9,12 +10,62 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.checks import broadcasts
+from pt2mx.modes import ROUNDINGS
+from pt2mx.ops.arguments import AnyScaleMode, BlockSize, Element, PlainRounding, ScaleFormatName
+from pt2mx.ops.checks import broadcasts, check_input, check_packed
 from pt2mx.ops.operator import As, Operator, T, operator
+from pt2mx.ops.quantization import quantize_mx
+from pt2mx.spec import MXSpec
+
+_QUERY = "(B, heads, S, D) bfloat16"
+_KEY = "(B, heads of the keys, S, D) bfloat16"
+_VALUE = "(B, heads of the keys, S, W) bfloat16"
+_SLOTS = "(S,) int64, the slots of the cache that are written"
+_FACTOR = "bfloat16 that broadcasts to (B, 1, S, D)"
+_SCALE = "in the dtype of the scale format, written"
+
+
+class _Rotation(Operator[T]):
+    """The rows of new tokens, the slots of the cache, and the factors of RoPE, of both operators."""
+
+    __slots__ = ()
+    query: T
+    key: T
+    value: T
+    slots: T
+    cos: T
+    sin: T
+
+    def check_rotation(self, *others: Tensor) -> None:
+        """Raise MXError for new rows, slots and factors that do not fit each other, and for `others` that are not
+        bfloat16 of 4 dimensions."""
+        tensors = self.query, self.key, self.value, *others, self.cos, self.sin
+        if any(tensor.dtype != torch.bfloat16 or tensor.dim() != 4 for tensor in tensors):
+            given = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+            raise MXError(f"queries, keys, values, cache and factors must be bfloat16 of 4 dimensions, not {given}")
+        (batch, _, length, width), of_key = self.query.shape, self.key.shape
+        fits = of_key == (batch, of_key[1], length, width) and self.value.shape[:3] == of_key[:3]
+        if not fits or width % 2:
+            raise MXError(
+                f"query {tuple(self.query.shape)}, key {tuple(of_key)}, value {tuple(self.value.shape)} do not fit "
+                "each other: they must be (B, heads, S, D) and twice (B, heads of the keys, S, width), D even"
+            )
+        if self.slots.shape != (length,) or self.slots.dtype != torch.int64:
+            raise MXError(f"slots must be ({length},) torch.int64, not {tuple(self.slots.shape)} {self.slots.dtype}")
+        for factor in (self.cos, self.sin):
+            if not broadcasts(factor.shape, (batch, 1, length, width)):
+                raise MXError(f"cos and sin must broadcast to {(batch, 1, length, width)}, not {tuple(factor.shape)}")
+
+    def rotated(self, x: Tensor) -> Tensor:
+        """x: (..., S, D) bfloat16 -> the same rotated, in float32, rounded once."""
+        wide = x.float()
+        first, second = wide.chunk(2, -1)
+        turned = wide * self.cos.float() + torch.cat([-second, first], -1) * self.sin.float()
+        return turned.to(x.dtype).contiguous()
 
 
 @operator("rotate_and_store", 1, "(B, heads, S, D) bfloat16, the rotated queries")
-class RotateAndStore(Operator[T]):
+class RotateAndStore(_Rotation[T]):
     """The rotated queries; the rotated keys and the values are written into the cache. A rotated row is `x * cos + y *
     sin` in float32, rounded, where y has the halves of x in the other order, and the second, now first, negated.
 
@@ -27,37 +78,24 @@ class RotateAndStore(Operator[T]):
         (tensor([-2.,  1.], dtype=torch.bfloat16), tensor([1., 2.], dtype=torch.bfloat16))
     """
 
-    query: Annotated[T, "(B, heads, S, D) bfloat16"]
-    key: Annotated[T, "(B, heads of the keys, S, D) bfloat16"]
-    value: Annotated[T, "(B, heads of the keys, S, W) bfloat16"]
+    query: Annotated[T, _QUERY]
+    key: Annotated[T, _KEY]
+    value: Annotated[T, _VALUE]
     keys: Annotated[T, As("keys", "Tensor(a!)"), "(B, heads of the keys, L, D) bfloat16, written"]
     values: Annotated[T, As("values", "Tensor(b!)"), "(B, heads of the keys, L, W) bfloat16, written"]
-    slots: Annotated[T, "(S,) int64, the slots of the cache that are written"]
-    cos: Annotated[T, "bfloat16 that broadcasts to (B, 1, S, D)"]
+    slots: Annotated[T, _SLOTS]
+    cos: Annotated[T, _FACTOR]
     sin: Annotated[T, "as `cos`"]
 
     def check(self) -> None:
-        tensors = self.query, self.key, self.value, self.keys, self.values, self.cos, self.sin
-        if any(tensor.dtype != torch.bfloat16 or tensor.dim() != 4 for tensor in tensors):
-            given = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-            raise MXError(f"queries, keys, values, cache and factors must be bfloat16 of 4 dimensions, not {given}")
-        (batch, _, length, width), (_, heads, slots, value_width) = self.query.shape, self.values.shape
-        fits = self.key.shape == (batch, heads, length, width) and self.value.shape == (
-            batch,
-            heads,
-            length,
-            value_width,
-        )
-        if not fits or self.keys.shape != (batch, heads, slots, width) or self.values.shape[0] != batch or width % 2:
+        self.check_rotation(self.keys, self.values)
+        (batch, heads, _, width), value_width, slots = self.key.shape, self.value.shape[3], self.keys.shape[2]
+        expected = (batch, heads, slots, width), (batch, heads, slots, value_width)
+        if (self.keys.shape, self.values.shape) != expected:
             raise MXError(
-                f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, value {tuple(self.value.shape)} and a "
-                f"cache of {tuple(self.keys.shape)} and {tuple(self.values.shape)} do not fit each other"
+                f"keys of {tuple(self.keys.shape)} and values of {tuple(self.values.shape)} do not fit new ones of "
+                f"{tuple(self.key.shape)} and {tuple(self.value.shape)}: only dimension 2, the slots, may differ"
             )
-        if self.slots.shape != (length,) or self.slots.dtype != torch.int64:
-            raise MXError(f"slots must be ({length},) torch.int64, not {tuple(self.slots.shape)} {self.slots.dtype}")
-        for factor in (self.cos, self.sin):
-            if not broadcasts(factor.shape, (batch, 1, length, width)):
-                raise MXError(f"cos and sin must broadcast to {(batch, 1, length, width)}, not {tuple(factor.shape)}")
 
     def kernel(self) -> Tensor:
         self.check()
@@ -65,15 +103,82 @@ class RotateAndStore(Operator[T]):
         return self.decompose() if result is None else result
 
     def decompose(self) -> Tensor:
-        self.keys.index_copy_(2, self.slots, self._rotated(self.key))
+        self.keys.index_copy_(2, self.slots, self.rotated(self.key))
         self.values.index_copy_(2, self.slots, self.value)
-        return self._rotated(self.query)
+        return self.rotated(self.query)
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        first, second = wide.chunk(2, -1)
-        rotated = wide * self.cos.float() + torch.cat([-second, first], -1) * self.sin.float()
-        return rotated.to(x.dtype).contiguous()
+
+@operator("rotate_quantize_and_store", 1, "(B, heads, S, D) bfloat16, the rotated queries")
+class RotateQuantizeAndStore(_Rotation[T]):
+    """`rotate_and_store` into a cache of codes: the rotated keys, rounded to bfloat16, and the values are quantized by
+    `quantize_mx` along the last dimension, and their codes and scales are written.
+
+    Example:
+        >>> new, one = torch.tensor([1.0, 2.0]).bfloat16().reshape(1, 1, 1, 2), torch.ones(1, 1, 1, 2).bfloat16()
+        >>> cache = [torch.zeros(1, 1, 3, 1, dtype=torch.uint8) for _ in range(4)]
+        >>> spec = "fp4_e2m1", 32, "floor", "even"
+        >>> operands = new, new, new, *cache, torch.tensor([1]), 0 * one, one, *spec
+        >>> torch.ops.pt2mx.rotate_quantize_and_store(*operands).flatten()
+        tensor([-2.,  1.], dtype=torch.bfloat16)
+        >>> [tensor[0, 0, 1].item() for tensor in cache]  # -2, 1 and 1, 2, and the exponents of their scales
+        [78, 126, 100, 126]
+    """
+
+    query: Annotated[T, _QUERY]
+    key: Annotated[T, _KEY]
+    value: Annotated[T, _VALUE]
+    key_data: Annotated[T, As("", "Tensor(a!)"), "(B, heads of the keys, L, bytes of D) uint8, packed along D, written"]
+    key_scale: Annotated[T, As("", "Tensor(b!)"), f"(B, heads of the keys, L, ceil(D / block_size)) {_SCALE}"]
+    value_data: Annotated[T, As("", "Tensor(c!)"), "(B, heads of the keys, L, bytes of W) uint8, written"]
+    value_scale: Annotated[T, As("", "Tensor(d!)"), f"(B, heads of the keys, L, ceil(W / block_size)) {_SCALE}"]
+    slots: Annotated[T, _SLOTS]
+    cos: Annotated[T, _FACTOR]
+    sin: Annotated[T, "as `cos`"]
+    element: Element
+    block_size: BlockSize
+    scale_mode: AnyScaleMode
+    rounding: PlainRounding
+    scale_format: ScaleFormatName = None
+
+    def check(self) -> MXSpec:
+        """Return the spec of keys and values."""
+        self.check_rotation()
+        spec = check_input(
+            self.key, self.element, self.block_size, 3, self.scale_mode, self.rounding, self.scale_format
+        )
+        if ROUNDINGS[spec.rounding].random:
+            raise MXError(f"values are not rounded {spec.rounding!r} where they are stored: use quantize_mx of them")
+        if spec.scale_format.tensor:
+            raise MXError(f"{spec} has a tensor scale, which new tokens would change: use a scale format without one")
+        packing = self.element, self.block_size, torch.bfloat16, 3
+        for new, data, scale in (
+            (self.key, self.key_data, self.key_scale),
+            (self.value, self.value_data, self.value_scale),
+        ):
+            if data.dim() != 4 or data.shape[:2] != new.shape[:2] or data.shape[2] != self.key_data.shape[2]:
+                raise MXError(
+                    f"codes of {tuple(data.shape)} do not fit new rows of {tuple(new.shape)}: they must be (B, heads "
+                    "of the keys, L, bytes), and L the same for keys and values"
+                )
+            check_packed(data, scale, *packing, new.shape[3], self.scale_format)
+        return spec
+
+    def kernel(self) -> Tensor:
+        spec = self.check()
+        result = run_kernel("rotate_quantize_and_store", *self.args[:10], spec)
+        return self.decompose() if result is None else result
+
+    def decompose(self) -> Tensor:
+        format_args = self.element, self.block_size, 3, self.scale_mode, self.rounding, None, self.scale_format
+        for new, data, scale in (
+            (self.rotated(self.key), self.key_data, self.key_scale),
+            (self.value.contiguous(), self.value_data, self.value_scale),
+        ):
+            new_scale, new_data = quantize_mx(new, *format_args)
+            data.index_copy_(2, self.slots, new_data)
+            scale.index_copy_(2, self.slots, new_scale)
+        return self.rotated(self.query)
 
 
 rotate_and_store = RotateAndStore.overload
+rotate_quantize_and_store = RotateQuantizeAndStore.overload

@@ -59,7 +59,7 @@ def quantize(
     if not _holds(spec, x.shape[spec.axis]):
         return None
     x, length = x.contiguous(), x.shape[spec.axis]
-    bits = spec.element.bits if _packs(spec, length) else 8
+    bits = spec.element.bits if packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_format.dtype)
@@ -69,7 +69,7 @@ def quantize(
         kernel, tiles, word, others = kernels.quantize_bf16x2_kernel, _QUANTIZE_BF16X2, _four(bits), ()
     elif packing.is_packed(bits):
         tiles, word = _QUANTIZE_PACKED, _four(bits) if _streams(x, spec) else word
-    _launch(kernel, tiles, x.shape, spec, word, tensor_scale, x, codes, _as_integers(scale), *others, length, size)
+    _launch(kernel, tiles, x.shape, spec, word, tensor_scale, x, codes, as_integers(scale), *others, length, size)
     if bits != spec.element.bits:
         codes = packing.pack(codes.to(torch.int32), spec.axis, spec.element.bits)
     return scale, codes
@@ -87,9 +87,9 @@ def dequantize(
     if not _holds(spec, length):
         return None
     bits = spec.element.bits
-    if not _packs(spec, length):
+    if not packs(spec, length):
         codes, bits = packing.unpack(codes, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
-    codes, scale = codes.contiguous(), _as_integers(scale.contiguous())
+    codes, scale = codes.contiguous(), as_integers(scale.contiguous())
     y = codes.new_empty(resized(codes, spec.axis, length), dtype=dtype)
     size = codes.shape[spec.axis]
     word, arguments = packing.group_of(bits), (codes, scale, y, tensor_scale, length, size)
@@ -145,12 +145,12 @@ def _holds(spec: MXSpec, length: int) -> bool:
     return spec.block_rows == 1 and min(spec.block_size, length) <= _LARGEST_BLOCK
 
 
-def _as_integers(scale: Tensor) -> Tensor:
+def as_integers(scale: Tensor) -> Tensor:
     """Return scales as their codes, which kernels read and write."""
     return scale.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale.itemsize])
 
 
-def _packs(spec: MXSpec, length: int) -> bool:
+def packs(spec: MXSpec, length: int) -> bool:
     """Return whether the kernels can pack the codes. A code must take one byte, or four codes two or more whole bytes.
     No two blocks may share a byte, so that each can be packed on its own."""
     codes, size = packing.group_of(spec.element.bits)

@@ -98,6 +98,11 @@ RECORDED = {
         1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor cos, "
         "Tensor sin) -> Tensor",
     },
+    "rotate_quantize_and_store": {
+        1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!) value_data, "
+        "Tensor(d!) value_scale, Tensor slots, Tensor cos, Tensor sin, str elem_dtype_name, int block_size, "
+        f"{_REQUIRED}, str? scale_format=None) -> Tensor",
+    },
     "decoding_attention": {
         1: "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
     },

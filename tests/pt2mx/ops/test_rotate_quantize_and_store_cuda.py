@@ -1,0 +1,61 @@
+"""`rotate_quantize_and_store` on a GPU, to the bit of its definition."""
+
+import pytest
+import torch
+
+from pt2mx.ops.rope import RotateQuantizeAndStore, rotate_quantize_and_store
+from tests.pt2mx.ops.test_rotate_quantize_and_store import FORMATS, of_codes, same_bits
+
+pytestmark = pytest.mark.cuda
+
+SIZES = [
+    {"width": 64, "value_width": 64},
+    {"heads": 32, "key_heads": 8, "width": 128, "value_width": 64, "slots": 600},
+    {"heads": 3, "key_heads": 3, "length": 4, "width": 32, "value_width": 256},
+    {"width": 96, "value_width": 96},  # as the definition
+]
+
+
+def to_gpu(args):
+    return [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "slices of a matmul"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("text", FORMATS)
+def test_values(text, sizes, layout):
+    on_cpu, want = of_codes(text, **sizes)
+    args = to_gpu(on_cpu)
+    if layout != "contiguous":
+        args[:3] = [arg.transpose(1, 2).contiguous().transpose(1, 2) for arg in args[:3]]
+    assert same_bits([rotate_quantize_and_store(*args), *args[3:7]], want)
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_kernel_runs(text, monkeypatch):
+    monkeypatch.setattr(RotateQuantizeAndStore, "decompose", None)
+    args, want = of_codes(text, width=64, value_width=64)
+    args = to_gpu(args)
+    assert same_bits([rotate_quantize_and_store(*args), *args[3:7]], want)
+
+
+def test_a_slot_past_the_end_is_not_written():
+    args = to_gpu(of_codes("mxfp6_e2m3", width=64, value_width=64)[0])
+    before = [tensor.clone() for tensor in args[3:7]]
+    args[7] = torch.tensor([6], device="cuda")
+    rotate_quantize_and_store(*args)
+    assert all(map(torch.equal, args[3:7], before))
+
+
+def test_in_a_graph():
+    args = to_gpu(of_codes("mxfp8", width=128, value_width=128)[0])
+    want = [tensor.clone() for tensor in args[3:7]]
+    query = rotate_quantize_and_store(*args[:3], *want, *args[7:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(4):
+            got = rotate_quantize_and_store(*args)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, query) and all(map(torch.equal, args[3:7], want))
