@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import args_of, insert_before, named_args, node_arg, shape_of, value_of
+from pt2mx.fx.graph.node import Quantize, args_of, insert_before, named_args, node_arg, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention
-from pt2mx.ops.rope import RotateAndStore, rotate_and_store
+from pt2mx.ops.rope import RotateAndStore, RotateQuantizeAndStore
 
 aten = torch.ops.aten
 
@@ -37,44 +40,64 @@ class _Written(NamedTuple):
     new: Node
 
 
-@graph_pass(decoding_attention)
+class _New(NamedTuple):
+    """The new keys and values before they are quantized, and how they are quantized."""
+
+    key: Node
+    value: Node
+    modes: tuple[Any, ...]
+
+
+class _Cache(NamedTuple):
+    """The cache of an attention: its arguments of the call, the operator that writes it, and what it writes."""
+
+    arguments: tuple[str, ...]
+    writer: type[RotateAndStore[Any]] | type[RotateQuantizeAndStore[Any]]
+    new_rows: Callable[[Sequence[_Written]], _New | None]
+
+
+@graph_pass((decoding_attention, attention_mx))
 def fuse_rope(model: GraphModule) -> None:
-    """Replace the rotation of queries and keys before `decoding_attention`, and the writes of its cache, by
-    `rotate_and_store`.
+    """Replace the rotation of queries and keys before attention over a cache, and the writes of the cache, by
+    `rotate_and_store`; over a cache of codes also the quantization, by `rotate_quantize_and_store`.
 
     The pass skips rotations of other forms or of a part of a head, and caches that anything else reads or writes.
     """
-    for node in model.graph.find_nodes(op="call_function", target=decoding_attention):
-        call = named_args(node)
-        query, keys, values = _rotated(call["query"]), _written(call["keys"]), _written(call["values"])
-        key = None if keys is None else _rotated(keys.new)
-        if query is None or key is None or keys is None or values is None or not _fits(query, key, keys, values):
-            continue
-        tensors = query.x, key.x, values.new, keys.cache, values.cache, keys.slots, query.cos, query.sin
-        rotated = insert_before(node, rotate_and_store, *tensors)
-        for name, new in (("query", rotated), ("keys", keys.cache), ("values", values.cache)):
-            node.replace_input_with(call[name], new)
-        for written, read in ((keys, call["keys"]), (values, call["values"])):
-            erase_unused(read)
-            if written.write in model.graph.nodes:  # it has an effect, so `erase_unused` keeps it
-                model.graph.erase_node(written.write)
-            erase_unused(written.new)
-        erase_unused(call["query"])
+    for target, cache in _CACHES.items():
+        for node in model.graph.find_nodes(op="call_function", target=target):
+            _fuse(node, cache)
 
 
-def _fits(query: _Rotated, key: _Rotated, keys: _Written, values: _Written) -> bool:
-    alone = all(_is_alone(node) for written in (keys, values) for node in (written.cache, written.write))
-    if not alone or query.cos is query.sin or keys.slots is not values.slots:
+def _fuse(node: Node, cache: _Cache) -> None:
+    call = named_args(node)
+    writes = [written for name in cache.arguments if (written := _written(call[name])) is not None]
+    new = cache.new_rows(writes) if len(writes) == len(cache.arguments) else None
+    query, key = _rotated(call["query"]), None if new is None else _rotated(new.key)
+    if query is None or key is None or new is None or not _agree(query, key, writes):
+        return
+    tensors = query.x, key.x, new.value, *(one.cache for one in writes), writes[0].slots, query.cos, query.sin
+    try:
+        cache.writer(*map(value_of, tensors), *new.modes).check()
+    except MXError:
+        return
+    rotated = insert_before(node, cache.writer.overload, *tensors, *new.modes)
+    reads = [call["query"], *(call[name] for name in cache.arguments)]
+    for read, replacement in zip(reads, (rotated, *(one.cache for one in writes)), strict=True):
+        node.replace_input_with(read, replacement)
+        erase_unused(read)
+    for written in writes:
+        if written.write in node.graph.nodes:  # it has an effect, so `erase_unused` keeps it
+            node.graph.erase_node(written.write)
+        erase_unused(written.new)
+
+
+def _agree(query: _Rotated, key: _Rotated, writes: Sequence[_Written]) -> bool:
+    """Return whether queries and keys have the same factors, the writes the same slots, and nothing else the cache."""
+    alone = all(_is_alone(node) for written in writes for node in (written.cache, written.write))
+    if not alone or query.cos is query.sin or any(written.slots is not writes[0].slots for written in writes):
         return False
     factors = [(query.cos, key.cos), (query.sin, key.sin)]
-    if any(_source(one) is not _source(other) or shape_of(one) != shape_of(other) for one, other in factors):
-        return False
-    read = query.x, key.x, values.new, keys.cache, values.cache, keys.slots, query.cos, query.sin
-    try:
-        RotateAndStore(*map(value_of, read)).check()
-    except MXError:
-        return False
-    return True
+    return all(_source(one) is _source(other) and shape_of(one) == shape_of(other) for one, other in factors)
 
 
 def _is_alone(node: Node) -> bool:
@@ -130,3 +153,35 @@ def _turned(node: object) -> Node | None:
         return None
     is_second = args_of(second)[1] in (-1, last) and args_of(second)[2] == width // 2 and args_of(second)[3] >= width
     return x if is_second else None
+
+
+def _in_bfloat16(writes: Sequence[_Written]) -> _New:
+    keys, values = writes
+    return _New(keys.new, values.new, ())
+
+
+def _in_codes(writes: Sequence[_Written]) -> _New | None:
+    """Return what was quantized to the codes and scales that are written; None for keys and values of two formats, and
+    for blocks that are not along the last dimension."""
+    key, value = _quantized(*writes[:2]), _quantized(*writes[2:])
+    if key is None or value is None or key.replace(x=value.x) != value:
+        return None
+    fits = key.axis % 4 == 3 and key.block_rows in (None, 1) and key.tensor_scale is None
+    modes = key.element, key.block_size, key.scale_mode, key.rounding
+    modes = modes if key.scale_format is None else (*modes, key.scale_format)
+    return _New(_same(key.x), _same(value.x), modes) if fits else None
+
+
+def _quantized(data: _Written, scale: _Written) -> Quantize | None:
+    """Return the call whose two results are written as codes and as scales."""
+    items = [node.args for node in (scale.new, data.new) if node.target is operator.getitem]
+    if len(items) < 2 or items[0][0] is not items[1][0] or [item[1] for item in items] != [0, 1]:
+        return None
+    return Quantize.of(node_arg(scale.new))
+
+
+#: attention -> its cache
+_CACHES = {
+    decoding_attention: _Cache(("keys", "values"), RotateAndStore, _in_bfloat16),
+    attention_mx: _Cache(("key_data", "key_scale", "value_data", "value_scale"), RotateQuantizeAndStore, _in_codes),
+}

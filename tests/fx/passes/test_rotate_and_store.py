@@ -1,20 +1,28 @@
-"""`fuse_rope` on tiny decoders."""
+"""`fuse_rope` on tiny decoders, with caches of bfloat16 and of codes."""
+
+import functools
 
 import pytest
 import torch
 
+from pt2mx import MXQuantizer
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
-from pt2mx.fx.passes.rotate_and_store import fuse_rope
-from pt2mx.ops.rope import rotate_and_store
+from pt2mx.fx.passes.rotate_and_store import _rotated, fuse_rope
+from pt2mx.ops.quantization import quantize_mx
+from pt2mx.ops.rope import rotate_and_store, rotate_quantize_and_store
 from pt2mx.pt2e.language.runtime import _POSITIONS
 from tests.fx.passes.test_decoding_attention import step
 from tests.graph import calls
-from tests.language_models import decoder_by_recipe
+from tests.language_models import decoder_by_recipe, quantized_decoder
+from tests.pt2mx.ops.test_rope import rotated
 
 aten = torch.ops.aten
 #: family -> layers whose rotation is fused, of two
 FUSED = {"llama": 2, "qwen3": 2, "phi3": 0, "mistral": 2, "gemma2": 2, "gpt2": 0, "gptj": 0, "gpt_neox": 0}
+#: format of the cache -> family
+OF_CODES = {"mxfp8": "llama", "nvfp4": "llama", "mxint8": "qwen3"}
+SLOW = {"mxfp8_e5m2": "llama", "mxfp6_e2m3": "llama", "mxfp6_e3m2": "llama", "mxfp4{16}(rceil)": "mistral"}
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -56,3 +64,50 @@ def test_the_layers_share_slots_and_factors():
     graph.graph.lint()
     first, second = calls(graph, rotate_and_store)
     assert first.args[5:] == second.args[5:] and torch.equal(step(model, graph, 1), want)
+
+
+@functools.cache
+def decoder_of_codes(text, family="llama"):
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache(text)
+    return quantized_decoder(family, quantizer, dtype="bfloat16")
+
+
+def rotating_in_float32(graph):
+    """Round each rotation once, as `rotate_and_store` does, but write and quantize as before."""
+    for node in calls(graph, aten.add.Tensor):
+        if (rotation := _rotated(node)) is not None:
+            with graph.graph.inserting_before(node):
+                node.replace_all_uses_with(graph.graph.call_function(rotated, rotation))
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("text", "family"), [*OF_CODES.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW.items())]
+)
+def test_a_cache_of_codes(text, family):
+    model = decoder_of_codes(text, family)
+    graph = fuse_rope(copy_sharing_tensors(model.decoder))
+    graph.graph.lint()
+    assert len(calls(graph, rotate_quantize_and_store)) == 2
+    assert not calls(graph, aten.index_copy_.default) and not calls(graph, quantize_mx)
+    want = step(model, rotating_in_float32(copy_sharing_tensors(model.decoder)), 1)
+    assert torch.equal(step(model, graph, 1), want)
+
+
+@pytest.mark.parametrize("reader", ["the cache", "the written scales", "other slots", "other modes"])
+def test_skipped_caches_of_codes(reader):
+    model = decoder_of_codes("mxfp8")
+    graph = copy_sharing_tensors(model.decoder)
+    codes, scales = calls(graph, aten.index_copy_.default)[:2]
+    with graph.graph.inserting_after(scales):
+        if reader == "the cache":
+            graph.graph.call_function(aten.bitwise_not_.default, (codes.args[0],))
+        elif reader == "the written scales":
+            graph.graph.call_function(aten.bitwise_not_.default, (scales,))
+    if reader == "other slots":
+        with graph.graph.inserting_before(scales):
+            scales.update_arg(2, graph.graph.call_function(aten.neg.default, (scales.args[2],)))
+    elif reader == "other modes":
+        calls(graph, quantize_mx)[0].update_arg(4, "rceil")
+    assert len(calls(fuse_rope(graph), rotate_quantize_and_store)) == 1  # of the other layer
