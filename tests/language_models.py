@@ -121,6 +121,13 @@ def decoder_by_recipe(recipe: str, family: str, **fields) -> LanguageModel:
 
 
 @functools.cache
+def decoder_of_codes(text: str, family: str) -> LanguageModel:
+    """Quantize a tiny bfloat16 decoder to MXFP4 weights and a cache in a format, once for all tests."""
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache(text)
+    return quantized_decoder(family, quantizer, dtype="bfloat16")
+
+
+@functools.cache
 def with_rounded_weights(family):
     """Return the eager decoder with rounded weights."""
     return round_weights(tiny_decoder(family))

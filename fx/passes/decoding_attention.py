@@ -1,10 +1,13 @@
-"""Use `decoding_attention` in a decoder's step, and store the values that all of its layers read, such as RoPE's."""
+"""Use the operators of attention in a decoder's step, and store the values that all of its layers read, such as
+RoPE's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
@@ -12,50 +15,69 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
-from pt2mx.ops.decoding import DecodingAttention, decoding_attention, stored
+from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, stored
 
 aten = torch.ops.aten
 
 _ATTENTION = aten.scaled_dot_product_attention.default
+_CODES = "key_data", "key_scale", "value_data", "value_scale", "elem_dtype_name", "block_size", "value_width"
+#: attention -> the operator of a step, and the arguments that both have; the counters are the last one of the operator
+_OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAttentionMX[Any]], tuple[str, ...]]] = {
+    _ATTENTION: (DecodingAttention, ("query", "key", "value", "attn_mask", "scale")),
+    attention_mx: (DecodingAttentionMX, ("query", *_CODES, "mask", "scale")),
+}
 
 
-@graph_pass(_ATTENTION)
+class _Call(NamedTuple):
+    """An attention, the operator that replaces it and its arguments, the heads of the keys, and the device."""
+
+    node: Node
+    operator: OpOverload
+    args: tuple[Any, ...]
+    heads: Any
+    device: torch.device
+
+
+@graph_pass((_ATTENTION, attention_mx))
 def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
-    """Replace attention of bfloat16 by `decoding_attention`, on an NVIDIA GPU (or `everywhere`).
+    """Replace attention of bfloat16 by `decoding_attention`, and `attention_mx` with E8M0 scales by
+    `decoding_attention_mx`, on an NVIDIA GPU (or `everywhere`).
 
     The pass skips causal attention, dropout, masks that are added, operands that broadcast, and graphs in which the
     number of heads is unknown.
     """
-    calls = {n: named_args(n) for n in model.graph.find_nodes(op="call_function", target=_ATTENTION)}
-    heads = [value_of(call["key"]).shape[1] for n, call in calls.items() if _fits(call, everywhere)]
-    if not all(isinstance(n, int) for n in heads) or not heads:
+    calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.device.type == "cuda")]
+    if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
-    device = value_of(next(iter(calls))).device
-    name = register_buffer(
-        model, "attention_zeros", torch.zeros(FEW_ROWS * max(heads), dtype=torch.int32, device=device)
-    )
+    most = FEW_ROWS * max(call.heads for call in calls)
+    counters = torch.zeros(most, dtype=torch.int32, device=calls[0].device)
+    name = register_buffer(model, "attention_zeros", counters)
     with model.graph.inserting_before(next(iter(model.graph.nodes))):
         zeros = model.graph.get_attr(name)
-    for node, call in calls.items():
-        if _fits(call, everywhere):
-            tensors = call["query"], call["key"], call["value"], call["attn_mask"]
-            new = insert_before(node, decoding_attention, *tensors, call["scale"], zeros)
-            new.meta.update(node.meta)
-            node.replace_all_uses_with(new)
-            model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
+    for node, operator, args, *_ in calls:
+        new = insert_before(node, operator, *args, zeros)
+        new.meta.update(node.meta)
+        node.replace_all_uses_with(new)
+        model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
 
 
-def _fits(call: dict[str, object], everywhere: bool) -> bool:
-    operands = {name: value_of(call[name]) for name in ("query", "key", "value", "attn_mask")}
-    is_unknown = any(call[name] is not None and value is None for name, value in operands.items())
-    if call["dropout_p"] or call["is_causal"] or is_unknown:
-        return False
-    query, key, value, mask = operands.values()
+def _call(node: Node) -> _Call | None:
+    """Return the call that replaces an attention; None for other nodes."""
+    if node.target not in _OPERATORS:
+        return None
+    operator, names = _OPERATORS[node.target]
+    call = named_args(node)
+    args = tuple(call[name] for name in names)
+    values = [value_of(arg) if isinstance(arg, Node) else arg for arg in args]
+    is_unknown = any(isinstance(arg, Node) and value is None for arg, value in zip(args, values, strict=True))
+    if is_unknown or call.get("dropout_p") or call.get("is_causal") or call.get("scale_format") not in (None, "e8m0"):
+        return None
     try:
-        DecodingAttention(query, key, value, mask, None, None).check()
+        operator(*[*values, None]).check()
     except MXError:
-        return False
-    return everywhere or query.device.type == "cuda"
+        return None
+    return _Call(node, operator.overload, args, values[1].shape[1], values[0].device)
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

@@ -14,7 +14,7 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Quantize, args_of, insert_before, named_args, node_arg, shape_of, value_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.ops.attention import attention_mx
-from pt2mx.ops.decoding import decoding_attention
+from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx
 from pt2mx.ops.rope import RotateAndStore, RotateQuantizeAndStore
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class _Cache(NamedTuple):
     new_rows: Callable[[Sequence[_Written]], _New | None]
 
 
-@graph_pass((decoding_attention, attention_mx))
+@graph_pass((decoding_attention, decoding_attention_mx, attention_mx))
 def fuse_rope(model: GraphModule) -> None:
     """Replace the rotation of queries and keys before attention over a cache, and the writes of the cache, by
     `rotate_and_store`; over a cache of codes also the quantization, by `rotate_quantize_and_store`.
@@ -168,8 +168,8 @@ def _in_codes(writes: Sequence[_Written]) -> _New | None:
         return None
     fits = key.axis % 4 == 3 and key.block_rows in (None, 1) and key.tensor_scale is None
     modes = key.element, key.block_size, key.scale_mode, key.rounding
-    modes = modes if key.scale_format is None else (*modes, key.scale_format)
-    return _New(_same(key.x), _same(value.x), modes) if fits else None
+    scales = () if key.scale_format is None else (key.scale_format,)
+    return _New(_same(key.x), _same(value.x), (*modes, *scales)) if fits else None
 
 
 def _quantized(data: _Written, scale: _Written) -> Quantize | None:
@@ -180,8 +180,10 @@ def _quantized(data: _Written, scale: _Written) -> Quantize | None:
     return Quantize.of(node_arg(scale.new))
 
 
+_OF_CODES = _Cache(("key_data", "key_scale", "value_data", "value_scale"), RotateQuantizeAndStore, _in_codes)
 #: attention -> its cache
 _CACHES = {
     decoding_attention: _Cache(("keys", "values"), RotateAndStore, _in_bfloat16),
-    attention_mx: _Cache(("key_data", "key_scale", "value_data", "value_scale"), RotateQuantizeAndStore, _in_codes),
+    decoding_attention_mx: _OF_CODES,
+    attention_mx: _OF_CODES,
 }

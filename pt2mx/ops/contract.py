@@ -13,7 +13,7 @@ import torch
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX, MatmulBfloat16
 from pt2mx.ops.convolution import Conv2dMX
-from pt2mx.ops.decoding import DecodingAttention, NormedLinearMX, ResidualLinearMX
+from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, NormedLinearMX, ResidualLinearMX
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import Hadamard, RotatedFakeQuantize
 from pt2mx.ops.linear import GroupedLinearMX, LinearMX, LinearMXMMALayout
@@ -28,7 +28,8 @@ from pt2mx.ops.tensor_scale import TensorScale
 _CLASSES: tuple[type[Operator], ...] = (
     *(Quantize, Dequantize, FakeQuantize, ClipGradient, TensorScale, RandomBits),
     *(LinearMX, GroupedLinearMX, Conv2dMX, LinearMXMMALayout, AttentionMX),
-    *(NormedLinearMX, ResidualLinearMX, RotateAndStore, RotateQuantizeAndStore, DecodingAttention),
+    *(NormedLinearMX, ResidualLinearMX),
+    *(RotateAndStore, DecodingAttention, RotateQuantizeAndStore, DecodingAttentionMX),
     *(Hadamard, RotatedFakeQuantize, ScaledMM),
     *(QuantizeFP8Rows, LayerNormFP8Rows, MmFP8Rows),
     *(ActivationFakeQuantize, LayerNormFakeQuantize),

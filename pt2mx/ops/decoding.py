@@ -1,4 +1,5 @@
-"""The operators of a decoder's step: `normed_linear_mx`, `residual_linear_mx`, `decoding_attention`.
+"""The operators of a decoder's step: `normed_linear_mx`, `residual_linear_mx`, `decoding_attention` and
+`decoding_attention_mx`.
 
 Two are linear layers with a norm, a gate or a residual sum; `pt2mx.kernels.decoder_linear` defines them, and says how
 they share the work of a norm. Only programs for single tokens on an NVIDIA GPU call these operators
@@ -19,13 +20,20 @@ from pt2mx.kernels import decoder_linear
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
 from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import Element, choices
+from pt2mx.ops.arguments import BlockSize, Element, choices
+from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import broadcasts
 from pt2mx.ops.linear import LinearMXMMALayout
 from pt2mx.ops.operator import As, Operator, T, operator
+from pt2mx.spec import MXSpec
 
 _X = "(..., K) bfloat16, K a multiple of 8"
 _OF_LINEAR = "as of `linear_mx_mma_layout`"
+_OF_ATTENTION = "as of `attention_mx`"
+_ZEROS = (
+    "(n,) int32 counters, n at least B times the heads of the keys: zeros before and after the call. Calls at the same "
+    "time need their own. None: a second kernel joins the results of the first"
+)
 
 
 class _DecoderLinear(Operator[T]):
@@ -165,11 +173,7 @@ class DecodingAttention(Operator[T]):
     values: Annotated[T, "(B, heads of the keys, L, W) bfloat16"]
     mask: Annotated[T | None, "booleans that broadcast to (B, heads, S, L), false where a key is hidden; or None"]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
-    zeros: Annotated[
-        T | None,
-        "(n,) int32 counters, n at least B times the heads of the keys: zeros before and after the call. Calls at the "
-        "same time need their own. None: a second kernel joins the results of the first",
-    ]
+    zeros: Annotated[T | None, _ZEROS]
 
     def check(self) -> None:
         query, keys, values = self.query, self.keys, self.values
@@ -185,15 +189,11 @@ class DecodingAttention(Operator[T]):
             )
         if any(tensor.dtype != torch.bfloat16 for tensor in (query, keys, values)):
             raise MXError(f"query, keys and values must be bfloat16, not {query.dtype}, {keys.dtype}, {values.dtype}")
-        zeros = self.zeros
-        if zeros is not None and (zeros.dtype != torch.int32 or zeros.dim() != 1 or not zeros.is_contiguous()):
-            actual = f"{tuple(zeros.shape)} {zeros.dtype} of strides {zeros.stride()}"
-            raise MXError(f"zeros must be (n,) torch.int32 and contiguous, not {actual}")
+        _check_zeros(self.zeros)
         mask, scores = self.mask, (*query.shape[:3], keys.shape[2])
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):
             raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
-        if len(devices := {one.device for one in self.args if isinstance(one, Tensor)}) > 1:
-            raise MXError(f"all tensors must be on one device, not on {' and '.join(sorted(map(str, devices)))}")
+        _check_one_device(self.args)
 
     def kernel(self) -> Tensor:
         self.check()
@@ -210,6 +210,56 @@ class DecodingAttention(Operator[T]):
         return y.contiguous()
 
 
+@operator("decoding_attention_mx", 1, "(B, heads, S, `value_width`) in the query's dtype")
+class DecodingAttentionMX(Operator[T]):
+    """`attention_mx` of a few queries, with E8M0 scales. On an NVIDIA GPU several programs divide the slots.
+
+    Example:
+        >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(1, 1, 4, 4), "mxfp4")
+        >>> query = torch.tensor([8.0, 0.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+        >>> operands = query, data, scale, data, scale, "fp4_e2m1", 32, 4, None, None, None
+        >>> torch.ops.pt2mx.decoding_attention_mx(*operands).flatten()
+        tensor([0.9479, 0.0174, 0.0174, 0.0174])
+    """
+
+    query: Annotated[T, _OF_ATTENTION]
+    key_data: Annotated[T, _OF_ATTENTION]
+    key_scale: Annotated[T, f"{_OF_ATTENTION}, E8M0"]
+    value_data: Annotated[T, _OF_ATTENTION]
+    value_scale: Annotated[T, f"{_OF_ATTENTION}, E8M0"]
+    element: Element
+    block_size: BlockSize
+    value_width: Annotated[int, "values of a head"]
+    mask: Annotated[T | None, _OF_ATTENTION]
+    scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
+    zeros: Annotated[T | None, _ZEROS]
+
+    @property
+    def attention(self) -> AttentionMX[T]:
+        """The call of `attention_mx` with the same result."""
+        return AttentionMX(*self.args[:-1])
+
+    def check(self) -> MXSpec:
+        """Return the spec of keys and values."""
+        spec = self.attention.check()
+        _check_zeros(self.zeros)
+        _check_one_device(self.args)
+        return spec
+
+    def kernel(self) -> Tensor:
+        spec, (*_, width, mask, scale, zeros) = self.check(), self.args
+        packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
+        result = run_kernel("decoding_attention_mx", self.query, *packed, spec, width, mask, scale, None, None, zeros)
+        return self.attention.kernel() if result is None else result
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.attention.result_shape
+
+    def decompose(self) -> Tensor:
+        return self.attention.decompose()
+
+
 #: computes nothing: Inductor stores the values, and does not compute them again for each reader
 torch.library.define("pt2mx::stored", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -218,6 +268,17 @@ torch.library.define("pt2mx::stored", "(Tensor x) -> Tensor", tags=(torch.Tag.pt
 @torch.library.register_fake("pt2mx::stored")
 def _stored(x: Tensor) -> Tensor:
     return x.clone()
+
+
+def _check_zeros(zeros: Tensor | None) -> None:
+    if zeros is not None and (zeros.dtype != torch.int32 or zeros.dim() != 1 or not zeros.is_contiguous()):
+        actual = f"{tuple(zeros.shape)} {zeros.dtype} of strides {zeros.stride()}"
+        raise MXError(f"zeros must be (n,) torch.int32 and contiguous, not {actual}")
+
+
+def _check_one_device(args: tuple[Any, ...]) -> None:
+    if len(devices := {arg.device for arg in args if isinstance(arg, Tensor)}) > 1:
+        raise MXError(f"all tensors must be on one device, not on {' and '.join(sorted(map(str, devices)))}")
 
 
 def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -230,4 +291,5 @@ def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
 normed_linear_mx = NormedLinearMX.overload
 residual_linear_mx = ResidualLinearMX.overload
 decoding_attention = DecodingAttention.overload
+decoding_attention_mx = DecodingAttentionMX.overload
 stored = torch.ops.pt2mx.stored.default

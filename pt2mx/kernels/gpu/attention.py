@@ -2,8 +2,9 @@
 
 `flash_decoding_kernel` decodes codes in registers, for up to 8 bfloat16 queries of a head of the keys;
 `attention_kernel` is for the others. The programs divide the slots of a cache; each decodes its split once, for all
-queries. A second kernel joins their results (flash-decoding: Dao et al., 2023). The kernels do not wait for the device,
-can be captured in a CUDA graph, and return the same bits in every run.
+queries. The last program of a head joins the results of a few splits, given counters; else a second kernel joins them
+(flash-decoding: Dao et al., 2023). The kernels do not wait for the device, can be captured in a CUDA graph, and return
+the same bits in every run.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _FEW_QUERIES, _WIDEST, _SLOTS = 16, 256, 128
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
 _QUERIES_IN_LANES, _WARPS = 8, 8
-#: of the same kernel over bfloat16: the most splits that a program joins, the slots up to which there are so few, and
-#: the slots up to which a program has 4 warps. Among 2, 4 and 8 warps of 16 and 32 slots, and 2 and 4 programs, these
-#: are within 15% of the fastest for 512 to 8,192 slots of 1 to 8 sequences on an H100
+#: the most splits that a program joins, the slots up to which there are so few, and the slots up to which a program has
+#: 4 warps. Among 2, 4 and 8 warps of 16 and 32 slots, and 2 and 4 programs, these are within 15% of the fastest for 512
+#: to 8,192 slots in bfloat16 of 1 to 8 sequences on an H100
 _MOST_JOINED, _FEW_SLOTS, _FEWEST_SLOTS = 8, 2048, 512
 #: programs per multiprocessor. Among 2, 4 and 8 programs, with 32, 64 and 128 slots, these values are within 2% of the
 #: fastest for caches of 8,192 slots and more on an H200
@@ -45,7 +46,8 @@ _PROGRAMS = 2
 
 class _Work(NamedTuple):
     """The values that the kernels of a call share. A pair is a sequence and a head of its keys; each of the `splits`
-    programs of a pair takes `blocks` blocks of slots."""
+    programs of a pair takes `blocks` blocks of slots. `joined`, `most`: the result and counters, and the most splits
+    that the last program of a pair joins, or 0."""
 
     pairs: int
     rows: int
@@ -53,9 +55,12 @@ class _Work(NamedTuple):
     blocks: int
     partial: tuple[Tensor, Tensor]
     out: Tensor
+    joined: tuple[Tensor, Tensor]
+    most: int
     mask: Tensor
     mask_strides: tuple[int, ...]
     sm_scale: float
+    use_pdl: bool
 
 
 def attend(
@@ -68,6 +73,7 @@ def attend(
     scale: float | None,
     key_tensor_scale: None = None,
     value_tensor_scale: None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor | None:
     """Return None for many queries, for widths that are not powers of two, and in float32."""
     (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
@@ -80,19 +86,22 @@ def attend(
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
     packed = [tuple(t.contiguous() for t in pair) for pair in (key, value)]
     blocks = min(spec.block_size, width), min(spec.block_size, value_width)
+    zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
     if uses_lanes:
-        sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None)
-        return _decode(query, packed, key_heads, slots, mask, scale, sizes, None)
-    work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS)
-    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *blocks, mask is not None)
-    tensors = query.contiguous(), *packed, work.mask, work.partial
+        few = slots <= _FEWEST_SLOTS
+        sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None, zeros is not None, few)
+        return _decode(query, packed, key_heads, slots, mask, scale, sizes, zeros)
+    work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS, zeros)
+    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *blocks, mask is not None, work.most, work.use_pdl)
+    tensors = query.contiguous(), *packed, work.mask, work.partial, work.joined
     sizes_of_call = rows, queries, key_heads, slots, work.blocks
     with torch.cuda.device_of(query):
-        elements = _elements(spec.element, converts_fp8)
-        attend_kernel[work.splits, work.pairs](
-            *tensors, work.sm_scale, sizes_of_call, work.mask_strides, shape, elements, num_warps=4
-        )
-        _join(work, shape)
+        elements = _elements(spec.element, converts_fp8, query.dtype)
+        options = {"num_warps": 4, "launch_pdl": work.use_pdl}
+        grid = work.splits, work.pairs
+        attend_kernel[grid](*tensors, work.sm_scale, sizes_of_call, work.mask_strides, shape, elements, **options)
+        if zeros is None:
+            _join(work, shape)
     return work.out
 
 
@@ -106,16 +115,18 @@ def attend_dense(
     fits = _fit(width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
     if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return None
-    pairs = query.shape[0] * key_heads
-    joins = zeros is not None and pairs <= len(zeros) and _joins(slots, pairs, query.device)
-    sizes = _dense_sizes(width, value_width, mask is not None, slots, joins)
+    zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
+    sizes = _dense_sizes(width, value_width, mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
     cache = [(aligned(tensor).view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
-    return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros if joins else None)
+    return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros)
 
 
-def _joins(slots: int, pairs: int, device: torch.device) -> bool:
-    """Return whether so few programs of a pair keep the multiprocessors busy that the last one joins their results."""
-    return slots <= _FEW_SLOTS or _PROGRAMS * _multiprocessors(device) <= _MOST_JOINED * pairs
+def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:
+    """Return whether so few programs of a pair keep the multiprocessors busy that the last one joins their results, and
+    each pair has a counter."""
+    if zeros is None or pairs > len(zeros):
+        return False
+    return slots <= _FEW_SLOTS or _PROGRAMS * _multiprocessors(zeros.device) <= _MOST_JOINED * pairs
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -138,19 +149,15 @@ def _decode(
 ) -> Tensor:
     """Attend with `flash_decoding_kernel`; with `zeros`, its last programs join the splits."""
     slots_of_warp = 16 * sizes.TILES
-    joins = zeros is not None
-    most = _MOST_JOINED if joins else None
-    work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, most)
-    use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
-    sizes = sizes._replace(JOINED=_MOST_JOINED if joins else 0, use_pdl=use_pdl)
-    joined = work.out, work.out if zeros is None else zeros
-    tensors = query.contiguous(), *cache, work.mask, work.partial, joined
+    work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, zeros)
+    sizes = sizes._replace(JOINED=work.most, use_pdl=work.use_pdl)
+    tensors = query.contiguous(), *cache, work.mask, work.partial, work.joined
     sizes_of_call = work.rows, query.shape[2], key_heads, slots, work.blocks * slots_of_warp
-    options = {"num_warps": sizes.WARPS, "launch_pdl": use_pdl}
+    options = {"num_warps": sizes.WARPS, "launch_pdl": work.use_pdl}
     with torch.cuda.device_of(query):
         grid = work.splits, work.pairs
         decode_attention_kernel[grid](*tensors, work.sm_scale, *sizes_of_call, work.mask_strides, sizes, **options)
-        if not joins:
+        if zeros is None:
             _join(work, Sizes(sizes.HEAD_DIM, sizes.VALUE_DIM, _FEW_QUERIES, _SLOTS, 0, 0, sizes.MASKED))
     return work.out
 
@@ -163,13 +170,14 @@ def _work(
     mask: Tensor | None,
     scale: float | None,
     at_a_time: int,
-    most: int | None = None,
+    zeros: Tensor | None,
 ) -> _Work:
-    """Divide the slots among at most `most` programs of a pair, each for blocks of `at_a_time` slots."""
+    """Divide the slots among the programs of a pair, each for blocks of `at_a_time` slots; with `zeros` among as many
+    as the last one joins."""
     batch, heads, queries, width = query.shape
     pairs, blocks = batch * key_heads, triton.cdiv(slots, at_a_time)
     of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * _multiprocessors(query.device) // pairs)))
-    of_split = of_split if most is None else max(of_split, triton.cdiv(blocks, most))
+    of_split = of_split if zeros is None else max(of_split, triton.cdiv(blocks, _MOST_JOINED))
     splits = triton.cdiv(blocks, of_split)
     acc = query.new_empty((splits, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
     m_and_l = query.new_empty((2, splits, pairs, _FEW_QUERIES), dtype=torch.float32)
@@ -179,7 +187,9 @@ def _work(
     sm_scale = width**-0.5 if scale is None else scale
     rows = heads // key_heads * queries
     shown = query if mask is None else mask
-    return _Work(pairs, rows, splits, of_split, (acc, m_and_l), out, shown, strides, sm_scale)
+    joined, most = (out, out if zeros is None else zeros), 0 if zeros is None else _MOST_JOINED
+    use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
+    return _Work(pairs, rows, splits, of_split, (acc, m_and_l), out, joined, most, shown, strides, sm_scale, use_pdl)
 
 
 def _join(work: _Work, shape: Sizes) -> None:
@@ -191,22 +201,32 @@ def _join(work: _Work, shape: Sizes) -> None:
 
 @functools.cache
 def _decoding_sizes(
-    element: ElementFormat, width: int, value_width: int, block: int, value_block: int, masked: bool
+    element: ElementFormat,
+    width: int,
+    value_width: int,
+    block: int,
+    value_block: int,
+    masked: bool,
+    joins: bool,
+    few: bool,
 ) -> DecodingSizes:
-    tiles = 1 if max(width, value_width) > 128 else 2
+    """Return the sizes over codes; `few`: for few slots."""
+    warps, tiles = 4 if joins and few else _WARPS, 1 if joins or max(width, value_width) > 128 else 2
     ptx = decode_eight_ptx(element)
-    return DecodingSizes(width, value_width, _FEW_QUERIES, block, value_block, element.bits, masked, _WARPS, tiles, ptx)
+    return DecodingSizes(width, value_width, _FEW_QUERIES, block, value_block, element.bits, masked, warps, tiles, ptx)
 
 
 @functools.cache
-def _dense_sizes(width: int, value_width: int, masked: bool, slots: int, joins: bool) -> DecodingSizes:
-    warps, tiles = 4 if slots <= _FEWEST_SLOTS else 8, 1 if joins else 2
+def _dense_sizes(width: int, value_width: int, masked: bool, joins: bool, few: bool) -> DecodingSizes:
+    warps, tiles = 4 if few else 8, 1 if joins else 2
     return DecodingSizes(width, value_width, _FEW_QUERIES, width, value_width, 16, masked, warps, tiles)
 
 
 @functools.cache
-def _elements(element: ElementFormat, converts_fp8: bool) -> Elements:
+def _elements(element: ElementFormat, converts_fp8: bool, dtype: torch.dtype) -> Elements:
     names = ("bits", "mantissa_bits", "bias", "emin", "max_normal", "is_int")
     special, converts = element.has_inf or element.has_nan, converts_fp8 and element.name in ("fp8_e4m3", "fp8_e5m2")
     fields = {name: getattr(element, name) for name in names}
-    return Elements(**fields, special=special, converts=converts)
+    # the exponent of its largest value in the kernel, where integers are whole numbers
+    shift = 0 if dtype == torch.bfloat16 else element.mantissa_bits if element.is_int else element.emax
+    return Elements(**fields, special=special, converts=converts, shift=shift)

@@ -4,6 +4,8 @@
     attend_kernel      m, l, acc  m, l, acc  m, l, acc          the online softmax of a split
     join_kernel        the weighted sum of acc over the weighted sum of l -> out; weights exp(m - largest m)
 
+With counters there is no second kernel: the last program of a head joins its splits.
+
 Tensor cores multiply elements without their scales. The scale of a key's block multiplies the block's part of the
 score, and the scale of a value's block multiplies the softmax weight, because there are fewer scales than elements.
 Elements have 8 significant bits at most, which bfloat16 and float16 represent.
@@ -15,13 +17,15 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pt2mx.kernels.gpu.blocks import NAN_SCALE, decode, factor
 
 
 class Elements(NamedTuple):
     """The compile-time values of an element: fields of `ElementFormat`. `special`: some codes are no numbers;
-    `converts`: the device has an instruction for its values."""
+    `converts`: the device has an instruction for its values; `shift`: the exponent that the factors of values gain, so
+    that float16 represents a weight times a factor."""
 
     bits: int
     mantissa_bits: int
@@ -31,6 +35,7 @@ class Elements(NamedTuple):
     is_int: bool
     special: bool
     converts: bool
+    shift: int
 
 
 class Sizes(NamedTuple):
@@ -43,13 +48,21 @@ class Sizes(NamedTuple):
     K_BLOCK: int  # values of an MX block of a key
     V_BLOCK: int
     MASKED: bool
+    JOINED: int = 0  # the most splits that the last program of a pair joins; 0: it joins none
+    use_pdl: bool = False
 
 
 @triton.jit
-def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.constexpr, C: tl.constexpr):
+def attend_kernel(q, k, v, mask, partial, joined, sm_scale, sizes, mask_strides, S: tl.constexpr, C: tl.constexpr):
     """q: (pairs, rows, HEAD_DIM), k, v: codes (pairs, slots, bytes) and scales, mask: booleans by the strides ->
     partial: acc (splits, pairs, BLOCK_M, VALUE_DIM), m and l (2, splits, pairs, BLOCK_M). A split has `blocks` times
-    BLOCK_N slots, `heads` are heads of the keys, and a pair is a sequence and one of its heads."""
+    BLOCK_N slots, `heads` are heads of the keys, and a pair is a sequence and one of its heads.
+
+    joined: out (pairs, rows, VALUE_DIM), and int32 zeros (pairs), which count programs that have stored their part and
+    are zeros again afterwards."""
+    if S.use_pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     rows, queries, heads, slots, blocks = sizes
     split, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     offs_m = tl.arange(0, S.BLOCK_M)
@@ -77,7 +90,14 @@ def attend_kernel(q, k, v, mask, partial, sm_scale, sizes, mask_strides, S: tl.c
         acc = accumulate_pv(acc, alpha, p, v, pair * slots + offs_n, in_cache, q.dtype.element_ty, S, C)
         l_i = l_i * alpha + tl.sum(p, 1)
         m_i = m_new
-    store_partial(partial, m_i, l_i, acc, split, pair, S)
+    store_partial(partial, m_i, l_i, acc, split, pair, S, C)
+    if S.JOINED > 0:
+        out, counters = joined
+        tl.debug_barrier()
+        splits = tl.num_programs(0)
+        if tl.atomic_add(counters + pair, 1) == splits - 1:
+            tl.store(counters + pair, 0)
+            join_splits(partial, out, pair, rows, splits, S)
 
 
 @triton.jit
@@ -105,26 +125,50 @@ def scores(q_blocks, k, offs, in_cache, S: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def accumulate_pv(acc, alpha, p, v, offs, in_cache, DTYPE: tl.constexpr, S: tl.constexpr, C: tl.constexpr):
-    """Return acc * alpha + p @ the values at `offs`, a tile (BLOCK_M, V_BLOCK) for each block."""
+    """Return acc * alpha + p @ the values at `offs` times 2**C.shift, a tile (BLOCK_M, V_BLOCK) for each block."""
     codes, scales = v
     new = ()
     for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
         tile = elements(codes, offs, in_cache, i, S.VALUE_DIM, S.V_BLOCK, DTYPE, C)
-        factors = factors_of(scales, offs, in_cache, i, S.VALUE_DIM // S.V_BLOCK, C)
+        factors = factors_of(scales, offs, in_cache, i, S.VALUE_DIM // S.V_BLOCK, C) * 2.0**C.shift
         p_block = (p * factors[None, :]).to(DTYPE)
         new = new + (acc[i] * alpha[:, None] + tl.dot(p_block, tile),)
     return new
 
 
 @triton.jit
-def store_partial(partial, m_i, l_i, acc, split, pair, S: tl.constexpr):
+def store_partial(partial, m_i, l_i, acc, split, pair, S: tl.constexpr, C: tl.constexpr):
     acc_out, ml_out = partial
     splits, pairs = tl.num_programs(0), tl.num_programs(1)
     first, offs_m, offs_v = (split * pairs + pair) * S.BLOCK_M, tl.arange(0, S.BLOCK_M), tl.arange(0, S.V_BLOCK)
     tl.store(ml_out + first + offs_m, m_i)
     tl.store(ml_out + splits * pairs * S.BLOCK_M + first + offs_m, l_i)
     for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
-        tl.store(acc_out + (first + offs_m[:, None]) * S.VALUE_DIM + S.V_BLOCK * i + offs_v[None, :], acc[i])
+        at = (first + offs_m[:, None]) * S.VALUE_DIM + S.V_BLOCK * i + offs_v[None, :]
+        tl.store(acc_out + at, acc[i] * 2.0**-C.shift)
+
+
+@triton.jit
+def join_splits(partial, out, pair, rows, splits, S: tl.constexpr):
+    """Store the weighted sum of acc over the weighted sum of l, of all rows of a pair, in the order of the splits."""
+    acc_in, ml_in = partial
+    pairs, offs_m, offs_v = tl.num_programs(1), tl.arange(0, S.BLOCK_M), tl.arange(0, S.VALUE_DIM)
+    m_max = tl.full([S.BLOCK_M], float("-inf"), tl.float32)
+    for i in tl.static_range(tl.constexpr(S.JOINED)):
+        offs = (i * pairs + pair) * S.BLOCK_M + offs_m
+        m_max = tl.maximum(m_max, tl.load(ml_in + offs, mask=(offs_m >= 0) & (i < splits), other=float("-inf")))
+    m_max = tl.where(m_max == float("-inf"), 0.0, m_max)
+    l_sum = tl.full([S.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([S.BLOCK_M, S.VALUE_DIM], 0.0, tl.float32)
+    for i in tl.static_range(tl.constexpr(S.JOINED)):
+        offs, inside = (i * pairs + pair) * S.BLOCK_M + offs_m, (offs_m >= 0) & (i < splits)
+        weight = tl.exp(tl.load(ml_in + offs, mask=inside, other=float("-inf")) - m_max)
+        l_sum += weight * tl.load(ml_in + splits * pairs * S.BLOCK_M + offs, mask=inside, other=0.0)
+        part = tl.load(acc_in + offs[:, None] * S.VALUE_DIM + offs_v[None, :], mask=inside[:, None], other=0.0)
+        acc += weight[:, None] * part
+    acc = acc / tl.where(l_sum == 0, 1.0, l_sum)[:, None]
+    at = (pair * rows + offs_m[:, None]) * S.VALUE_DIM + offs_v[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=(offs_m < rows)[:, None])
 
 
 @triton.jit

@@ -168,6 +168,9 @@ def times_factors(p, one, other, byte: gl.constexpr):
     """Return a pair of bfloat16 times the scales in a byte of two words."""
     scales = _bytes(_two_bytes(byte), one, other) & 0x00FF00FF
     nan = (scales + 0x00010001 & 0x01000100) >> 2  # makes Inf NaN
-    asm: gl.constexpr = "{ .reg .b32 f; max.bf16x2 f, $2, $3; or.b32 f, f, $4; mul.rn.bf16x2 $0, $1, f; }"
+    # sm_80 has no product of pairs: the fused multiply-add adds -0, which changes no product
+    asm: gl.constexpr = (
+        "{ .reg .b32 f, z; max.bf16x2 f, $2, $3; or.b32 f, f, $4; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, f, z; }"
+    )
     least = scales * 0 + 0x00400040
     return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", (p, scales << 7, least, nan), gl.int32, True, 1)

@@ -8,10 +8,11 @@ from pt2mx import MXQuantizer, quantize_language_model
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
-from pt2mx.ops.decoding import decoding_attention, stored
+from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx, stored
 from pt2mx.pt2e.language.runtime import _POSITIONS
 from tests.graph import calls
-from tests.language_models import decoder_by_recipe
+from tests.language_models import decoder_by_recipe, decoder_of_codes
 from tests.vision_language_models import tiny_vision_language_model
 
 
@@ -43,6 +44,22 @@ def test_decoders(family):
     got = step(model, store_positions(graph, _POSITIONS), 1)
     assert torch.equal(got, step(model, model.decoder, 1))
     assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
+
+
+@pytest.mark.parametrize("text", ["mxfp8", pytest.param("mxfp6", marks=pytest.mark.slow)])
+def test_a_cache_of_codes(text):
+    model = decoder_of_codes(text, "llama")
+    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    graph.graph.lint()
+    first, second = calls(graph, decoding_attention_mx)
+    assert first.args[-1] is second.args[-1] and not calls(graph, attention_mx)
+    assert graph.attention_zeros.shape == (FEW_ROWS * 2,) and not graph.attention_zeros.any()
+    assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
+
+
+def test_scales_with_a_significand_are_skipped():
+    graph = copy_sharing_tensors(decoder_of_codes("nvfp4", "llama").decoder)
+    assert len(calls(use_decoding_attention(graph, everywhere=True), attention_mx)) == 2
 
 
 def test_stored_once():
@@ -84,3 +101,5 @@ def test_skipped(call):
 def test_a_cpu_keeps_torchs_attention():
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
     assert not calls(use_decoding_attention(copy_sharing_tensors(model.decoder)), decoding_attention)
+    graph = copy_sharing_tensors(decoder_of_codes("mxfp8", "llama").decoder)
+    assert not calls(use_decoding_attention(graph), decoding_attention_mx)

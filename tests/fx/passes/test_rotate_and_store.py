@@ -1,11 +1,10 @@
 """`fuse_rope` on tiny decoders, with caches of bfloat16 and of codes."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
 
-from pt2mx import MXQuantizer
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.rotate_and_store import _rotated, fuse_rope
@@ -14,7 +13,7 @@ from pt2mx.ops.rope import rotate_and_store, rotate_quantize_and_store
 from pt2mx.pt2e.language.runtime import _POSITIONS
 from tests.fx.passes.test_decoding_attention import step
 from tests.graph import calls
-from tests.language_models import decoder_by_recipe, quantized_decoder
+from tests.language_models import decoder_by_recipe, decoder_of_codes
 from tests.pt2mx.ops.test_rope import rotated
 
 aten = torch.ops.aten
@@ -66,12 +65,6 @@ def test_the_layers_share_slots_and_factors():
     assert first.args[5:] == second.args[5:] and torch.equal(step(model, graph, 1), want)
 
 
-@functools.cache
-def decoder_of_codes(text, family="llama"):
-    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache(text)
-    return quantized_decoder(family, quantizer, dtype="bfloat16")
-
-
 def rotating_in_float32(graph):
     """Round each rotation once, as `rotate_and_store` does, but write and quantize as before."""
     for node in calls(graph, aten.add.Tensor):
@@ -87,17 +80,20 @@ def rotating_in_float32(graph):
 )
 def test_a_cache_of_codes(text, family):
     model = decoder_of_codes(text, family)
-    graph = fuse_rope(copy_sharing_tensors(model.decoder))
-    graph.graph.lint()
-    assert len(calls(graph, rotate_quantize_and_store)) == 2
-    assert not calls(graph, aten.index_copy_.default) and not calls(graph, quantize_mx)
     want = step(model, rotating_in_float32(copy_sharing_tensors(model.decoder)), 1)
-    assert torch.equal(step(model, graph, 1), want)
+    for passes in ([fuse_rope], [partial(use_decoding_attention, everywhere=True), fuse_rope]):
+        graph = copy_sharing_tensors(model.decoder)
+        for graph_pass in passes:
+            graph_pass(graph)
+        graph.graph.lint()
+        assert len(calls(graph, rotate_quantize_and_store)) == 2
+        assert not calls(graph, aten.index_copy_.default) and not calls(graph, quantize_mx)
+        assert torch.equal(step(model, graph, 1), want)
 
 
 @pytest.mark.parametrize("reader", ["the cache", "the written scales", "other slots", "other modes"])
 def test_skipped_caches_of_codes(reader):
-    model = decoder_of_codes("mxfp8")
+    model = decoder_of_codes("mxfp8", "llama")
     graph = copy_sharing_tensors(model.decoder)
     codes, scales = calls(graph, aten.index_copy_.default)[:2]
     with graph.graph.inserting_after(scales):

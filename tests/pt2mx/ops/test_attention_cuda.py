@@ -4,6 +4,7 @@ import torch
 from pt2mx import FORMATS
 from pt2mx.kernels import dequantize_then_matmul
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
 
 pytestmark = pytest.mark.cuda
@@ -71,3 +72,51 @@ def test_the_kernel_runs(monkeypatch):
     monkeypatch.setattr(dequantize_then_matmul, "attend", refused)
     args, want = packed("fp6_e3m2", torch.bfloat16, device="cuda")
     close(attention_mx(*args), want, torch.bfloat16)
+
+
+JOINED = [  # batch, heads, heads of the keys, queries, slots, width, width of the values
+    *((2, 8, 2, 1, slots, 64, 64) for slots in (1, 15, 100, 512, 1030, 2048)),
+    (1, 32, 8, 1, 5000, 128, 128),  # too few pairs: a second kernel joins
+    (16, 32, 8, 1, 3000, 128, 128),
+    (3, 4, 1, 2, 300, 32, 128),
+    (1, 4, 1, 1, 700, 256, 256),
+    (2, 16, 1, 1, 900, 128, 64),  # more than 8 queries of a head
+]
+
+
+@pytest.mark.parametrize("sizes", JOINED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_last_program_joins_the_splits(name, dtype, sizes):
+    mask = torch.rand(sizes[0], 1, 1, sizes[4], generator=torch.Generator().manual_seed(0)) < 0.7
+    mask[..., 0] = True
+    zeros = torch.zeros(128, dtype=torch.int32, device="cuda")
+    for seen in (None, mask):
+        args, want = packed(name, dtype, sizes, mask=seen, scale=0.3, device="cuda")
+        got = decoding_attention_mx(*args, zeros)
+        close(got, want, dtype)
+        for _ in range(10):
+            assert torch.equal(got, decoding_attention_mx(*args, zeros))
+        assert not zeros.any()
+        close(decoding_attention_mx(*args, None), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_calls_in_a_graph_share_the_counters(dtype):
+    mask = torch.ones(2, 1, 1, 512, dtype=torch.bool)
+    mask[1] = False
+    args, _ = packed("fp4_e2m1", dtype, (2, 8, 2, 1, 512, 128, 128), mask=mask, device="cuda")
+    zeros = torch.zeros(4, dtype=torch.int32, device="cuda")
+    want = decoding_attention_mx(*args, zeros)
+    assert want[0].any() and not want[1].any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        query = args[0]
+        for _ in range(4):
+            got = decoding_attention_mx(query, *args[1:], zeros)
+            query = args[0] + 0 * got
+    for _ in range(20):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want) and not zeros.any()

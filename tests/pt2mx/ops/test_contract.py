@@ -98,6 +98,10 @@ RECORDED = {
         1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor cos, "
         "Tensor sin) -> Tensor",
     },
+    "decoding_attention_mx": {
+        1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
+        "str elem_dtype_name, int block_size, int value_width, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
+    },
     "rotate_quantize_and_store": {
         1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!) value_data, "
         "Tensor(d!) value_scale, Tensor slots, Tensor cos, Tensor sin, str elem_dtype_name, int block_size, "

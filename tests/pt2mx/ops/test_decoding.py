@@ -8,7 +8,9 @@ from torch.nn import functional as F
 from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
 from pt2mx.kernels.decoder_linear import interleave, parts
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.decoding import decoding_attention, normed_linear_mx, residual_linear_mx, stored
+from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx, normed_linear_mx, residual_linear_mx, stored
+from tests.attention import packed
 from tests.operators import opchecks
 
 N, K = 48, 72
@@ -138,6 +140,31 @@ def test_bad_attention(change, message):
     query, values = query.to(change.get("dtype", torch.bfloat16)), values[:, :, : change.get("slots", 12)]
     with pytest.raises(MXError, match=message):
         decoding_attention(query, keys, values, change.get("mask"), None, change.get("zeros"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_over_codes(dtype):
+    mask = torch.rand(2, 1, 1, 77) < 0.6
+    args, _ = packed("fp6_e2m3", dtype, mask=mask, scale=0.3)
+    zeros = torch.zeros(4, dtype=torch.int32)
+    assert torch.equal(decoding_attention_mx(*args, zeros), attention_mx(*args)) and not zeros.any()
+    opcheck(decoding_attention_mx, (*args, zeros))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.ones(2, 3, 1, 64).bfloat16()}, "a query of 2 sequences and 3 heads does not fit"),
+        ({10: torch.zeros(4)}, r"zeros must be \(n,\) torch.int32 and contiguous, not \(4,\) torch.float32"),
+        ({10: torch.zeros(4, dtype=torch.int32, device="meta")}, "must be on one device, not on cpu and meta"),
+    ],
+)
+def test_bad_attention_over_codes(change, message):
+    args = [*packed("fp4_e2m1", torch.bfloat16)[0], None]
+    for index, value in change.items():
+        args[index] = value
+    with pytest.raises(MXError, match=message):
+        decoding_attention_mx(*args)
 
 
 def test_stored():
