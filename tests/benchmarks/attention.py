@@ -4,7 +4,8 @@
         [--formats mxfp8 mxint8 mxfp6 mxfp4]
 
 32 heads of queries, 8 of keys, of 128 values, as in Llama 3.1 8B; one query a sequence. Bytes of a token in one layer,
-milliseconds of one layer, on a GPU as CUDA graphs, and how many times as fast.
+milliseconds of one layer, on a GPU as CUDA graphs, and how many times as fast. "joined": with counters, as the steps of
+a few sequences call it (`decoding_attention`, `decoding_attention_mx`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, medians_in_turns, print_table
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
@@ -30,13 +32,17 @@ def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
     query, keys, values = made(HEADS, 1), made(KEY_HEADS, slots), made(KEY_HEADS, slots)
     mask = torch.ones(batch, 1, 1, slots, dtype=torch.bool, device=device)
     dense = partial(F.scaled_dot_product_attention, query, keys, values, mask, enable_gqa=True)
-    calls, sizes = [dense], [keys.nbytes + values.nbytes]
+    zeros = torch.zeros(batch * KEY_HEADS, dtype=torch.int32, device=device)
+    joined = partial(decoding_attention, query, keys, values, mask, None, zeros)
+    names, calls, sizes = ["bfloat16", "bfloat16, joined"], [dense, joined], [keys.nbytes + values.nbytes] * 2
     for name in formats:
         spec = pt2mx.parse(name)
         pairs = [pt2mx.quantize_mx(x, spec) for x in (keys, values)]
         codes = [tensor for scale, data in pairs for tensor in (data, scale)]
-        calls.append(partial(attention_mx, query, *codes, spec.element.name, spec.block_size, WIDTH, mask))
-        sizes.append(sum(tensor.nbytes for tensor in codes))
+        args = query, *codes, spec.element.name, spec.block_size, WIDTH, mask
+        calls += [partial(attention_mx, *args), partial(decoding_attention_mx, *args, None, zeros)]
+        names += [name, f"{name}, joined"]
+        sizes += [sum(tensor.nbytes for tensor in codes)] * 2
     on_gpu = device.startswith("cuda")
     times = gpu_medians_in_turns(list(map(graph, calls)), 20) if on_gpu else medians_in_turns(calls, 20)
     return [
@@ -48,7 +54,7 @@ def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
             "ms": f"{1e3 * time:.3f}",
             "times": f"{times[0] / time:.2f}",
         }
-        for name, size, time in zip(("bfloat16", *formats), sizes, times, strict=True)
+        for name, size, time in zip(names, sizes, times, strict=True)
     ]
 
 

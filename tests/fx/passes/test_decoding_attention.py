@@ -16,16 +16,17 @@ from tests.language_models import decoder_by_recipe, decoder_of_codes
 from tests.vision_language_models import tiny_vision_language_model
 
 
-def step(model, graph, seen):
-    cache, mask = model.new_cache(2, 8), torch.ones(2, 8, dtype=torch.long)
+def step(model, graph, seen, cache=None):
+    """Run three steps of two sequences, the first `seen` tokens of one of them hidden; return the last logits."""
+    cache, mask = cache or model.new_cache(2, 8), torch.ones(2, 8, dtype=torch.long, device=model.device)
     mask[1, :seen] = 0
     for start in range(3):
         logits = graph(
-            input_ids=torch.tensor([[7], [200]]) + start,
-            position_ids=torch.full((2, 1), start),
+            input_ids=torch.tensor([[7], [200]], device=model.device) + start,
+            position_ids=torch.full((2, 1), start, device=model.device),
             attention_mask=F.pad(mask, (0, cache.slots - 8)),
-            start=torch.tensor([start]),
-            logits_to_keep=torch.tensor([0]),
+            start=torch.tensor([start], device=model.device),
+            logits_to_keep=torch.tensor([0], device=model.device),
             **cache.inputs(),
         )
     return logits.float()
