@@ -234,7 +234,7 @@ def rotated(values, SIZE: tl.constexpr):
     odd ^= odd >> 4
     odd ^= odd >> 2
     y = tl.reshape(values, [BLOCKS, SIZE])
-    y = tl.where((odd & 1)[None, :] == 1, -y, y)
+    y *= tl.where((odd & 1)[None, :] == 1, -1.0, 1.0)  # Triton's minus is 0 - y, which is no -0
     HALF: tl.constexpr = SIZE // 2
     for i in tl.static_range(20):
         if SIZE >> i > 1:

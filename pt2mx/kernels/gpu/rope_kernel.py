@@ -95,7 +95,7 @@ def _rotated(x, strides, factors, sequence, head, position, length, WIDTH: tl.co
     row = _row(x, strides, sequence, head, position)
     of_token = (sequence * length + position) * WIDTH + at
     other = tl.load(row + (at + WIDTH // 2) % WIDTH).to(tl.float32)
-    other = tl.where(at < WIDTH // 2, -other, other)
+    other *= tl.where(at < WIDTH // 2, -1.0, 1.0)  # Triton's minus is 0 - x, which is no -0
     cos, sin = tl.load(factors[0] + of_token).to(tl.float32), tl.load(factors[1] + of_token).to(tl.float32)
     return (tl.load(row + at).to(tl.float32) * cos + other * sin).to(x.dtype.element_ty)
 

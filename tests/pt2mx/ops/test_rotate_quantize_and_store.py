@@ -7,6 +7,7 @@ from torch.library import opcheck
 import pt2mx
 from pt2mx import MXError
 from pt2mx.ops.rope import rotate_quantize_and_store
+from tests.compare import same
 from tests.pt2mx.ops.test_rope import operands, rotated
 
 #: the formats that a cache may have, and other modes, blocks and scales
@@ -34,18 +35,11 @@ def of_codes(text, **sizes):
     return [query, key, value, *cache, slots, cos, sin, *modes], [rotated(query, cos, sin), *want]
 
 
-def same_bits(got, want):
-    """Compare tensors in which a scale may be NaN."""
-    return all(
-        torch.equal(x.cpu().view(torch.uint8), y.cpu().view(torch.uint8)) for x, y in zip(got, want, strict=True)
-    )
-
-
 @pytest.mark.parametrize("sizes", [{}, {"length": 3, "heads": 2, "key_heads": 1, "value_width": 64}, {"width": 24}])
 @pytest.mark.parametrize("text", FORMATS)
 def test_values(text, sizes):
     args, want = of_codes(text, **sizes)
-    assert same_bits([rotate_quantize_and_store(*args), *args[3:7]], want)
+    assert all(map(same, [rotate_quantize_and_store(*args), *args[3:7]], want))
 
 
 @pytest.mark.parametrize("text", ["mxfp6_e3m2", "fp4_e2m1{16}(e4m3)"])

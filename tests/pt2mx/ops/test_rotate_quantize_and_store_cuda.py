@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from pt2mx.ops.rope import RotateQuantizeAndStore, rotate_quantize_and_store
-from tests.pt2mx.ops.test_rotate_quantize_and_store import FORMATS, of_codes, same_bits
+from tests.compare import same
+from tests.pt2mx.ops.test_rotate_quantize_and_store import FORMATS, of_codes
 
 pytestmark = pytest.mark.cuda
 
@@ -28,7 +29,7 @@ def test_values(text, sizes, layout):
     args = to_gpu(on_cpu)
     if layout != "contiguous":
         args[:3] = [arg.transpose(1, 2).contiguous().transpose(1, 2) for arg in args[:3]]
-    assert same_bits([rotate_quantize_and_store(*args), *args[3:7]], want)
+    assert all(map(same, [rotate_quantize_and_store(*args), *args[3:7]], want))
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -36,7 +37,7 @@ def test_the_kernel_runs(text, monkeypatch):
     monkeypatch.setattr(RotateQuantizeAndStore, "decompose", None)
     args, want = of_codes(text, width=64, value_width=64)
     args = to_gpu(args)
-    assert same_bits([rotate_quantize_and_store(*args), *args[3:7]], want)
+    assert all(map(same, [rotate_quantize_and_store(*args), *args[3:7]], want))
 
 
 def test_a_slot_past_the_end_is_not_written():

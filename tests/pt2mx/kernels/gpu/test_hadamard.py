@@ -29,6 +29,13 @@ def test_sizes(shape, axis, dtype):
             assert same(got, hadamard.rotate(x, size, axis)) and got.is_contiguous()
 
 
+@pytest.mark.parametrize("size", [2, 4, 32])
+def test_signs_of_zeros(size):
+    x = torch.where(torch.rand(64, 32) < 0.5, 0.0, -0.0)
+    x[32:, ::3] = torch.randn(32, 11)
+    assert same(torch.ops.pt2mx.hadamard(x.cuda(), size, -1), hadamard.rotate(x, size))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5, 96), (1, 2048), (40, 4128), (700, 96)])
 def test_rotated_and_quantized(shape, dtype):
