@@ -14,11 +14,13 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
-from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, stored
 
 aten = torch.ops.aten
+
+#: sequences up to which the last program of a head joins the results of the others
+JOINED_SEQUENCES = 64
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 _CODES = "key_data", "key_scale", "value_data", "value_scale", "elem_dtype_name", "block_size", "value_width"
@@ -50,7 +52,7 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
     calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.device.type == "cuda")]
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
-    most = FEW_ROWS * max(call.heads for call in calls)
+    most = JOINED_SEQUENCES * max(call.heads for call in calls)
     counters = torch.zeros(most, dtype=torch.int32, device=calls[0].device)
     name = register_buffer(model, "attention_zeros", counters)
     with model.graph.inserting_before(next(iter(model.graph.nodes))):

@@ -67,8 +67,8 @@ class Runner:
         self.decoder, self.device, self._pads, self.compiles = decoder, device, False, False
         self._prompt = packages.get("prompt", decoder)
         single = with_single_steps(decoder)
-        self._token = packages.get("token", single)
-        self._fused_token = packages.get("token") or _fused(single)
+        few, many = _step_programs(single)
+        self._fused_token, self._token = packages.get("token", few), packages.get("token", many)
         self._steps = self._fused_token, self._token
 
     def compile(self, **options: Any) -> None:
@@ -79,7 +79,7 @@ class Runner:
         self._pads, self.compiles = self.device.type == "cuda", True
         self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
         single, overlaps = with_single_steps(self.decoder), _overlaps(self.device)
-        programs = _fused(single), single
+        programs = _step_programs(single)
         self._steps = self._fused_token, self._token = _compiled_pair(programs, options, overlaps)
         if (plain := _without_graphs(options)) != options:
             self._steps = _compiled_pair(programs, plain, overlaps)
@@ -129,13 +129,15 @@ class Runner:
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
-def _fused(single: GraphModule) -> GraphModule:
-    """Return the program for single tokens of a few sequences; it shares the tensors of `single`."""
+def _step_programs(single: GraphModule) -> tuple[GraphModule, GraphModule]:
+    """Return the programs for single tokens of a few and of many sequences; they share the tensors of `single`."""
     if not fuse_decoding.applies_to(single):
-        return single
-    model = copy_sharing_tensors(single)
-    run_passes(model, [fuse_decoding, use_decoding_attention, fuse_rope])
-    return store_positions(model, _POSITIONS)
+        return single, single
+    attention = [use_decoding_attention, fuse_rope]
+    few, many = copy_sharing_tensors(single), copy_sharing_tensors(single)
+    run_passes(few, [fuse_decoding, *attention])
+    run_passes(many, attention)
+    return store_positions(few, _POSITIONS), store_positions(many, _POSITIONS)
 
 
 def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool = False) -> Callable[..., Tensor]:
@@ -155,9 +157,9 @@ def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool =
 def _compiled_pair(
     programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any], overlaps: bool
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    fused, single = programs
-    token = _compiled(single, options, overlaps)
-    return token if fused is single else _compiled(fused, options, overlaps), token
+    few, many = programs
+    compiled = _compiled(many, options, overlaps)
+    return compiled if few is many else _compiled(few, options, overlaps), compiled
 
 
 def _overlaps(device: torch.device) -> bool:

@@ -1,14 +1,14 @@
 """Language models: seconds of the flow, time to the first token and tokens a second, against the float program.
 
-    python -m tests.benchmarks.language [--shape 1b|8b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
+    python -m tests.benchmarks.language [--shape 1b|3b|8b|70b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
         [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
         [--side both|bfloat16|quantized] [--bandwidth GB/S]
 
-A Llama of the shape of 3.2 1B or 3.1 8B, random weights in bfloat16, exported with its cache. Both sides are the same
-program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two steps. Each
-figure is the median of calls after two warm-up calls. Next to it is the byte limit: the bytes of weights, scales and
-cache over the bandwidth of the memory, by default the bandwidth of a copy. Under `torchrun --nproc-per-node N -m ...`
-the layers are divided among the ranks.
+A Llama of the shape of 3.2 1B or 3B, or 3.1 8B or 70B, random weights in bfloat16, exported with its cache. Both sides
+are the same program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two
+steps. Each figure is the median of calls after two warm-up calls. Next to it is the byte limit: the bytes of weights,
+scales and cache over the bandwidth of the memory, by default the bandwidth of a copy. Under `torchrun --nproc-per-node
+N -m ...` the layers are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -43,11 +43,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
     "8b": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
 }

@@ -1,14 +1,14 @@
 """A step of `generate`: its time by this package's loop and by transformers', its kernels, and the limit of its bytes.
 
-    python -m tests.benchmarks.step [--shapes 1b 8b] [--layers N] [--batches 1 4 16] [--slots 512] [--tokens 128]
+    python -m tests.benchmarks.step [--shapes 1b 3b 8b 70b] [--layers N] [--batches 1 4 16] [--slots 512] [--tokens 128]
         [--recipe mxfp4_weight_only] [--kv-cache mxfp8] [--device cuda] [--mode reduce-overhead] [--rounds 3]
         [--bandwidth GB/S] [--kernels 12]
 
-A Llama of the shape of 3.2 1B or 3.1 8B, random weights. Greedy text of random prompts that fills the cache; on a GPU
-the model is compiled. The two loops generate in turns. A time is the median of the intervals between two tokens that a
-streamer sees; the first ones of each text, in which graphs are recorded, do not count. `gap`: the time of a step in
-which no kernel runs, under torch's profiler, which takes time itself: it compares the two loops. The limit is the bytes
-of weights, scales and cache over a bandwidth, by default the bandwidth of a copy.
+A Llama of the shape of 3.2 1B or 3B, or 3.1 8B or 70B, random weights. Greedy text of random prompts that fills the
+cache; on a GPU the model is compiled. The two loops generate in turns. A time is the median of the intervals between
+two tokens that a streamer sees; the first ones of each text, in which graphs are recorded, do not count. `gap`: the
+time of a step in which no kernel runs, under torch's profiler, which takes time itself: it compares the two loops. The
+limit is the bytes of weights, scales and cache over a bandwidth, by default the bandwidth of a copy.
 """
 
 from __future__ import annotations

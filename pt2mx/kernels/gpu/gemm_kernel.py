@@ -39,10 +39,12 @@ from pt2mx.kernels.gpu.fragment import (
 STAGE_K = gl.constexpr(128)
 
 
-@gluon.jit(do_not_specialize=["batch", "n", "n_tiles", "k_steps", "split_steps"])
-def gemm_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, n_tiles, k_steps, split_steps, C: gl.constexpr):
-    """x: descriptor of (batch, K') bfloat16 in the order of the threads, codes and scale: as of `gemv_kernel`, bias:
-    (n,) -> out: (split_k, batch, n). A program takes `split_steps` steps along K."""
+@gluon.jit(do_not_specialize=["batch", "n", "n_tiles", "k_steps", "split_steps", "loads_early"])
+def gemm_kernel(
+    x, codes, scale, tensor_scale, bias, out, batch, n, n_tiles, k_steps, split_steps, loads_early, C: gl.constexpr
+):
+    """x: descriptor of (batch, K') bfloat16 in the order of the threads, codes, scale and loads_early: as of
+    `gemv_kernel`, bias: (n,) -> out: (split_k, batch, n). A program takes `split_steps` steps along K."""
     pair_steps: gl.constexpr = 8 // C.k8_groups  # steps of two stages
     load_stages: gl.constexpr = C.load_steps * C.k8_groups // 4
     first = gl.program_id(2) * split_steps
@@ -53,15 +55,19 @@ def gemm_kernel(x, codes, scale, tensor_scale, bias, out, batch, n, n_tiles, k_s
     else:
         pid_n, pid_m = gl.program_id(0), gl.program_id(1)
     first_m = pid_m * C.m_rows
-    ring = gl.allocate_shared_memory(gl.bfloat16, [C.stages, C.m_rows, STAGE_K], x.layout)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [C.slots, C.m_rows, STAGE_K], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(gl.constexpr(C.stages)):
         mbarrier.init(ready.index(stage), count=1)
     pointers = fragment_pointers(codes.to(gl.pointer_type(gl.int32)), scale, pid_n, n_tiles, k_steps, C)
+    if loads_early == 0:
+        pdl_wait(C)
+    words, scales = _load(pointers, first, k_steps - 1, C)
+    for ahead in gl.static_range(gl.constexpr(C.load_steps), 16 // C.k8_groups, gl.constexpr(C.load_steps)):
+        _prefetch(pointers, first + ahead, k_steps - 1, C)
     pdl_wait(C)
     for stage in gl.static_range(gl.constexpr(C.stages)):
         _copy_stage(x, ring, ready, stage, stage < count, first_k, first_m, C)
-    words, scales = _load(pointers, first, k_steps - 1, C)
     acc = gl.full([C.warps_n * 16, C.m_rows], 0.0, gl.float32, _sums_layout(C))
     prev_a = gl.full([C.warps_n * 16, STAGE_K], 0.0, gl.bfloat16, gl.DotOperandLayout(0, _sums_layout(C), 2))
     # The tensor cores read `prev_a` until the wait, so the operand that is decoded meanwhile needs other registers. It
@@ -184,16 +190,16 @@ def reduce_split_k_kernel(parts, tensor_scale, bias, out, n, size, split_k, C: g
     gl.store(out + at, total.to(out.dtype.element_ty), inside)
 
 
-@gluon.jit(do_not_specialize=["words", "words_out"])
-def shuffle_x_kernel(x, out, words, words_out, C: gl.constexpr):
-    """x: (batch, words) int32, pairs of values -> out: (batch, words_out), the pairs of each step, interleaved: one
-    pair of each of the four threads in turn; zeros beyond x."""
+@gluon.jit(do_not_specialize=["batch", "words", "words_out"])
+def shuffle_x_kernel(x, out, batch, words, words_out, C: gl.constexpr):
+    """x: (batch, words) int32, pairs of values -> out: (rows, words_out), the pairs of each step, interleaved: one pair
+    of each of the four threads in turn; zeros beyond x."""
     in_thread: gl.constexpr = 4 * C.k8_groups
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-    row = gl.program_id(1).to(gl.int64)
     at = gl.program_id(0) * 1024 + gl.arange(0, 1024, layout)
     source = at // (4 * in_thread) * (4 * in_thread) + at % 4 * in_thread + at // 4 % in_thread
-    pdl_wait(C)
-    pairs = gl.load(x + row * words + source, source < words, 0)
     pdl_launch_dependents(C)
-    gl.store(out + row * words_out + at, pairs, at < words_out)
+    pdl_wait(C)
+    for row in range(gl.program_id(1), batch, gl.num_programs(1)):
+        pairs = gl.load(x + row.to(gl.int64) * words + source, source < words, 0)
+        gl.store(out + row.to(gl.int64) * words_out + at, pairs, at < words_out)

@@ -158,10 +158,8 @@ def _gemv(
         gate=epilogue.gate,
         adds_residual=epilogue.residual is not None,
     )
-    # a CUDA graph cannot contain `to_mma_layout`, which waits for the device: its kernels do not write weights
-    loads_early = int(torch.cuda.is_current_stream_capturing())
     n = out.shape[1] if epilogue.gate is None else 2 * out.shape[1]
-    sizes = batch, n, k, n_tiles, k_steps, loads_early
+    sizes = batch, n, k, n_tiles, k_steps, tuning.loads_early()
     grid = (triton.cdiv(n_tiles, chosen.tiles_per_warp),)
     with torch.cuda.device_of(x):
         of_weight = codes, scale, tensor_scale, bias

@@ -61,6 +61,7 @@ _GEMV_OF_MANY_TILES = {4: (2, 1, 12, 2), 6: (2, 1, 12, 2), 8: (2, 1, 12, 1)}
 #: values are loaded at a time
 _FEW_VALUES = {4: 512, 6: 1024, 8: 1024}
 _MOST_SPLITS = 8  # more splits cost as much as they gain
+_LONG_SPLIT = 2048  # values along K of a split that is worth a second program on a multiprocessor
 #: largest weight, in values along K times tiles of 16 rows, for which `gemv_kernel` rotates x itself. That took 0.3
 #: microseconds more for 8192 x 2048 and 1.8 for 2048 x 16384; a separate launch takes 0.8
 _LARGEST_ROTATED_GEMV = 1 << 20
@@ -80,11 +81,12 @@ def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multipro
 
 
 def _largest_gemv_batch(k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> int:
-    """Return 16 if rows are short, or about as many programs are needed as run at a time; else 8. It is 8 for 6-bit
-    elements."""
-    programs = -(-n_tiles // _GEMV[element.bits, 2][0])
-    takes_16 = k <= 2048 or 1.5 * multiprocessors <= programs <= 3 * multiprocessors
-    return 16 if element.bits != 6 and takes_16 else 8
+    """Return 16 if rows are short, or if programs of `gemv_kernel`, two at a time, leave few multiprocessors idle; else
+    8. It is 8 for 6-bit elements."""
+    programs, at_once = -(-n_tiles // _GEMV[element.bits, 2][0]), 2 * multiprocessors
+    waves = -(-programs // at_once)
+    fills = programs >= 0.7 * waves * at_once and (waves == 1 or element.bits == 8)
+    return 16 if element.bits != 6 and (k <= 2048 or fills) else 8
 
 
 def gemv_config(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemvConfig:
@@ -117,20 +119,32 @@ def rotates_in_gemv(batch: int, k: int, n_tiles: int, rotation: int) -> bool:
     return rotation == ROTATED_BLOCK and batch == 1 and k * n_tiles <= _LARGEST_ROTATED_GEMV
 
 
-def gemm_tile(batch: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:
-    """Return the largest tile of `gemm_kernel` that leaves few multiprocessors idle; with 256 rows of x, 8 warps are
-    faster only for 8-bit elements."""
+def gemm_tile(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int) -> GemmTile:
+    """Return the tile of `gemm_kernel` that leaves few multiprocessors idle. Where registers and shared memory allow,
+    two programs share a multiprocessor: while one waits, the other one decodes."""
 
     def programs(rows: int, warps: int) -> int:
         return -(-n_tiles // warps) * -(-batch // rows)
 
-    enough = 0.9 * multiprocessors
-    rows = min(max(_next_power_of_2(batch), 16), 256)
+    def waves(rows: int, warps: int) -> int:
+        return -(-programs(rows, warps) // multiprocessors) * warps
+
+    rows, enough = min(max(_next_power_of_2(batch), 16), 256), 0.9 * multiprocessors
     if rows == 256 and programs(rows, 4) < enough:
         rows = 128
-    warps = 8 if (rows < 256 or element.bits == 8) and programs(rows, 8) >= enough else 4
-    target = multiprocessors * (2 if rows <= 32 else 1)
-    return GemmTile(rows, warps, min(max(1, target // programs(rows, warps)), _MOST_SPLITS))
+    takes_8 = {128: element.bits < 8 and waves(rows, 8) <= waves(rows, 4)}
+    takes_8[256] = element.bits == 8 and programs(rows, 8) >= enough
+    warps = 8 if takes_8.get(rows) else 4
+    split_k = multiprocessors // programs(rows, warps)
+    if rows <= 32 or (rows == 64 and element.bits < 8):
+        split_k = max(split_k, min(round(2 * multiprocessors / programs(rows, warps)), k // _LONG_SPLIT))
+    return GemmTile(rows, warps, min(max(1, split_k), _MOST_SPLITS))
+
+
+def loads_early() -> int:
+    """Return 1 if a kernel may load its weight before the kernels before it end. In a CUDA graph none of them writes
+    weights, because a graph cannot contain `to_mma_layout`, which waits for the device."""
+    return int(torch.cuda.is_current_stream_capturing())
 
 
 def _next_power_of_2(n: int) -> int:
@@ -155,6 +169,7 @@ class KernelConfig(NamedTuple):
     chains: int = 1  # GEMV: sums of a tile that are computed at the same time
     m_rows: int = 0  # GEMM: rows of x that a program multiplies
     stages: int = 0  # GEMM: of the ring in shared memory
+    slots: int = 0  # GEMM: stages that fit into the shared memory of a program
     load_steps: int = 0  # GEMM: steps along K that are loaded together, of one stage or two
     m_first: bool = False  # GEMM: neighbouring programs share rows of the weight, otherwise rows of x
     has_bias: bool = False

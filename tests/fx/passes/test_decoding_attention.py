@@ -6,8 +6,7 @@ from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, quantize_language_model
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
-from pt2mx.fx.passes.fuse_decoding import FEW_ROWS
+from pt2mx.fx.passes.decoding_attention import JOINED_SEQUENCES, store_positions, use_decoding_attention
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx, stored
 from pt2mx.pt2e.language.runtime import _POSITIONS
@@ -39,7 +38,7 @@ def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
     graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
     key_heads = 4 if family == "gpt2" else 2
-    assert graph.attention_zeros.shape == (FEW_ROWS * key_heads,) and graph.attention_zeros.dtype == torch.int32
+    assert graph.attention_zeros.shape == (JOINED_SEQUENCES * key_heads,) and graph.attention_zeros.dtype == torch.int32
     assert len(calls(graph, decoding_attention)) == 2
     assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
     got = step(model, store_positions(graph, _POSITIONS), 1)
@@ -54,7 +53,7 @@ def test_a_cache_of_codes(text):
     graph.graph.lint()
     first, second = calls(graph, decoding_attention_mx)
     assert first.args[-1] is second.args[-1] and not calls(graph, attention_mx)
-    assert graph.attention_zeros.shape == (FEW_ROWS * 2,) and not graph.attention_zeros.any()
+    assert graph.attention_zeros.shape == (JOINED_SEQUENCES * 2,) and not graph.attention_zeros.any()
     assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
 
 

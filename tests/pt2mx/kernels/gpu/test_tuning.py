@@ -56,19 +56,25 @@ def test_gemv_config(element, batch, n, k, config):
 
 
 @pytest.mark.parametrize(
-    ("element", "batch", "n", "tile"),
+    ("element", "batch", "n", "k", "tile"),
     [
-        (FP4, 17, 4096, GemmTile(32, 4, 4)),
-        (FP4, 64, 8192, GemmTile(64, 4, 1)),
-        (FP4, 130, 2048, GemmTile(128, 4, 2)),
-        (FP4, 1024, 8192, GemmTile(256, 4, 1)),
-        (FP8, 512, 8192, GemmTile(256, 8, 1)),
-        (FP8, 512, 28672, GemmTile(256, 8, 1)),
-        (FP4, 512, 28672, GemmTile(256, 4, 1)),
+        (FP4, 17, 4096, 4096, GemmTile(32, 4, 2)),
+        (FP4, 17, 4096, 14336, GemmTile(32, 4, 4)),
+        (FP4, 17, 28672, 4096, GemmTile(32, 4, 1)),
+        (FP4, 64, 8192, 8192, GemmTile(64, 4, 2)),
+        (FP4, 64, 2048, 2048, GemmTile(64, 4, 4)),
+        (FP8, 64, 8192, 8192, GemmTile(64, 4, 1)),
+        (FP4, 128, 6144, 4096, GemmTile(128, 4, 1)),
+        (FP4, 128, 10240, 8192, GemmTile(128, 8, 1)),
+        (FP4, 130, 2048, 2048, GemmTile(128, 4, 2)),
+        (FP4, 1024, 8192, 8192, GemmTile(256, 4, 1)),
+        (FP8, 512, 8192, 8192, GemmTile(256, 8, 1)),
+        (FP8, 512, 28672, 8192, GemmTile(256, 8, 1)),
+        (FP4, 512, 28672, 8192, GemmTile(256, 4, 1)),
     ],
 )
-def test_gemm_tile(element, batch, n, tile):
-    assert gemm_tile(batch, n // 16, element, 132) == tile
+def test_gemm_tile(element, batch, n, k, tile):
+    assert gemm_tile(batch, k, n // 16, element, 132) == tile
 
 
 @pytest.mark.parametrize(
