@@ -21,7 +21,6 @@
 namespace {
 
 constexpr i64 kSpan = 4 * kGroup;  // values that are decoded together, to four vectors of 32
-constexpr i64 kAhead = 6144;       // bytes from the codes being decoded to those prefetched: hardware is too late
 
 // The first `n` values of the table of codes as bfloat16; 16 of them twice, because a look-up takes five bits.
 inline __m512i table_of(const LinearCall& call, int n) {
@@ -86,15 +85,11 @@ struct Bf16Sixes {
   }
 };
 
-// True on a processor with AVX512_BF16, unless x has values below 2**-100 other than zero: a sum could be subnormal.
+// True for bfloat16 on a processor with AVX512_BF16, unless x has values below 2**-100 other than zero: a sum could be
+// subnormal.
 inline bool supports_gemv(const LinearCall& c) {
-  if (!has_avx512_bf16()) return false;
-  u32 tiny = 0;
-  for (i64 i = 0; i < c.k; ++i) {
-    const u32 magnitude = static_cast<const u16*>(c.x)[i] & 0x7FFF;
-    tiny |= magnitude && magnitude < (kBias - 100) << 7;
-  }
-  return !tiny;
+  if (c.dtype != BF16 || !has_avx512_bf16()) return false;
+  return !has_tiny(static_cast<const u16*>(c.x), c.k, 7);
 }
 
 struct Gemv {

@@ -2,7 +2,8 @@
 //
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
-//   1 row in bfloat16                  gemv_bf16.h    codes of 4 and 6 bits become bfloat16 by a table
+//   1 row                              gemv_fp32.h    codes of 4 bits become fp32 by a table
+//   1 row in bfloat16, AVX512_BF16     gemv_bf16.h    codes of 4 and 6 bits become bfloat16 by a table
 //   up to 32 rows                      linear_fp32.h  any format, in fp32 vectors
 //   up to 32 rows in bfloat16, AMX     linear_amx.h   the weight is decoded to bfloat16 as it is multiplied
 //   more rows in bfloat16              gemm_bf16.h    AMX or AVX512_BF16, some columns are decoded first
@@ -16,6 +17,7 @@
 #include "gemm_bf16.h"
 #include "gemm_vnni.h"
 #include "gemv_bf16.h"
+#include "gemv_fp32.h"
 #include "linear_amx.h"
 #include "linear_fp32.h"
 #include "rotate.h"
@@ -52,11 +54,16 @@ int32_t multiply_on_isa(Linear& linear, bool many_rows, ParallelFor parallel_for
 
 template <class Decoder>
 int32_t multiply_row(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
-  using Pairs = typename Bf16DecoderOf<Decoder>::type;
-  if constexpr (!std::is_void<Pairs>::value) {
-    if (supports_gemv(linear.call)) return gemv_bf16<Pairs, Decoder>(linear, tiles, grain, parallel_for);
-  }
-  return kUnsupported;
+  const auto in_bf16 = [&] {
+    using Pairs = typename Bf16DecoderOf<Decoder>::type;
+    if constexpr (!std::is_void<Pairs>::value) {
+      if (supports_gemv(linear.call)) return gemv_bf16<Pairs, Decoder>(linear, tiles, grain, parallel_for);
+    }
+    return kUnsupported;
+  };
+  int32_t error = has_fast_avx512_bf16() ? in_bf16() : kUnsupported;
+  if (error == kUnsupported) error = gemv_fp32<Decoder>(linear, tiles, grain, parallel_for);
+  return error == kUnsupported && !has_fast_avx512_bf16() ? in_bf16() : error;
 }
 
 #else
@@ -70,8 +77,8 @@ int32_t multiply_on_isa(Linear&, bool, ParallelFor) {
   return kUnsupported;
 }
 template <class Decoder>
-int32_t multiply_row(Linear&, i64, i64, ParallelFor) {
-  return kUnsupported;
+int32_t multiply_row(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
+  return gemv_fp32<Decoder>(linear, tiles, grain, parallel_for);
 }
 bool merges_taps_of_row(const ConvolutionCall&) { return false; }
 int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsupported; }
@@ -111,7 +118,7 @@ int32_t pt2mx_linear(const LinearCall* original, ParallelFor parallel_for) {
       const bool many_rows = call.m > kFewRows;
       error = multiply_on_isa<Decoder>(linear, many_rows, parallel_for);
       if (many_rows || error != kUnsupported) return;
-      if (call.m == 1 && call.dtype == BF16) error = multiply_row<Decoder>(linear, tiles, grain, parallel_for);
+      if (call.m == 1) error = multiply_row<Decoder>(linear, tiles, grain, parallel_for);
       if (error != kUnsupported) return;
     }
     prepare(linear, Decoder::kEvenOdd);

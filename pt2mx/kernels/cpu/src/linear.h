@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kRows = kWidth == 16 ? 4 : 2;  // rows of the weight that a thread multiplies together
 constexpr i64 kChunk = 128;                  // groups whose factors are converted at a time
+constexpr i64 kAhead = 6144;  // bytes from the codes of one row of x being decoded to those prefetched, as measured
 
 struct Linear {
   const LinearCall& call;

@@ -9,6 +9,20 @@
 
 namespace {
 
+// True if the bits of one of the floats are of a value below 2**-100 other than zero. `mantissa`: bits of their
+// mantissa.
+template <class Bits>
+bool has_tiny(const Bits* x, i64 n, int mantissa) {
+  const Bits sign = Bits(1) << (8 * sizeof(Bits) - 1), limit = Bits(Bits(kBias - 100) << mantissa);
+  Bits tiny = 0;
+#pragma omp simd reduction(| : tiny)
+  for (i64 i = 0; i < n; ++i) {
+    const Bits magnitude = x[i] & Bits(~sign);
+    tiny |= Bits(magnitude && magnitude < limit);
+  }
+  return tiny;
+}
+
 constexpr i64 kStrip = 32;  // groups of a partial sum: a sum of partial sums is more exact
 
 // sums += `groups` groups of the weight's rows `data` times `R` rows of x. Prefetches the codes `ahead` bytes further,

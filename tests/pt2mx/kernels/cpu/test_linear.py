@@ -61,6 +61,20 @@ def test_more_rows_than_a_panel(name):
     check(torch.randn(2, 300, 64).bfloat16(), data, scale, spec)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_exact_sums(name):
+    """Sums of small integers times one scale are exact in any order, so each kernel gives the bits of the definition:
+    rows that end within a vector, and the weight's last row, past which no kernel reads."""
+    for n, k in ((1, 31), (5, 64), (9, 128), (37, 1000), (70, 2049)):
+        x, values = torch.randint(-2, 3, (32, k)).float(), torch.randint(-1, 2, (n, k)).float()
+        scale, data = ops.quantize_mx(values * 2.0**5, name, 32, -1, "floor", "even")
+        for rows in (1, 2, 4, 7, 16, 32):
+            expected = F.linear(x[:rows].double(), values.double() * 2.0**5)
+            for dtype in DTYPES:
+                y = linear(x[:rows].to(dtype), data, scale, None, MXSpec(name, 32, 1))
+                assert torch.equal(y, expected.to(dtype)), (n, k, rows, dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, rows):
@@ -227,7 +241,8 @@ from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
 print(torch.backends.cpu.get_cpu_capability(), linear.has_isa(MXSpec("int8", 32), 32), sep=", ")
 """
-    tests = "every_element or (long_rows and float32) or (every_code and 3) or nan_scale or nan_code or last_code"
+    names = ("every_element", "exact_sums", "(long_rows and float32)", "(every_code and 3)", "nan_scale", "nan_code")
+    tests = " or ".join((*names, "last_code"))
     printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
     name, units = printed.strip().lower().splitlines()[-1].split(", ")
     assert name in (capability, "default", "no avx") and units == "false"
