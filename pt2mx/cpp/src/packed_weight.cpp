@@ -92,6 +92,7 @@ LinearOperands::LinearOperands(const Tensor& x, const PackedWeight& weight, cons
   call.dtype = dtype_of(x);
   call.out_dtype = dtype_of(out);
   call.isa = isa;
+  call.integer_isa = pt2mx_integer_isa(blocks.decoder, call.table);
   call.m = out.numel() / n;
   call.n = n;
   call.k = k;

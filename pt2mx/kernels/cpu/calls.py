@@ -59,7 +59,7 @@ class Epilogue(ctypes.Structure):
 class LinearCall(ctypes.Structure):
     _fields_ = (
         ("table", c_void_p),
-        *_fields(c_int32, "format bits codes_per_group bytes_per_group dtype out_dtype isa"),
+        *_fields(c_int32, "format bits codes_per_group bytes_per_group dtype out_dtype isa integer_isa"),
         *_fields(c_int64, "m n k block task_rows task_columns row_bytes row_blocks rotation"),
         *_fields(c_void_p, "x data scale bias epilogue out"),
         ("float_scale", ctypes.POINTER(FloatScale)),

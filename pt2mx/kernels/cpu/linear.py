@@ -1,9 +1,10 @@
 """Linear layers with packed weights on the CPU, in C++ (`src/linear.cpp`), which decodes the weight in registers.
 
-Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. One
-bfloat16 row times a weight of 4 or 6 bits runs on AVX512_BF16; other calls with a few rows run on fp32 vectors, or in
-bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). For many rows, AMX,
-AVX512_VNNI or AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
+Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. A few
+rows whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as
+integers (`src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows run on
+fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). For many
+rows, AMX, AVX512_VNNI or AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _BFLOAT_BITS = 8
 VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits
 AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
+#: bits of the instructions for a few rows of integers, as in C++, which prefers the second
+VPMADDUBSW, VPDPBUSD = 1, 2
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
 #: what the C++ returns if it does not support a call
@@ -175,6 +178,7 @@ def call_of(
         dtype=DTYPES.index(x.dtype),
         out_dtype=DTYPES.index(out.dtype),
         isa=isa,
+        integer_isa=integer_isa_for(spec, k),
         m=rows,
         n=n,
         k=k,
@@ -248,6 +252,20 @@ def isa_for(spec: MXSpec, k: int) -> int:
 @functools.cache
 def _isa(name: str, decoder: int) -> int:
     return int(load()[0].pt2mx_isa(decoder, ctypes.addressof(table_of(name))))
+
+
+def integer_isa_for(spec: MXSpec, k: int) -> int:
+    """Return the instructions that multiply a few rows of `k` values, integers times a power of two a block, by a
+    weight of such values; 0 for none."""
+    decoder, _ = decoder_of(spec, k)
+    if decoder == TABLE or not spec.scale_format.is_power_of_two or not is_available():
+        return 0
+    return _integer_isa(spec.element.name, decoder)
+
+
+@functools.cache
+def _integer_isa(name: str, decoder: int) -> int:
+    return int(load()[0].pt2mx_integer_isa(decoder, ctypes.addressof(table_of(name))))
 
 
 def has_isa(spec: MXSpec, k: int) -> bool:

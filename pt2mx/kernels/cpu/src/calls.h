@@ -58,6 +58,7 @@ struct Epilogue {
 struct LinearCall {
   const float* table;                                                             // the values of 256 codes
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, isa;  // out_dtype: of the bias too
+  int32_t integer_isa;  // bits of IntegerIsa, for up to kFewRows rows of x; 0: not to multiply integers
   int64_t m, n, k, block;
   int64_t task_rows, task_columns;  // of the result that a thread computes at a time, if `isa` is not 0
   int64_t row_bytes, row_blocks;    // of the weight
@@ -151,6 +152,9 @@ constexpr int64_t kFewRows = 32;
 // are integers of 8 bits times powers of two.
 enum Isa { AMX = 1, AVX512_VNNI = 2, AVX512_BF16 = 4 };
 
+// Instructions for a few rows of such integers: VPMADDUBSW of AVX2 and AVX-512, VPDPBUSD of AVX_VNNI and AVX512_VNNI.
+enum IntegerIsa { VPMADDUBSW = 1, VPDPBUSD = 2 };
+
 enum Dtype { FP32, FP16, BF16, BYTE };
 enum TensorScale { NO_TENSOR_SCALE, FACTOR, DIVISOR };
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
@@ -163,7 +167,8 @@ int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, int64_t size, Paral
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for);
-int32_t pt2mx_isa(int32_t format, const float* table);  // bits of Isa that a weight of a LinearCall can use
+int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
+int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_bf16_isa();  // bits of Isa that the next two can use
 int32_t pt2mx_matmul(const MatmulCall* call, ParallelFor parallel_for);

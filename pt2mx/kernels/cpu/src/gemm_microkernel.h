@@ -26,13 +26,13 @@
 
 #pragma once
 
+#include "int8_codes.h"
 #include "isa.h"
 
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 
 namespace {
 
-constexpr i64 kStripGroups = 8;        // groups of a partial sum
 constexpr i64 kMicroTile = kMR * kNR;  // sums of a micro-tile
 
 // sums: (kMR, kNR), rows `across` values apart, = x: kMR rows of `groups` groups, rows `stride` values apart, times a

@@ -13,15 +13,14 @@
 
 #include "epilogue.h"
 #include "gemm_microkernel.h"
+#include "int8_codes.h"
 
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 
 namespace {
 
-constexpr i64 kVnniRows = 5;              // rows of x of a micro-tile: with kNR columns, 20 registers of sums
-constexpr i64 kVnniSteps = kGroup / 4;    // instructions for a group
-constexpr int32_t kCodeMantissa = 6;      // the largest code of a block is in [2**6, 2**7]
-constexpr int32_t kLargestExponent = 90;  // of a group's sum: 2**20 times that, in 2**17 groups, is finite
+constexpr i64 kVnniRows = 5;            // rows of x of a micro-tile: with kNR columns, 20 registers of sums
+constexpr i64 kVnniSteps = kGroup / 4;  // instructions for a group
 
 // ---- the weight ----
 
@@ -100,19 +99,6 @@ bool can_use_vnni(const float* table) {
   return false;
 }
 
-// The range of the exponents of groups. A group of zeros has exponent 0.
-struct ExponentRange {
-  int32_t min = INT16_MAX, max = INT16_MIN;
-  void add(int32_t exponent) {
-    min = std::min(min, exponent);
-    max = std::max(max, exponent);
-  }
-  void add(ExponentRange other) {
-    add(other.min);
-    add(other.max);
-  }
-};
-
 // A group of 16 rows of the weight, which are columns of the result. An instruction multiplies four codes of each
 // column with the same four codes of x, and adds the products to one sum a column, so four values of k are adjacent:
 //
@@ -121,13 +107,6 @@ struct ExponentRange {
 struct CodePanel {
   u8 codes[kTileElems];       // (kVnniSteps, kTileRows columns, 4)
   int32_t powers[kTileRows];  // of two, as integers to be added to the bits of a float
-};
-
-// A group of a pixel of x.
-struct CodeGroup {
-  u8 codes[kGroup];
-  int32_t power;   // as in CodePanel
-  int32_t offset;  // initial value of a sum: -128 times the sum of the codes, for the 128 added to the weight's codes
 };
 
 // Decodes rows [row, last) of the weight, rounded out to multiples of 32, to panels: (16 rows each, groups). Returns

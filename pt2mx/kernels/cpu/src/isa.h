@@ -21,11 +21,18 @@
 namespace {
 
 // The results are cached, because the CPUID instruction takes microseconds in a virtual machine.
+inline bool has_avx512_vbmi() {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1);
+  }();
+  return available;
+}
+
 inline bool has_avx512_bf16() {
   static const bool available = [] {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(c >> 1 & 1)) return false;  // AVX512_VBMI
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);               // AVX512_BF16
+    return has_avx512_vbmi() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
   }();
   return available;
 }

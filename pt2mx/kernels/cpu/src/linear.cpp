@@ -2,6 +2,7 @@
 //
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
+//   up to 32 rows of integers * 2**n   linear_int8.h  AVX2, AVX_VNNI or AVX512_VNNI, with AMX up to 16 rows
 //   1 row                              gemv_fp32.h    codes of 4 bits become fp32 by a table
 //   1 row in bfloat16, AVX512_BF16     gemv_bf16.h    codes of 4 and 6 bits become bfloat16 by a table
 //   up to 32 rows                      linear_fp32.h  any format, in fp32 vectors
@@ -20,11 +21,13 @@
 #include "gemv_fp32.h"
 #include "linear_amx.h"
 #include "linear_fp32.h"
+#include "linear_int8.h"
 #include "rotate.h"
 
 namespace {
 
-constexpr i64 kGrain = 1 << 18;  // multiplications that are worth another thread
+constexpr i64 kGrain = 1 << 18;   // multiplications that are worth another thread
+constexpr i64 kIntegerRows = 16;  // most rows of x for which integers are faster than AMX
 
 // True without an epilogue, or if the GEMM kernels support it: blocks must be the 32 columns of a micro-tile.
 bool supports_epilogue(const LinearCall& c) {
@@ -85,6 +88,14 @@ int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsup
 
 #endif
 
+// Multiplies a few rows of integers.
+template <class Decoder>
+int32_t multiply_integers(const Linear& linear, ParallelFor parallel_for) {
+  const LinearCall& c = linear.call;
+  if (!c.integer_isa || c.float_scale || c.m > (c.isa & AMX ? kIntegerRows : kFewRows)) return kUnsupported;
+  return linear_int8<Decoder>(linear, parallel_for);
+}
+
 // Calls body(decoder) for formats whose codes are decoded in registers; others have no kernel on matrix instructions.
 template <class Body>
 void with_register_decoder(int32_t format, Body body) {
@@ -103,6 +114,13 @@ int32_t pt2mx_isa(int32_t format, const float* table) {
   return isa;
 }
 
+int32_t pt2mx_integer_isa(int32_t format, const float* table) {
+  int32_t isa = 0;
+  with_register_decoder(format,
+                        [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
+  return isa;
+}
+
 int32_t pt2mx_linear(const LinearCall* original, ParallelFor parallel_for) {
   if (!supports_epilogue(*original)) return kUnsupported;
   LinearCall call = *original;
@@ -116,7 +134,8 @@ int32_t pt2mx_linear(const LinearCall* original, ParallelFor parallel_for) {
     const i64 grain = std::max<i64>(1, kGrain / (kRows * call.m * call.k));
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
       const bool many_rows = call.m > kFewRows;
-      error = multiply_on_isa<Decoder>(linear, many_rows, parallel_for);
+      error = multiply_integers<Decoder>(linear, parallel_for);
+      if (error == kUnsupported) error = multiply_on_isa<Decoder>(linear, many_rows, parallel_for);
       if (many_rows || error != kUnsupported) return;
       if (call.m == 1) error = multiply_row<Decoder>(linear, tiles, grain, parallel_for);
       if (error != kUnsupported) return;

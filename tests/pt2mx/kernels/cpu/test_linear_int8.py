@@ -1,0 +1,182 @@
+"""A few rows of integers times powers of two, against sums that are exact within a group, to the bit."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pt2mx import MXSpec, ops
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.packing import pack
+from tests.compare import relative_error
+from tests.cpu_kernels import DTYPES, environment, linear
+
+NAMES = ("fp4_e2m1", "int4", "fp6_e2m3", "int8", "int8_full")
+ISAS = (cpu_linear.VPMADDUBSW, cpu_linear.VPDPBUSD)
+
+
+def weight(
+    n: int, k: int, name: str, block: int = 32, scales: tuple[int, int] = (120, 134)
+) -> tuple[Tensor, Tensor, MXSpec]:
+    """Return a weight of random codes and scales: (N, bytes), (N, blocks), and its spec."""
+    spec = MXSpec(name, block, 1)
+    codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
+    data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
+    return data, torch.randint(*scales, (n, -(-k // block)), dtype=torch.uint8), spec
+
+
+def quantized(rows: int, k: int, name: str = "int8") -> Tensor:
+    return ops.fake_quantize_mx(torch.randn(rows, k), name, 32, -1, "floor", "even", None, "identity")
+
+
+def expected(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> Tensor:
+    """Return x times the weight in float32: exact sums of groups of 32, added one by one to a sum of eight groups, and
+    these sums to the result."""
+    values = reference.dequantize(data, scale, spec, torch.float32, x.shape[-1])
+    pad = -x.shape[-1] % 32
+    left, right = (F.pad(t.double(), (0, pad)).unflatten(-1, (-1, 32)) for t in (x, values))
+    groups = torch.einsum("mgk,ngk->gmn", left, right).float()
+    total = torch.zeros(groups.shape[1:])
+    for strip in groups.split(8):
+        partial = torch.zeros_like(total)
+        for group in strip:
+            partial = partial + group
+        total = total + partial
+    return total if bias is None else total + bias
+
+
+@pytest.fixture
+def with_isa(monkeypatch):
+    """Return a function that computes `linear` with one bit of `integer_isa_for`, or with 0: by other kernels."""
+
+    def compute(bit: int, *args: object, **rest: object) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: bit)
+            return linear(*args, **rest)
+
+    return compute
+
+
+def available(name: str) -> list[int]:
+    """Return the bits that this processor has, which may be none."""
+    bits = cpu_linear.integer_isa_for(MXSpec(name, 32), 64)
+    return [bit for bit in ISAS if bits & bit]
+
+
+def test_elements_that_are_integers():
+    for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
+        assert cpu_linear.integer_isa_for(MXSpec(name, 32), 64) == 0
+    assert cpu_linear.integer_isa_for(MXSpec("int8", 20), 64) == 0
+    assert cpu_linear.integer_isa_for(MXSpec("int8", 32, scale_format="float32"), 64) == 0
+    vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    assert all((cpu_linear.VPMADDUBSW in available(name)) == vectors for name in ("fp4_e2m1", "int4", "int8"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of_x", ["int8", "fp4_e2m1", "fp6_e2m3"])
+def test_same_bits_as_exact_sums(name, of_x, with_isa):
+    """Rows that end within a strip and within a group, rows of the weight that fill no vector, every number of rows of
+    x, and every dtype."""
+    for i, (n, k, block) in enumerate([(1, 1, 32), (16, 256, 32), (37, 576, 32), (70, 1000, 32), (33, 2049, 64)]):
+        w, x, bias = weight(n, k, name, block), quantized(32, k, of_x), torch.randn(n)
+        wanted = [expected(x, *w), expected(x, *w, bias)]
+        for bit in available(name):
+            for j, rows in enumerate((1, 2, 3, 4, 7, 16, 32)):
+                y = with_isa(
+                    bit, x[:rows].to(DTYPES[(i + j) % 3]), *w[:2], bias if j % 2 else None, w[2], torch.float32
+                )
+                if j < 6 or not cpu_linear.isa_for(w[2], k) & cpu_linear.AMX:
+                    assert torch.equal(y, wanted[j % 2][:rows]), (n, k, bit, rows)
+                else:
+                    assert relative_error(y, wanted[j % 2][:rows]) < 4e-7
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "int8"])
+def test_more_rows_have_the_same_bits(name, monkeypatch):
+    """The kernel for many rows adds in the same order."""
+    isa_for = cpu_linear.isa_for
+    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.AVX512_VNNI)
+    x, w = quantized(40, 1000), weight(37, 1000, name)
+    if cpu_linear.isa_for(w[2], 1000):
+        assert torch.equal(linear(x.bfloat16(), *w[:2], None, w[2], torch.float32), expected(x, *w))
+    y = linear(x[:3], *w[:2], None, w[2])
+    assert not available(name) or torch.equal(y, expected(x[:3], *w))
+
+
+def test_largest_codes(with_isa):
+    """All products have the largest magnitude, of either sign, so that sums of 16 bits would overflow first."""
+    for name, largest, least in (("fp4_e2m1", 7, 15), ("int4", 7, 8), ("fp6_e2m3", 31, 63), ("int8_full", 127, 128)):
+        codes = torch.tensor([[largest], [least], [0]], dtype=torch.uint8).expand(3, 320).contiguous()
+        spec = MXSpec(name, 32, 1)
+        data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
+        scale = torch.full((3, 10), 127, dtype=torch.uint8)
+        for value in (127 / 64, -127 / 64, -2.0):
+            x = torch.full((4, 320), value)
+            for bit in available(name):
+                assert torch.equal(with_isa(bit, x, data, scale, None, spec), expected(x, data, scale, spec))
+
+
+def test_zeros_may_have_any_scale(with_isa):
+    x, (data, scale, spec) = quantized(4, 640), weight(40, 640, "fp4_e2m1")
+    x[:, :32], x[2] = 0, -0.0
+    data[:, 16:32], scale[:, 1] = 0, 0
+    data[5], scale[5, ::2], scale[5, 1::2] = 0x88, 254, 0
+    for bit in available("fp4_e2m1"):
+        y = with_isa(bit, x, data, scale, None, spec)
+        assert torch.equal(y, expected(x, data, scale, spec)) and not y[2].any() and not y[:, 5].any()
+
+
+@pytest.mark.parametrize("byte", [0, 1, 250, 254, 255])
+def test_extreme_scales(byte, with_isa):
+    """Another kernel computes what could be subnormal or infinite, and a NaN."""
+    x, (data, scale, spec) = quantized(3, 640), weight(40, 640, "int8")
+    scale[7, 13], data[7, 13 * 32] = byte, 1
+    for power in (0, -100, 60):
+        args = (x * 2.0**power, data, scale)
+        for bit in available("int8"):
+            y = with_isa(bit, *args, None, spec)
+            is_supported = (byte, power) in {(0, 60), (1, 60), (250, -100)}
+            other = expected(*args, spec) if is_supported else with_isa(0, *args, None, spec)
+            assert torch.equal(y.view(torch.int32), other.view(torch.int32)), (byte, power)
+
+
+@pytest.mark.parametrize("value", [2.0**-20, 129 / 64, torch.inf, -torch.inf, torch.nan, 2.0**-133])
+def test_values_without_a_code_use_another_kernel(value, with_isa):
+    w = weight(40, 640, "fp4_e2m1")
+    for rows in (1, 5):
+        x = quantized(rows, 640)
+        x[-1, 32:64], x[-1, 40] = 1, value
+        for bit in available("fp4_e2m1"):
+            got, other = (with_isa(b, x, *w[:2], None, w[2]) for b in (bit, 0))
+            assert torch.equal(got.view(torch.int32), other.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "int8"])
+def test_same_bits_in_every_run_with_any_threads(name, with_isa):
+    w, threads = weight(515, 1100, name), torch.get_num_threads()
+    try:
+        for rows in (1, 5, 16):
+            x = quantized(rows, 1100).bfloat16()
+            for bit in available(name):
+                results = []
+                for run in range(10):
+                    torch.set_num_threads(1 + run % 3)
+                    results.append(with_isa(bit, x, *w[:2], None, w[2], torch.float32))
+                assert all(torch.equal(y, expected(x, *w)) for y in results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_avx2(run_python, tmp_path):
+    """The kernels for processors without AVX-512."""
+    code = """
+import sys
+import pytest
+import torch
+assert pytest.main(["-q", "-x", sys.argv[1]]) == 0
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    printed = run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY="avx2"))
+    assert printed.strip().splitlines()[-1] in ("AVX2", "DEFAULT", "NO AVX")
