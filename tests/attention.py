@@ -11,9 +11,11 @@ from pt2mx.ops.attention import attention_bfloat16
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
-def packed(name, dtype, sizes=(2, 8, 2, 1, 77, 64, 64), block=32, mask=None, scale=None, device="cpu"):
+def packed(
+    name, dtype, sizes=(2, 8, 2, 1, 77, 64, 64), block=32, mask=None, scale=None, device="cpu", scale_format=None
+):
     """The arguments of attention_mx for (batch, heads, heads of the keys, queries, slots, width, width of the values),
-    and the result in float32."""
+    without those of other scales than E8M0, and the result in float32."""
     batch, heads, key_heads, queries, slots, width, value_width = sizes
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, heads, queries, width, generator=generator).to(device, dtype)
@@ -21,9 +23,10 @@ def packed(name, dtype, sizes=(2, 8, 2, 1, 77, 64, 64), block=32, mask=None, sca
     held: list[Tensor] = []
     for n in (width, value_width):
         x = torch.randn(batch, key_heads, slots, n, generator=generator).to(device, dtype)
-        code_scale, codes = ops.quantize_mx(x, name, block, -1, "floor", "even")
+        modes = ("floor" if scale_format is None else "nearest"), "even", None, scale_format
+        code_scale, codes = ops.quantize_mx(x, name, block, -1, *modes)
         stored += [codes, code_scale]
-        held.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n).float())
+        held.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n, scale_format).float())
     mask = None if mask is None else mask.to(device)
     grouped = heads != key_heads
     want = F.scaled_dot_product_attention(query.float(), *held, mask, scale=scale, enable_gqa=grouped)

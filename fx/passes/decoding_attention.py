@@ -24,7 +24,7 @@ JOINED_SEQUENCES = 64
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 _CODES = "key_data", "key_scale", "value_data", "value_scale", "elem_dtype_name", "block_size", "value_width"
-#: attention -> the operator of a step, and the arguments that both have; the counters are the last one of the operator
+#: attention -> the operator of a step, and the arguments that both have before the counters
 _OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAttentionMX[Any]], tuple[str, ...]]] = {
     _ATTENTION: (DecodingAttention, ("query", "key", "value", "attn_mask", "scale")),
     attention_mx: (DecodingAttentionMX, ("query", *_CODES, "mask", "scale")),
@@ -32,22 +32,24 @@ _OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAtten
 
 
 class _Call(NamedTuple):
-    """An attention, the operator that replaces it and its arguments, the heads of the keys, and the device."""
+    """An attention, the operator that replaces it and its arguments before and after the counters, the heads of the
+    keys, and the device."""
 
     node: Node
     operator: OpOverload
     args: tuple[Any, ...]
+    more: tuple[Any, ...]
     heads: Any
     device: torch.device
 
 
 @graph_pass((_ATTENTION, attention_mx))
 def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
-    """Replace attention of bfloat16 by `decoding_attention`, and `attention_mx` with E8M0 scales by
-    `decoding_attention_mx`, on an NVIDIA GPU (or `everywhere`).
+    """Replace attention of bfloat16 by `decoding_attention`, and `attention_mx` by `decoding_attention_mx`, on an
+    NVIDIA GPU (or `everywhere`).
 
-    The pass skips causal attention, dropout, masks that are added, operands that broadcast, and graphs in which the
-    number of heads is unknown.
+    The pass skips causal attention, dropout, masks that are added, operands that broadcast, scales of a tensor, and
+    graphs in which the number of heads is unknown.
     """
     calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.device.type == "cuda")]
     if not calls or not all(isinstance(call.heads, int) for call in calls):
@@ -57,8 +59,8 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
     name = register_buffer(model, "attention_zeros", counters)
     with model.graph.inserting_before(next(iter(model.graph.nodes))):
         zeros = model.graph.get_attr(name)
-    for node, operator, args, *_ in calls:
-        new = insert_before(node, operator, *args, zeros)
+    for node, operator, args, more, *_ in calls:
+        new = insert_before(node, operator, *args, zeros, *more)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
@@ -73,13 +75,14 @@ def _call(node: Node) -> _Call | None:
     args = tuple(call[name] for name in names)
     values = [value_of(arg) if isinstance(arg, Node) else arg for arg in args]
     is_unknown = any(isinstance(arg, Node) and value is None for arg, value in zip(args, values, strict=True))
-    if is_unknown or call.get("dropout_p") or call.get("is_causal") or call.get("scale_format") not in (None, "e8m0"):
+    if is_unknown or call.get("dropout_p") or call.get("is_causal") or call.get("key_tensor_scale"):
         return None
+    more = () if call.get("scale_format") is None else (call["scale_format"],)
     try:
-        operator(*[*values, None]).check()
+        operator(*[*values, None, *more]).check()
     except MXError:
         return None
-    return _Call(node, operator.overload, args, values[1].shape[1], values[0].device)
+    return _Call(node, operator.overload, args, more, values[1].shape[1], values[0].device)
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

@@ -112,14 +112,14 @@ KERNELS: dict[str, dict[str, str]] = {
     "mm_fp8_rows": {"any": "fp8_rowwise:mm", "cuda": "gpu.fp8_rowwise:mm"},
 }
 
-#: kernels of a device that look at the scale format and rows of a spec, and take its tensor scale, if it has one, as
-#: their last argument. The others run for E8M0 scales of one row only
+#: kernels of a device that look at the scale format and rows of a spec, and take its tensor scales as arguments. The
+#: others run for E8M0 scales of one row only
 ANY_SCALES = {
     f"{device}.quantize:{name}"
     for device in ("cpu", "gpu")
     for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
 } | {f"{module}:{name}" for module in ("cpu.linear", "gpu.bf16_matmul") for name in ("linear", "grouped_linear")}
-ANY_SCALES.add("gpu.rope:rotate_quantize_and_store")
+ANY_SCALES |= {"gpu.rope:rotate_quantize_and_store", "gpu.attention:attend"}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:

@@ -20,7 +20,7 @@ from pt2mx.kernels import decoder_linear
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
 from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import BlockSize, Element, choices
+from pt2mx.ops.arguments import BlockSize, Element, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import broadcasts
 from pt2mx.ops.linear import LinearMXMMALayout
@@ -212,7 +212,7 @@ class DecodingAttention(Operator[T]):
 
 @operator("decoding_attention_mx", 1, "(B, heads, S, `value_width`) in the query's dtype")
 class DecodingAttentionMX(Operator[T]):
-    """`attention_mx` of a few queries, with E8M0 scales. On an NVIDIA GPU several programs divide the slots.
+    """`attention_mx` of a few queries, without tensor scales. On an NVIDIA GPU several programs divide the slots.
 
     Example:
         >>> scale, data = pt2mx.quantize_mx(torch.eye(4).reshape(1, 1, 4, 4), "mxfp4")
@@ -224,20 +224,21 @@ class DecodingAttentionMX(Operator[T]):
 
     query: Annotated[T, _OF_ATTENTION]
     key_data: Annotated[T, _OF_ATTENTION]
-    key_scale: Annotated[T, f"{_OF_ATTENTION}, E8M0"]
+    key_scale: Annotated[T, _OF_ATTENTION]
     value_data: Annotated[T, _OF_ATTENTION]
-    value_scale: Annotated[T, f"{_OF_ATTENTION}, E8M0"]
+    value_scale: Annotated[T, _OF_ATTENTION]
     element: Element
     block_size: BlockSize
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[T | None, _OF_ATTENTION]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
     zeros: Annotated[T | None, _ZEROS]
+    scale_format: ScaleFormatName = None
 
     @property
     def attention(self) -> AttentionMX[T]:
         """The call of `attention_mx` with the same result."""
-        return AttentionMX(*self.args[:-1])
+        return AttentionMX(*(*self.args[:-2], self.scale_format))
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
@@ -247,9 +248,9 @@ class DecodingAttentionMX(Operator[T]):
         return spec
 
     def kernel(self) -> Tensor:
-        spec, (*_, width, mask, scale, zeros) = self.check(), self.args
         packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
-        result = run_kernel("decoding_attention_mx", self.query, *packed, spec, width, mask, scale, None, None, zeros)
+        call = self.query, *packed, self.check(), self.value_width, self.mask, self.scale
+        result = run_kernel("decoding_attention_mx", *call, None, None, self.zeros)
         return self.attention.kernel() if result is None else result
 
     @property

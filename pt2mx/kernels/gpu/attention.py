@@ -21,16 +21,18 @@ from pt2mx.formats import ElementFormat
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
 from pt2mx.kernels.gpu.flash_decoding_kernel import DecodingSizes, decode_attention_kernel
+from pt2mx.kernels.gpu.float_scales import ScaleConstants
 from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+from pt2mx.kernels.gpu.quantize import as_integers, scale_constants
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend", "attend_dense"]
 
-#: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head that it
-#: supports, and the slots that a program decodes at a time
-_FEW_QUERIES, _WIDEST, _SLOTS = 16, 256, 128
+#: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
+#: smallest block that it supports, and the slots that a program decodes at a time
+_FEW_QUERIES, _WIDEST, _LEAST_BLOCK, _SLOTS = 16, 256, 16, 128
 #: of `flash_decoding_kernel`: queries, and warps of a program, each with 32 slots at a time. Among 4 and 8 warps
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
@@ -71,23 +73,25 @@ def attend(
     value_width: int,
     mask: Tensor | None,
     scale: float | None,
-    key_tensor_scale: None = None,
-    value_tensor_scale: None = None,
+    key_tensor_scale: Tensor | None = None,
+    value_tensor_scale: Tensor | None = None,
     zeros: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None for many queries, for widths that are not powers of two, and in float32."""
+    """Return None for many queries, for widths and blocks that are not powers of two, for scales with a significand of
+    integers and those of a tensor, and in float32."""
     (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
-    rows = heads // key_heads * queries
-    fits = _fit(width, value_width) and spec.block_size % 32 == 0 and spec.element.bits in (4, 6, 8)
+    rows, blocks = heads // key_heads * queries, (min(spec.block_size, width), min(spec.block_size, value_width))
+    fits = _fit(width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
+    fits &= spec.element.bits in (4, 6, 8) and (spec.has_plain_scale or not spec.element.is_int)
+    fits &= key_tensor_scale is None and value_tensor_scale is None and spec.block_rows == 1
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
         return None
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
-    uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES
+    uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES and min(blocks) % 32 == 0
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    packed = [tuple(t.contiguous() for t in pair) for pair in (key, value)]
-    blocks = min(spec.block_size, width), min(spec.block_size, value_width)
+    packed = [(data.contiguous(), as_integers(scales.contiguous())) for data, scales in (key, value)]
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
-    if uses_lanes:
+    if uses_lanes and spec.has_plain_scale:
         few = slots <= _FEWEST_SLOTS
         sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None, zeros is not None, few)
         return _decode(query, packed, key_heads, slots, mask, scale, sizes, zeros)
@@ -96,7 +100,8 @@ def attend(
     tensors = query.contiguous(), *packed, work.mask, work.partial, work.joined
     sizes_of_call = rows, queries, key_heads, slots, work.blocks
     with torch.cuda.device_of(query):
-        elements = _elements(spec.element, converts_fp8, query.dtype)
+        scales = None if spec.has_plain_scale else scale_constants(spec, False)
+        elements = _elements(spec.element, scales, converts_fp8, query.dtype)
         options = {"num_warps": 4, "launch_pdl": work.use_pdl}
         grid = work.splits, work.pairs
         attend_kernel[grid](*tensors, work.sm_scale, sizes_of_call, work.mask_strides, shape, elements, **options)
@@ -223,10 +228,12 @@ def _dense_sizes(width: int, value_width: int, masked: bool, joins: bool, few: b
 
 
 @functools.cache
-def _elements(element: ElementFormat, converts_fp8: bool, dtype: torch.dtype) -> Elements:
+def _elements(
+    element: ElementFormat, scales: ScaleConstants | None, converts_fp8: bool, dtype: torch.dtype
+) -> Elements:
     names = ("bits", "mantissa_bits", "bias", "emin", "max_normal", "is_int")
     special, converts = element.has_inf or element.has_nan, converts_fp8 and element.name in ("fp8_e4m3", "fp8_e5m2")
     fields = {name: getattr(element, name) for name in names}
     # the exponent of its largest value in the kernel, where integers are whole numbers
     shift = 0 if dtype == torch.bfloat16 else element.mantissa_bits if element.is_int else element.emax
-    return Elements(**fields, special=special, converts=converts, shift=shift)
+    return Elements(**fields, special=special, converts=converts, shift=shift, scale=scales)

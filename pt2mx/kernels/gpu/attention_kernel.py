@@ -20,12 +20,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pt2mx.kernels.gpu.blocks import NAN_SCALE, decode, factor
+from pt2mx.kernels.gpu.float_scales import ScaleConstants, value_of
 
 
 class Elements(NamedTuple):
     """The compile-time values of an element: fields of `ElementFormat`. `special`: some codes are no numbers;
     `converts`: the device has an instruction for its values; `shift`: the exponent that the factors of values gain, so
-    that float16 represents a weight times a factor."""
+    that float16 represents a weight times a factor; `scale`: of scales with a significand."""
 
     bits: int
     mantissa_bits: int
@@ -36,6 +37,7 @@ class Elements(NamedTuple):
     special: bool
     converts: bool
     shift: int
+    scale: ScaleConstants | None
 
 
 class Sizes(NamedTuple):
@@ -174,8 +176,11 @@ def join_splits(partial, out, pair, rows, splits, S: tl.constexpr):
 @triton.jit
 def factors_of(scales, offs, in_cache, i, COUNT: tl.constexpr, C: tl.constexpr):
     """Return the scale factors of block `i` of the rows `offs`, (len(offs),) fp32."""
-    scale = tl.load(scales + offs * COUNT + i, mask=in_cache, other=127).to(tl.int32)
-    factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), [offs.numel])
+    scale = tl.load(scales + offs * COUNT + i, mask=in_cache, other=0).to(tl.int32)
+    if C.scale is not None:
+        factors = value_of(scale, C)
+    else:
+        factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), [offs.numel])
     if C.is_int:  # elements are whole numbers here
         factors *= 2.0**-C.mantissa_bits
     return factors

@@ -220,9 +220,7 @@ def _launch(
 
 @functools.lru_cache(maxsize=4096)
 def _is_long(spec: MXSpec) -> bool:
-    searches = (
-        _scale_constants(spec, True).searches if _has_significand(spec) else SCALE_MODES[spec.scale_mode].searches
-    )
+    searches = scale_constants(spec, True).searches if _has_significand(spec) else SCALE_MODES[spec.scale_mode].searches
     return searches or ROUNDINGS[spec.rounding].random
 
 
@@ -245,7 +243,7 @@ def constants_of(
     block = min(spec.block_size, length)
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)
-    scale = None if spec.scale_format.is_power_of_two else _scale_constants(spec, has_tensor_scale)
+    scale = None if spec.scale_format.is_power_of_two else scale_constants(spec, has_tensor_scale)
     mode = SCALE_MODES["floor" if scale else spec.scale_mode]
     of_spec: dict[str, Any] = spec_constants(spec.element, mode, spec.block_size)
     return Constants(
@@ -268,7 +266,7 @@ def constants_of(
     )
 
 
-def _scale_constants(spec: MXSpec, has_tensor_scale: bool) -> ScaleConstants:
+def scale_constants(spec: MXSpec, has_tensor_scale: bool) -> ScaleConstants:
     """Return the constants of a format with a significand. A tensor scale that is missing counts as 1."""
     scale = spec.scale_format
     numbers = float_scale_constants(spec.element, scale, FLOAT_SCALE_MODES[spec.scale_mode])

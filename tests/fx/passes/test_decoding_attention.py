@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pt2mx import MXQuantizer, quantize_language_model
+from pt2mx import MXQuantizer, quantize_language_model, quantize_mx
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decoding_attention import JOINED_SEQUENCES, store_positions, use_decoding_attention
 from pt2mx.ops.attention import attention_mx
@@ -46,20 +46,27 @@ def test_decoders(family):
     assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
 
 
-@pytest.mark.parametrize("text", ["mxfp8", pytest.param("mxfp6", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", ["mxfp8", "nvfp4", pytest.param("mxfp6", marks=pytest.mark.slow)])
 def test_a_cache_of_codes(text):
     model = decoder_of_codes(text, "llama")
     graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
     graph.graph.lint()
     first, second = calls(graph, decoding_attention_mx)
-    assert first.args[-1] is second.args[-1] and not calls(graph, attention_mx)
+    assert first.args[10] is second.args[10] and not calls(graph, attention_mx)
     assert graph.attention_zeros.shape == (JOINED_SEQUENCES * 2,) and not graph.attention_zeros.any()
     assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
 
 
-def test_scales_with_a_significand_are_skipped():
-    graph = copy_sharing_tensors(decoder_of_codes("nvfp4", "llama").decoder)
-    assert len(calls(use_decoding_attention(graph, everywhere=True), attention_mx)) == 2
+def test_scales_of_a_tensor_are_skipped():
+    class Attention(torch.nn.Module):
+        def forward(self, *operands):
+            more = None, None, "e4m3_f32", *operands[5:]
+            return attention_mx(*operands[:5], "fp4_e2m1", 16, 32, *more)
+
+    query, x, t = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 5, 32), torch.ones(())
+    scale, data = quantize_mx(x, "nvfp4", tensor_scale=t)
+    graph = torch.export.export(Attention(), (query, data, scale, data, scale, t, t)).module()
+    assert len(calls(use_decoding_attention(graph, everywhere=True), attention_mx)) == 1
 
 
 def test_stored_once():

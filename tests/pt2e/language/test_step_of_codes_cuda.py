@@ -6,7 +6,6 @@ from torch.utils import _pytree as pytree
 
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from pt2mx.ops.rope import RotateQuantizeAndStore, rotate_quantize_and_store
 from tests.fx.passes.test_decoding_attention import step
@@ -29,8 +28,7 @@ def model(request, tmp_path_factory):
 
 def test_the_kernels_write_what_their_definition_writes(model):
     fused = model.runner.step_of(2)
-    joined = decoding_attention_mx if calls(fused, decoding_attention_mx) else attention_mx
-    assert len(calls(fused, rotate_quantize_and_store)) == len(calls(fused, joined)) == 2
+    assert len(calls(fused, rotate_quantize_and_store)) == len(calls(fused, decoding_attention_mx)) == 2
     assert not calls(fused, torch.ops.aten.index_copy_.default)
     defined = copy_sharing_tensors(fused)
     for node in calls(defined, rotate_quantize_and_store):

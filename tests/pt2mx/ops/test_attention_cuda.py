@@ -101,6 +101,32 @@ def test_the_last_program_joins_the_splits(name, dtype, sizes):
         close(decoding_attention_mx(*args, None), want, dtype)
 
 
+@pytest.mark.parametrize(
+    "sizes", [(2, 8, 2, 1, 300, 64, 64), (1, 32, 8, 1, 1500, 128, 128), (2, 16, 1, 1, 77, 32, 256)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "block", "scale_format"),
+    [("fp4_e2m1", 16, "e4m3"), ("fp8_e4m3", 32, "bf16"), ("fp6_e2m3", 64, "f32"), ("fp4_e2m1", 16, None)],
+)
+def test_other_scales_and_small_blocks(name, block, scale_format, dtype, sizes, monkeypatch):
+    monkeypatch.setattr(dequantize_then_matmul, "attend", None)
+    mask = torch.rand(sizes[0], 1, 1, sizes[4], generator=torch.Generator().manual_seed(0)) < 0.7
+    mask[..., 0] = True
+    zeros = torch.zeros(8, dtype=torch.int32, device="cuda")
+    args, want = packed(name, dtype, sizes, block, mask, device="cuda", scale_format=scale_format)
+    close(attention_mx(*args, scale_format), want, dtype)
+    got = decoding_attention_mx(*args, zeros, scale_format)
+    close(got, want, dtype)
+    assert torch.equal(got, decoding_attention_mx(*args, zeros, scale_format)) and not zeros.any()
+
+
+@pytest.mark.parametrize("block", [24, 96])
+def test_blocks_of_other_sizes_are_the_definition(block):
+    args, want = packed("fp8_e4m3", torch.bfloat16, (2, 8, 2, 1, 77, 128, 128), block, device="cuda")
+    close(attention_mx(*args), want, torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_calls_in_a_graph_share_the_counters(dtype):
     mask = torch.ones(2, 1, 1, 512, dtype=torch.bool)

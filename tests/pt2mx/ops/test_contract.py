@@ -100,7 +100,8 @@ RECORDED = {
     },
     "decoding_attention_mx": {
         1: "(Tensor query, Tensor key_data, Tensor key_scale, Tensor value_data, Tensor value_scale, "
-        "str elem_dtype_name, int block_size, int value_width, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
+        "str elem_dtype_name, int block_size, int value_width, Tensor? mask, float? scale, Tensor? zeros, "
+        "str? scale_format=None) -> Tensor",
     },
     "rotate_quantize_and_store": {
         1: "(Tensor query, Tensor key, Tensor value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!) value_data, "

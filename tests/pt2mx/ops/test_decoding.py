@@ -142,13 +142,15 @@ def test_bad_attention(change, message):
         decoding_attention(query, keys, values, change.get("mask"), None, change.get("zeros"))
 
 
+@pytest.mark.parametrize(("name", "block", "scale_format"), [("fp6_e2m3", 32, None), ("fp4_e2m1", 16, "e4m3")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_over_codes(dtype):
+def test_attention_over_codes(dtype, name, block, scale_format):
     mask = torch.rand(2, 1, 1, 77) < 0.6
-    args, _ = packed("fp6_e2m3", dtype, mask=mask, scale=0.3)
+    args, _ = packed(name, dtype, block=block, mask=mask, scale=0.3, scale_format=scale_format)
     zeros = torch.zeros(4, dtype=torch.int32)
-    assert torch.equal(decoding_attention_mx(*args, zeros), attention_mx(*args)) and not zeros.any()
-    opcheck(decoding_attention_mx, (*args, zeros))
+    got = decoding_attention_mx(*args, zeros, scale_format)
+    assert torch.equal(got, attention_mx(*args, scale_format)) and not zeros.any()
+    opcheck(decoding_attention_mx, (*args, zeros, scale_format))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +159,11 @@ def test_attention_over_codes(dtype):
         ({0: torch.ones(2, 3, 1, 64).bfloat16()}, "a query of 2 sequences and 3 heads does not fit"),
         ({10: torch.zeros(4)}, r"zeros must be \(n,\) torch.int32 and contiguous, not \(4,\) torch.float32"),
         ({10: torch.zeros(4, dtype=torch.int32, device="meta")}, "must be on one device, not on cpu and meta"),
+        ({11: "e4m3_f32"}, "has a tensor scale: pass tensor_scale"),
     ],
 )
 def test_bad_attention_over_codes(change, message):
-    args = [*packed("fp4_e2m1", torch.bfloat16)[0], None]
+    args = [*packed("fp4_e2m1", torch.bfloat16)[0], None, None]
     for index, value in change.items():
         args[index] = value
     with pytest.raises(MXError, match=message):
