@@ -1,7 +1,7 @@
 """Attention of a step over a cache of codes, against torch's own over a cache in bfloat16.
 
     python -m tests.benchmarks.attention [--device cuda] [--slots 512 8192 32768] [--batches 1 16]
-        [--formats mxfp8 mxint8 mxfp6 mxfp4]
+        [--formats mxfp8 mxint8 mxfp6 mxfp4 "fp4_e2m1{16}(e4m3)"]
 
 32 heads of queries, 8 of keys, of 128 values, as in Llama 3.1 8B; one query a sequence. Bytes of a token in one layer,
 milliseconds of one layer, on a GPU as CUDA graphs, and how many times as fast. "joined": with counters, as the steps of
@@ -23,6 +23,7 @@ from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, medians_in_turns, print_table
 
 HEADS, KEY_HEADS, WIDTH = 32, 8, 128
+_FORMATS = ["mxfp8", "mxint8", "mxfp6", "mxfp4", "fp4_e2m1{16}(e4m3)"]
 
 
 def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
@@ -39,8 +40,9 @@ def run(device: str, batch: int, slots: int, formats: list[str]) -> list[Row]:
         spec = pt2mx.parse(name)
         pairs = [pt2mx.quantize_mx(x, spec) for x in (keys, values)]
         codes = [tensor for scale, data in pairs for tensor in (data, scale)]
-        args = query, *codes, spec.element.name, spec.block_size, WIDTH, mask
-        calls += [partial(attention_mx, *args), partial(decoding_attention_mx, *args, None, zeros)]
+        args = query, *codes, spec.element.name, spec.block_size, WIDTH, mask, None
+        scales = None if spec.has_plain_scale else spec.scale_format.name
+        calls += [partial(attention_mx, *args, scales), partial(decoding_attention_mx, *args, zeros, scales)]
         names += [name, f"{name}, joined"]
         sizes += [sum(tensor.nbytes for tensor in codes)] * 2
     on_gpu = device.startswith("cuda")
@@ -72,7 +74,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--slots", type=int, nargs="+", default=[512, 8192, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--formats", nargs="+", default=["mxfp8", "mxint8", "mxfp6", "mxfp4"])
+    parser.add_argument("--formats", nargs="+", default=_FORMATS)
     options = parser.parse_args()
     torch.manual_seed(0)
     cases = [(batch, slots) for batch in options.batches for slots in options.slots]

@@ -31,8 +31,9 @@ from pt2mx.spec import MXSpec
 __all__ = ["attend", "attend_dense"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
-#: smallest block that it supports, and the slots that a program decodes at a time
-_FEW_QUERIES, _WIDEST, _LEAST_BLOCK, _SLOTS = 16, 256, 16, 128
+#: smallest block that it supports, the slots that a program decodes at a time, and the values of each in a tile of
+#: smaller blocks than 32
+_FEW_QUERIES, _WIDEST, _LEAST_BLOCK, _SLOTS, _TILE = 16, 256, 16, 128, 64
 #: of `flash_decoding_kernel`: queries, and warps of a program, each with 32 slots at a time. Among 4 and 8 warps
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
@@ -96,12 +97,15 @@ def attend(
         sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None, zeros is not None, few)
         return _decode(query, packed, key_heads, slots, mask, scale, sizes, zeros)
     work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS, zeros)
-    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *blocks, mask is not None, work.most, work.use_pdl)
+    scaled = spec.block_size if min(blocks) < 32 else 0
+    tiles = (min(width, _TILE), min(value_width, _TILE)) if scaled else blocks
+    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *tiles, mask is not None, scaled, work.most, work.use_pdl)
     tensors = query.contiguous(), *packed, work.mask, work.partial, work.joined
     sizes_of_call = rows, queries, key_heads, slots, work.blocks
     with torch.cuda.device_of(query):
         scales = None if spec.has_plain_scale else scale_constants(spec, False)
-        elements = _elements(spec.element, scales, converts_fp8, query.dtype)
+        shifts = query.dtype == torch.float16 and not scaled
+        elements = _elements(spec.element, scales, converts_fp8, shifts)
         options = {"num_warps": 4, "launch_pdl": work.use_pdl}
         grid = work.splits, work.pairs
         attend_kernel[grid](*tensors, work.sm_scale, sizes_of_call, work.mask_strides, shape, elements, **options)
@@ -228,12 +232,10 @@ def _dense_sizes(width: int, value_width: int, masked: bool, joins: bool, few: b
 
 
 @functools.cache
-def _elements(
-    element: ElementFormat, scales: ScaleConstants | None, converts_fp8: bool, dtype: torch.dtype
-) -> Elements:
+def _elements(element: ElementFormat, scales: ScaleConstants | None, converts_fp8: bool, shifts: bool) -> Elements:
     names = ("bits", "mantissa_bits", "bias", "emin", "max_normal", "is_int")
     special, converts = element.has_inf or element.has_nan, converts_fp8 and element.name in ("fp8_e4m3", "fp8_e5m2")
     fields = {name: getattr(element, name) for name in names}
     # the exponent of its largest value in the kernel, where integers are whole numbers
-    shift = 0 if dtype == torch.bfloat16 else element.mantissa_bits if element.is_int else element.emax
+    shift = (element.mantissa_bits if element.is_int else element.emax) if shifts else 0
     return Elements(**fields, special=special, converts=converts, shift=shift, scale=scales)

@@ -8,7 +8,8 @@ With counters there is no second kernel: the last program of a head joins its sp
 
 Tensor cores multiply elements without their scales. The scale of a key's block multiplies the block's part of the
 score, and the scale of a value's block multiplies the softmax weight, because there are fewer scales than elements.
-Elements have 8 significant bits at most, which bfloat16 and float16 represent.
+Elements have 8 significant bits at most, which bfloat16 and float16 represent. Blocks of 16 would make small matmuls:
+several are scaled first, and multiplied together.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ class Sizes(NamedTuple):
     VALUE_DIM: int
     BLOCK_M: int  # rows, padded
     BLOCK_N: int  # slots at a time
-    K_BLOCK: int  # values of an MX block of a key
+    K_BLOCK: int  # values of a key in a tile: an MX block, or with SCALED several of them
     V_BLOCK: int
     MASKED: bool
+    SCALED: int = 0  # values of an MX block that is scaled before it is multiplied; 0: the scale multiplies results
     JOINED: int = 0  # the most splits that the last program of a pair joins; 0: it joins none
     use_pdl: bool = False
 
@@ -119,9 +121,13 @@ def scores(q_blocks, k, offs, in_cache, S: tl.constexpr, C: tl.constexpr):
     codes, scales = k
     qk = tl.full([S.BLOCK_M, S.BLOCK_N], 0.0, tl.float32)
     for i in tl.static_range(tl.constexpr(S.HEAD_DIM // S.K_BLOCK)):
-        tile = elements(codes, offs, in_cache, i, S.HEAD_DIM, S.K_BLOCK, q_blocks[i].dtype, C)
-        factors = factors_of(scales, offs, in_cache, i, S.HEAD_DIM // S.K_BLOCK, C)
-        qk += tl.dot(q_blocks[i], tl.trans(tile)) * factors[None, :]
+        if S.SCALED > 0:
+            tile = scaled_elements(k, offs, in_cache, i, S.HEAD_DIM, S.K_BLOCK, q_blocks[i].dtype, S, C)
+            qk += tl.dot(q_blocks[i], tl.trans(tile))
+        else:
+            tile = elements(codes, offs, in_cache, i, S.HEAD_DIM, S.K_BLOCK, q_blocks[i].dtype, C)
+            factors = factors_of(scales, offs, in_cache, i, S.HEAD_DIM // S.K_BLOCK, C)
+            qk += tl.dot(q_blocks[i], tl.trans(tile)) * factors[None, :]
     return qk
 
 
@@ -131,9 +137,12 @@ def accumulate_pv(acc, alpha, p, v, offs, in_cache, DTYPE: tl.constexpr, S: tl.c
     codes, scales = v
     new = ()
     for i in tl.static_range(tl.constexpr(S.VALUE_DIM // S.V_BLOCK)):
-        tile = elements(codes, offs, in_cache, i, S.VALUE_DIM, S.V_BLOCK, DTYPE, C)
-        factors = factors_of(scales, offs, in_cache, i, S.VALUE_DIM // S.V_BLOCK, C) * 2.0**C.shift
-        p_block = (p * factors[None, :]).to(DTYPE)
+        if S.SCALED > 0:
+            tile, p_block = scaled_elements(v, offs, in_cache, i, S.VALUE_DIM, S.V_BLOCK, DTYPE, S, C), p.to(DTYPE)
+        else:
+            tile = elements(codes, offs, in_cache, i, S.VALUE_DIM, S.V_BLOCK, DTYPE, C)
+            factors = factors_of(scales, offs, in_cache, i, S.VALUE_DIM // S.V_BLOCK, C) * 2.0**C.shift
+            p_block = (p * factors[None, :]).to(DTYPE)
         new = new + (acc[i] * alpha[:, None] + tl.dot(p_block, tile),)
     return new
 
@@ -174,13 +183,28 @@ def join_splits(partial, out, pair, rows, splits, S: tl.constexpr):
 
 
 @triton.jit
+def scaled_elements(
+    cache, offs, in_cache, i, DIM: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr, S: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """cache: codes and scales of (n, DIM) -> (len(offs), TILE), the values of tile `i` of the rows `offs`, rounded to
+    DTYPE."""
+    codes, scales = cache
+    COUNT: tl.constexpr = TILE // S.SCALED
+    block = i * COUNT + tl.arange(0, COUNT)
+    factors = factors_of(scales, offs[:, None], in_cache[:, None], block[None, :], DIM // S.SCALED, C)
+    blocks = tl.reshape(elements(codes, offs, in_cache, i, DIM, TILE, tl.float32, C), [offs.numel, COUNT, S.SCALED])
+    return tl.reshape(blocks * factors[:, :, None], [offs.numel, TILE]).to(DTYPE)
+
+
+@triton.jit
 def factors_of(scales, offs, in_cache, i, COUNT: tl.constexpr, C: tl.constexpr):
-    """Return the scale factors of block `i` of the rows `offs`, (len(offs),) fp32."""
+    """Return the scale factors of block `i` of the rows `offs`, fp32, in the shape of both."""
     scale = tl.load(scales + offs * COUNT + i, mask=in_cache, other=0).to(tl.int32)
     if C.scale is not None:
         factors = value_of(scale, C)
     else:
-        factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), [offs.numel])
+        factors = tl.reshape(factor(scale, scale != NAN_SCALE, C), scale.shape)
     if C.is_int:  # elements are whole numbers here
         factors *= 2.0**-C.mantissa_bits
     return factors
