@@ -222,6 +222,9 @@ class Masked(torch.nn.Module):
         return self.linear(x) * mask[torch.arange(x.shape[0], device=x.device)].unsqueeze(1)
 
 
+@pytest.mark.xfail(
+    torch.__version__ < "2.12", reason="AOTInductor passes dtypes to operators as other dtypes: pytorch/pytorch#169157"
+)
 def test_a_program_that_a_package_tries_with_an_index_out_of_range(quantize, tmp_path):
     """On a GPU an index out of range ends the process."""
     torch.manual_seed(0)
