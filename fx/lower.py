@@ -22,6 +22,7 @@ from pt2mx.fx.graph.tensors import (
 )
 from pt2mx.fx.passes.activation_matmuls_bf16 import use_bf16_activation_matmuls
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul, use_bfloat16_tensor_cores
+from pt2mx.fx.passes.cache_writes import fuse_cache_writes
 from pt2mx.fx.passes.convolutions_as_matmuls import use_matmuls_for_convolutions
 from pt2mx.fx.passes.fold_weights import fold_all_weights, unpack_weights
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
@@ -58,6 +59,7 @@ STEPS = (
     Step(fuse_qdq),
     Step(make_weights_k_major, needs_weights=True),
     Step(use_packed_attention),
+    Step(fuse_cache_writes),
     Step(use_packed_embeddings),
     Step(use_packed_weights),
     Step(merge_linears, needs_weights=True),

@@ -106,6 +106,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cpu": "cpu.attention:attend",
         "cuda": "gpu.attention:attend",
     },
+    "store_mx": {"cpu": "cpu.cache:store"},
     "scaled_mm_mx": {"any": "scaled_mm:matmul", "cuda": "gpu.scaled_mm:matmul"},
     "quantize_fp8_rows": {"any": "fp8_rowwise:quantize", "cuda": "gpu.fp8_rowwise:quantize"},
     "layer_norm_fp8_rows": {"any": "fp8_rowwise:layer_norm_quantize", "cuda": "gpu.fp8_rowwise:layer_norm_quantize"},
@@ -119,7 +120,7 @@ ANY_SCALES = {
     for device in ("cpu", "gpu")
     for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
 } | {f"{module}:{name}" for module in ("cpu.linear", "gpu.bf16_matmul") for name in ("linear", "grouped_linear")}
-ANY_SCALES |= {"gpu.rope:rotate_quantize_and_store", "gpu.attention:attend"}
+ANY_SCALES |= {"cpu.attention:attend", "gpu.attention:attend", "gpu.rope:rotate_quantize_and_store"}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.cpu.attention import attend_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     TENSOR_SCALED,
@@ -93,6 +94,8 @@ class AttentionMX(Operator[T]):
         return check_packed(keys, self.key_scale, *packing, query.shape[-1], *scales, self.key_tensor_scale)[0]
 
     def kernel(self) -> Tensor:
+        if (result := attend_again(self.args)) is not None:
+            return result
         packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
         of_tensors = self.key_tensor_scale, self.value_tensor_scale
         return run_kernel(

@@ -12,6 +12,7 @@ import torch
 
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX, MatmulBfloat16
+from pt2mx.ops.cache import StoreMX
 from pt2mx.ops.convolution import Conv2dMX
 from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, NormedLinearMX, ResidualLinearMX
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
@@ -27,7 +28,7 @@ from pt2mx.ops.tensor_scale import TensorScale
 
 _CLASSES: tuple[type[Operator], ...] = (
     *(Quantize, Dequantize, FakeQuantize, ClipGradient, TensorScale, RandomBits),
-    *(LinearMX, GroupedLinearMX, Conv2dMX, LinearMXMMALayout, AttentionMX),
+    *(LinearMX, GroupedLinearMX, Conv2dMX, LinearMXMMALayout, AttentionMX, StoreMX),
     *(NormedLinearMX, ResidualLinearMX),
     *(RotateAndStore, DecodingAttention, RotateQuantizeAndStore, DecodingAttentionMX),
     *(Hadamard, RotatedFakeQuantize, ScaledMM),
@@ -61,7 +62,8 @@ def docstring(name: str) -> str:
         "Example": [textwrap.indent(example, "    ")],
     }
     parts = [textwrap.fill(operator.summary(), _WIDTH, break_on_hyphens=False)]
-    return "\n\n".join([*parts, *(f"{title}:\n" + "\n".join(lines) for title, lines in sections.items())]) + "\n"
+    parts += [f"{title}:\n" + "\n".join(lines) for title, lines in sections.items() if lines]
+    return "\n\n".join(parts) + "\n"
 
 
 def _item(text: str) -> str:

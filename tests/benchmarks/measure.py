@@ -33,9 +33,12 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median time of each call. The calls take turns, so that other load affects all."""
-    rounds = [[timed(call) for call in calls] for _ in range(repeats + 1)][1:]
+def medians_in_turns(
+    calls: Sequence[Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Return the median time of each call. The calls take turns, so that other load affects all; `before` runs before
+    each, and its time does not count."""
+    rounds = [[(before(), timed(call))[1] for call in calls] for _ in range(repeats + 1)][1:]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

@@ -48,7 +48,6 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
   const int64_t group = heads / key_heads;
   if (group * queries > kFewQueries) return attend();
 
-  int32_t invalid = 0;
   Tensor out = torch::stable::empty({batch, heads, queries, value_width}, query.scalar_type());
   const Tensor q = dense(query), k = dense(key), ks = dense(key_scale);
   const Tensor v = dense(value), vs = dense(value_scale);
@@ -56,6 +55,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
   call.table = table_of(keys.element);
   call.format = key_blocks.decoder;
   call.dtype = dtype_of(query);
+  call.isa = pt2mx_isa(call.format, call.table) & AMX;
   call.heads = key_heads;
   call.queries = queries;
   call.group = group;
@@ -83,9 +83,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
     call.mask_slot = expanded(*mask, 3);
   }
   call.out = out.mutable_data_ptr();
-  call.invalid = &invalid;
   check_error(pt2mx_attention(&call, torch_parallel_for));
-  return invalid ? attend() : out;
+  return call.invalid ? attend() : out;
 }
 
 }  // namespace pt2mx

@@ -1,28 +1,31 @@
 """Attention of a few queries over packed keys and values on the CPU, in C++ (`src/attention.cpp`).
 
 The kernel decodes keys and values in registers, and skips those that the mask hides from every query. Sums are in fp32,
-in an order that does not depend on the number of threads.
+in an order that does not depend on the number of threads. With AMX, keys and values become bfloat16, which is exact,
+and queries and softmax weights are sums of bfloat16 numbers.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from pt2mx.kernels.constants import has_e8m0_rows
 from pt2mx.kernels.cpu.build import DTYPES, load
-from pt2mx.kernels.cpu.calls import AttentionCall
-from pt2mx.kernels.cpu.linear import TABLE, decoder_of, table_of
+from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
+from pt2mx.kernels.cpu.linear import AMX, TABLE, decoder_of, isa_for, table_of
+from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_again"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head, and the values
 #: of a group
 _FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
+#: calls by the arguments of `attention_mx`
+_CALLS: RepeatedCalls[AttentionCall] = RepeatedCalls(AttentionCall)
 
 
 def attend(
@@ -36,24 +39,46 @@ def attend(
     key_tensor_scale: Tensor | None = None,
     value_tensor_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None for many queries, for blocks that are not whole groups, for scales other than E8M0, and if a code is
-    no number."""
+    """Return None for many queries, for blocks that are not whole groups, and if a code is no number."""
+    if not (supports(spec, key_tensor_scale) and supports(spec, value_tensor_scale)):
+        return None
+    call = _call_of(query, key, value, spec, value_width, mask, scale)
+    if call is None:
+        return None
+    tensors = query, *key, *value
+    modes = spec.element.name, spec.block_size, value_width
+    scale_format = None if has_e8m0_rows(spec) else spec.scale_format.name
+    if key_tensor_scale is None and value_tensor_scale is None:
+        _CALLS.add((*tensors, *modes, mask, scale, scale_format, None, None), call)
+    else:
+        call.key_tensor_scale = 1.0 if key_tensor_scale is None else float(key_tensor_scale)
+        call.value_tensor_scale = 1.0 if value_tensor_scale is None else float(value_tensor_scale)
+    return _run(call, tensors, mask)
+
+
+def attend_again(args: tuple[object, ...]) -> Tensor | None:
+    """Return the result of a call of `attention_mx` with these arguments, if an earlier one had tensors of the same
+    shapes, strides and dtypes, and passed its checks; else None."""
+    call = _CALLS.get(args)
+    return None if call is None else _run(call, args[:5], args[8])  # type: ignore[arg-type]
+
+
+def _call_of(
+    query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
+) -> AttentionCall | None:
+    """Return the call but for its pointers; None for one that the kernel does not support."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     group = heads // key_heads
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
     whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
     fits = TABLE not in (decoder, value_decoder) and whole and group * queries <= _FEW_QUERIES
-    if not fits or not has_e8m0_rows(spec) or 0 in (query.numel(), slots):
+    if not fits or 0 in (query.numel(), slots):
         return None
-    library, parallel_for = load()
-    out = query.new_empty(batch, heads, queries, value_width)
-    invalid = torch.zeros(1, dtype=torch.int32)
-    tensors = [tensor.contiguous() for tensor in (query, *key, *value)]
-    hidden = None if mask is None else mask.expand(batch, heads, queries, slots)
     call = AttentionCall(
         table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
         dtype=DTYPES.index(query.dtype),
+        isa=isa_for(spec, width) & AMX,
         heads=key_heads,
         queries=queries,
         group=group,
@@ -67,15 +92,25 @@ def attend(
         value_bytes=value[0].shape[3],
         value_blocks=value[1].shape[3],
         factor=width**-0.5 if scale is None else scale,
+        key_tensor_scale=1.0,
+        value_tensor_scale=1.0,
         pairs=batch * key_heads,
-        out=out.data_ptr(),
-        invalid=invalid.data_ptr(),
     )
-    for name, tensor in zip(("query", "key", "key_scale", "value", "value_scale"), tensors, strict=True):
-        setattr(call, name, tensor.data_ptr())
-    if hidden is not None:
-        call.mask, strides = hidden.data_ptr(), hidden.stride()
+    if not spec.scale_format.is_power_of_two:
+        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+    if mask is not None:
+        strides = mask.expand(batch, heads, queries, slots).stride()
         call.mask_batch, call.mask_head, call.mask_query, call.mask_slot = strides
+    return call
+
+
+def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Tensor | None:
+    query, key, key_scale, value, value_scale = (tensor.contiguous() for tensor in tensors)
+    out = query.new_empty((*query.shape[:3], call.value_width))
+    call.query, call.out = query.data_ptr(), out.data_ptr()
+    call.key, call.key_scale, call.value = key.data_ptr(), key_scale.data_ptr(), value.data_ptr()
+    call.value_scale, call.mask = value_scale.data_ptr(), None if mask is None else mask.data_ptr()
+    library, parallel_for = load()
     if library.pt2mx_attention(ctypes.addressof(call), parallel_for):
         raise RuntimeError("torch_parallel_for failed")
-    return None if invalid.item() else out
+    return None if call.invalid else out

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Hashable
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from typing import Generic, TypeVar
+
+from torch import Tensor
 
 from pt2mx.errors import MXError
 
-__all__ = ["STRUCTURES", "check_sizes"]
+__all__ = ["STRUCTURES", "RepeatedCalls", "StoreCall", "check_sizes"]
 
 Pair = c_int64 * 2
+_Call = TypeVar("_Call", bound=ctypes.Structure)
+#: the most structures that are kept of an operator
+_MOST_CALLS = 1024
 
 
 def _fields(type: type, names: str) -> tuple[tuple[str, type], ...]:
@@ -44,7 +51,15 @@ class QuantizeCall(ctypes.Structure):
         *_fields(c_void_p, "x grad out scale"),
         ("seed", c_uint64),
         ("tensor_scale", c_float),
+        ("slots", c_void_p),
+        *_fields(c_int64, "new_slots all_slots"),
     )
+
+
+class StoreCall(ctypes.Structure):
+    """The calls that quantize keys and values."""
+
+    _fields_ = (("keys", QuantizeCall), ("values", QuantizeCall))
 
 
 class Epilogue(ctypes.Structure):
@@ -78,13 +93,14 @@ class ConvolutionCall(ctypes.Structure):
 class AttentionCall(ctypes.Structure):
     _fields_ = (
         ("table", c_void_p),
-        *_fields(c_int32, "format dtype"),
+        ("float_scale", ctypes.POINTER(FloatScale)),
+        *_fields(c_int32, "format dtype isa invalid"),
         *_fields(c_int64, "heads queries group slots width value_width block value_block"),
         *_fields(c_int64, "key_bytes key_blocks value_bytes value_blocks"),
         *_fields(c_int64, "mask_batch mask_head mask_query mask_slot"),
-        ("factor", c_float),
+        *_fields(c_float, "factor key_tensor_scale value_tensor_scale"),
         ("pairs", c_int64),
-        *_fields(c_void_p, "query key key_scale value value_scale mask out invalid"),
+        *_fields(c_void_p, "query key key_scale value value_scale mask out"),
     )
 
 
@@ -143,3 +159,43 @@ def check_sizes(library: ctypes.CDLL) -> None:
                 "in src/calls.h: the files are of different versions. Install pt2mx again "
                 "(pip install --force-reinstall pt2mx), or give both files the same fields"
             )
+
+
+class RepeatedCalls(Generic[_Call]):
+    """Structures of earlier calls by their arguments: shapes, strides and dtypes of tensors, and all else. A call with
+    the same ones needs no checks, which take longer than a small kernel."""
+
+    def __init__(self, structure: type[_Call]) -> None:
+        self._structure, self._calls = structure, dict[tuple[Hashable, ...], tuple[_Call, object]]()
+
+    def add(self, args: tuple[object, ...], call: _Call, kept: object = None) -> None:
+        """Keep a copy of a call, and an object to which it has pointers. `get` leaves those of tensors to the
+        caller."""
+        key = _signature(args)
+        if key is None:
+            return
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        self._calls[key] = self._structure.from_buffer_copy(call), kept
+
+    def get(self, args: tuple[object, ...]) -> _Call | None:
+        """Return a copy of the call with such arguments; None without one."""
+        key = _signature(args)
+        entry = None if key is None else self._calls.get(key)
+        return None if entry is None else self._structure.from_buffer_copy(entry[0])
+
+
+def _signature(args: tuple[object, ...]) -> tuple[Hashable, ...] | None:
+    """Return what two calls have in common that need the same checks; None for tensors other than plain ones of the
+    CPU."""
+    signature: list[Hashable] = []
+    for arg in args:
+        if type(arg) is Tensor:
+            if not arg.is_cpu:
+                return None
+            signature += (arg.shape, arg.stride(), arg.dtype)
+        elif isinstance(arg, Tensor):
+            return None
+        else:
+            signature.append(arg)
+    return tuple(signature)

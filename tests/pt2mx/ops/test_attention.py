@@ -6,12 +6,25 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import pt2mx
 from pt2mx import FORMATS, MXError, MXSpec, ops
 from pt2mx.kernels import dequantize_then_matmul, select
+from pt2mx.kernels.cpu import attention as cpu_attention
+from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
+from pt2mx.ops import attention as attention_ops
 from pt2mx.ops.attention import attention_mx
 from tests.attention import close, packed
 
 
+@pytest.fixture(params=["matrix instructions", "fp32 vectors"])
+def kernel(request, monkeypatch):
+    """Both kernels of the CPU, on a processor with AMX; elsewhere the second one twice."""
+    monkeypatch.setattr(cpu_attention, "_CALLS", RepeatedCalls(AttentionCall))
+    if request.param == "fp32 vectors":
+        monkeypatch.setattr(cpu_attention, "isa_for", lambda spec, width: 0)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_formats_and_dtypes(name, dtype):
@@ -19,6 +32,7 @@ def test_formats_and_dtypes(name, dtype):
     close(attention_mx(*args), want, dtype)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("sizes", [(1, 3, 3, 4, 300, 128, 64), (3, 4, 1, 2, 33, 32, 96), (2, 2, 1, 40, 50, 64, 64)])
 @pytest.mark.parametrize("block", [8, 32, 64, 256])
 def test_shapes_and_blocks(sizes, block):
@@ -32,6 +46,7 @@ def test_widths_that_no_kernel_takes(width):
     close(attention_mx(*args), want, torch.float32)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("shape", [(2, 1, 1, 77), (1, 8, 1, 77), (2, 8, 1, 77), (1, 1, 1, 77)])
 def test_masks(shape):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.5
@@ -41,6 +56,7 @@ def test_masks(shape):
     assert torch.equal(attention_mx(*args[:8], strided, args[9]), attention_mx(*args))
 
 
+@pytest.mark.usefixtures("kernel")
 def test_a_query_that_sees_nothing_gives_zeros():
     mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
     mask[1] = False
@@ -53,6 +69,7 @@ def test_a_query_that_sees_nothing_gives_zeros():
     assert not hidden[1].any()
 
 
+@pytest.mark.usefixtures("kernel")
 def test_values_that_are_no_numbers():
     (query, *cache, name, block, width, mask, scale), _ = packed("fp8_e4m3", torch.float32)
     cache[1][0, 0, 3] = 255  # a block that held an Inf or a NaN
@@ -64,6 +81,7 @@ def test_values_that_are_no_numbers():
     assert got[0, 4:, :, 7].isnan().all() and got.isnan().sum() == 4
 
 
+@pytest.mark.usefixtures("kernel")
 def test_the_scale_and_large_scores():
     args, want = packed("fp8_e4m3", torch.float32, scale=40.0)
     close(attention_mx(*args), want, torch.float32)
@@ -103,7 +121,65 @@ def test_opcheck_and_compilation():
 def test_without_kernels(monkeypatch):
     args, want = packed("fp8_e4m3", torch.float32)
     monkeypatch.setattr(select, "_device_of", lambda _: None)
+    monkeypatch.setattr(attention_ops, "attend_again", lambda _: None)
     close(attention_mx(*args), want, torch.float32)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_repeated_call_has_the_bits_of_the_first():
+    mask = torch.ones(2, 1, 1, 77, dtype=torch.bool)
+    args, _ = packed("fp8_e4m3", torch.bfloat16, mask=mask)
+    first = attention_mx(*args)
+    mask[:, :, :, 40:] = False
+    hidden = attention_mx(*args)  # another mask in the same memory
+    assert not torch.equal(first, hidden)
+    mask.fill_(True)
+    assert torch.equal(attention_mx(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args)), first)
+    cache = [tensor[:, :, ::2] for tensor in args[1:5]]  # other strides
+    got = attention_mx(args[0], *cache, *args[5:8], mask[..., ::2], None)
+    assert torch.equal(got, attention_mx(args[0], *map(torch.clone, cache), *args[5:8], mask[..., ::2].clone(), None))
+    with pytest.raises(MXError, match="a query of 1 sequences"):
+        attention_mx(args[0][:1], *args[1:])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp4_e2m1", "int8", "int8_full"])
+def test_extreme_scales_and_queries(name):
+    """Values that bfloat16 matrix instructions would take for zero, and codes without a magnitude."""
+    (query, keys, key_scale, values, value_scale, *rest), _ = packed(name, torch.float32, block=32)
+    keys[0, 0, 0] = values[0, 1, 1] = 0x80
+    key_scale[0, 1, 4], value_scale[1, 0, 5] = 250, 0
+    key_scale[1, 0], value_scale[1, 1] = 2, 1
+    key_scale[1, 1, 0], keys[1, 1, 0] = 0, 0
+    query[1, 7] *= 1e-30
+    query[0, 0, 0, 3] = -float("inf")
+    args = query, keys, key_scale, values, value_scale, *rest
+    want = dequantize_then_matmul.attend(
+        query, (keys, key_scale), (values, value_scale), MXSpec(name, 32), 64, *rest[3:]
+    )
+    got = attention_mx(*args)
+    assert torch.equal(got.isnan(), want.isnan()) and got[0, 0].isnan().all()
+    error, largest = ((x.nan_to_num().abs()).amax((2, 3)) for x in (got - want, want))
+    assert (error <= 1e-6 * largest).all() and (largest[1, 4:] < 1e-33).all()
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("spec", ["nvfp4", "fp8_e4m3{16}(e4m3)", "int8{32}(bf16)"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_with_a_significand(spec, dtype):
+    spec = pt2mx.parse(spec)
+    generator = torch.Generator().manual_seed(0)
+    query, *new = (torch.randn(2, heads, 50, 64, generator=generator).to(dtype) for heads in (6, 3, 3))
+    scales = [torch.tensor(t) for t in (1.0, 0.75)] if spec.scale_format.tensor else [None, None]
+    pairs = [pt2mx.quantize_mx(x, spec, tensor_scale=t) for x, t in zip(new, scales, strict=True)]
+    cache = [tensor for scale, codes in pairs for tensor in (codes, scale)]
+    modes = spec.element.name, spec.block_size, 64, None, None, spec.scale_format.name, *scales
+    got = attention_mx(query[:, :, :3], *cache, *modes)
+    held = [
+        pt2mx.dequantize_mx(codes, scale, spec, tensor_scale=t) for (scale, codes), t in zip(pairs, scales, strict=True)
+    ]
+    want = F.scaled_dot_product_attention(query[:, :, :3].float(), *held, enable_gqa=True)
+    close(got, want, dtype)
 
 
 @pytest.mark.parametrize(

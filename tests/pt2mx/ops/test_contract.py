@@ -108,6 +108,11 @@ RECORDED = {
         "Tensor(d!) value_scale, Tensor slots, Tensor cos, Tensor sin, str elem_dtype_name, int block_size, "
         f"{_REQUIRED}, str? scale_format=None) -> Tensor",
     },
+    "store_mx": {
+        1: "(Tensor key, Tensor value, Tensor(a!) key_data, Tensor(b!) key_scale, Tensor(c!) value_data, "
+        "Tensor(d!) value_scale, Tensor slots, str elem_dtype_name, int block_size, str scale_mode, str rounding) "
+        "-> ()",
+    },
     "decoding_attention": {
         1: "(Tensor query, Tensor keys, Tensor values, Tensor? mask, float? scale, Tensor? zeros) -> Tensor",
     },

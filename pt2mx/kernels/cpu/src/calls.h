@@ -42,6 +42,8 @@ struct QuantizeCall {
   void* scale;       // written by QUANTIZE, read by DEQUANTIZE
   uint64_t seed;
   float tensor_scale;
+  const int64_t* slots;          // or null: of each `new_slots` rows of x, QUANTIZE writes row i to row slots[i] of
+  int64_t new_slots, all_slots;  // `all_slots` of the output
 };
 
 // What a kernel does with the result of a matmul before it stores it: it adds a residual, applies an activation, and
@@ -85,17 +87,18 @@ struct ConvolutionCall {
 // Attention over packed keys and values. All tensors but the mask are contiguous; the strides of the mask are in bytes.
 struct AttentionCall {
   const float* table;
-  int32_t format, dtype;
+  const FloatScale* float_scale;  // null for E8M0
+  int32_t format, dtype, isa;
+  int32_t invalid;  // set to 1 if a code cannot be decoded
   int64_t heads, queries, group, slots, width, value_width, block, value_block;
   int64_t key_bytes, key_blocks, value_bytes, value_blocks;  // of a row
   int64_t mask_batch, mask_head, mask_query, mask_slot;      // strides
-  float factor;
-  int64_t pairs;  // sequences times heads of the keys
+  float factor, key_tensor_scale, value_tensor_scale;        // factor: of the scores
+  int64_t pairs;                                             // sequences times heads of the keys
   const void* query;
-  const uint8_t *key, *key_scale, *value, *value_scale;
-  const uint8_t* mask;  // or null
+  const uint8_t *key, *key_scale, *value, *value_scale;  // scales in the dtype of `float_scale`
+  const uint8_t* mask;                                   // or null
   void* out;
-  int32_t* invalid;  // set to 1 if a code cannot be decoded
 };
 
 // The batched matmul of x: (first, second, m, k) and y: (first, second, k, n) in fp32 with values that bfloat16
@@ -164,6 +167,7 @@ extern "C" {
 int64_t pt2mx_size_of(const char* structure);  // in bytes; -1 for an unknown name
 int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, int64_t size, ParallelFor parallel_for);
+int32_t pt2mx_store(const QuantizeCall* calls, int64_t count, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for);

@@ -66,7 +66,7 @@ class Tile {
   i64 offset(i64 row) const { return (outer_ * call_.n + row0_ + row) * call_.inner + column0_; }
   u8* data(void* base, i64 row) const {
     const i64 data_row = (row0_ + row) / cut_.group * spec_.bytes_per_group;
-    return static_cast<u8*>(base) + (outer_ * cut_.data_rows + data_row) * call_.inner + column0_;
+    return static_cast<u8*>(base) + (packed_outer_ * cut_.data_rows + data_row) * call_.inner + column0_;
   }
 
   const QuantizeCall& call_;
@@ -74,7 +74,7 @@ class Tile {
   const Spec& spec_;
   const bool divides_ = spec_.float_scale && !spec_.float_scale->reciprocal;
   const Packing packing_{spec_.bits, spec_.codes_per_group, spec_.bytes_per_group};
-  i64 outer_, row0_, rows_, column0_, w_, blocks_;
+  i64 outer_, packed_outer_, row0_, rows_, column0_, w_, blocks_;  // packed: of codes and scales
   alignas(64) u32 amax_[kBlocks];
   alignas(64) int32_t exponent_[kBlocks];  // of E8M0 scales; codes of others
   alignas(64) float factors_[4][kBlocks + kWidth];
@@ -245,7 +245,7 @@ void Tile::move_scales(bool out) {
   const bool whole = w_ == call_.inner;  // rows of scales are adjacent
   const i64 rows = whole ? 1 : blocks_, w = whole ? blocks_ * w_ : w_;
   for (i64 r = 0; r < rows; ++r) {
-    const i64 at = (outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
+    const i64 at = (packed_outer_ * cut_.blocks + row0_ / call_.block + r) * call_.inner + column0_;
     u8* scale = static_cast<u8*>(call_.scale) + at;  // of E8M0
     int32_t* exponent = exponent_ + r * w;
     if (const FloatScale* s = spec_.float_scale) {
@@ -263,7 +263,10 @@ void Tile::move_scales(bool out) {
 
 void Tile::run(i64 index) {
   const i64 segment = index / cut_.strips % cut_.segments;
-  outer_ = index / cut_.strips / cut_.segments;
+  outer_ = packed_outer_ = index / cut_.strips / cut_.segments;
+  if (const int64_t* slots = call_.slots) {
+    packed_outer_ = outer_ / call_.new_slots * call_.all_slots + slots[outer_ % call_.new_slots];
+  }
   row0_ = segment * cut_.rows;
   rows_ = std::min(cut_.rows, call_.n - row0_);
   column0_ = index % cut_.strips * cut_.columns;
@@ -387,6 +390,17 @@ int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for) {
   const i64 tiles = call->outer * work.cut.segments * work.cut.strips;
   const i64 values = std::min(work.cut.rows, call->n) * work.cut.columns;
   return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
+}
+
+int32_t pt2mx_store(const QuantizeCall* calls, i64 count, ParallelFor parallel_for) {
+  for (i64 i = 0; i < count; ++i) {
+    for (i64 s = 0; s < calls[i].new_slots; ++s) {
+      if (calls[i].slots[s] < 0 || calls[i].slots[s] >= calls[i].all_slots) return kUnsupported;
+    }
+  }
+  int32_t error = 0;
+  for (i64 i = 0; i < count && !error; ++i) error = pt2mx_run(calls + i, parallel_for);
+  return error;
 }
 
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelFor parallel_for) {
