@@ -8,7 +8,7 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kFewQueries = 32, kMaxWidth = 512, kGroup = 32;
+constexpr int64_t kFewQueries = 32, kFewForAmx = 64, kMaxWidth = 512, kGroup = 32;
 
 const uint8_t* bytes_of(const Tensor& x) { return static_cast<const uint8_t*>(x.const_data_ptr()); }
 
@@ -46,7 +46,8 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
   const bool whole = width % kGroup == 0 && value_width % kGroup == 0 && std::max(width, value_width) <= kMaxWidth;
   if (!key_blocks.decoder || !value_blocks.decoder || !whole || !query.numel() || !slots) return attend();
   const int64_t group = heads / key_heads;
-  if (group * queries > kFewQueries) return attend();
+  const int32_t isa = pt2mx_isa(key_blocks.decoder, table_of(keys.element)) & AMX;
+  if (group * queries > (isa ? kFewForAmx : kFewQueries)) return attend();
 
   Tensor out = torch::stable::empty({batch, heads, queries, value_width}, query.scalar_type());
   const Tensor q = dense(query), k = dense(key), ks = dense(key_scale);
@@ -55,7 +56,7 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& key_scale
   call.table = table_of(keys.element);
   call.format = key_blocks.decoder;
   call.dtype = dtype_of(query);
-  call.isa = pt2mx_isa(call.format, call.table) & AMX;
+  call.isa = isa;
   call.heads = key_heads;
   call.queries = queries;
   call.group = group;

@@ -67,6 +67,8 @@ Tensor dequantize(const PackedWeight& weight, ScalarType dtype, int64_t n) {
   call.x = codes.const_data_ptr();
   call.scale = static_cast<uint8_t*>(scales.data_ptr());
   call.out = out.mutable_data_ptr();
+  call.table = table_of(weight.element);
+  call.format = weight.blocks(n).decoder;
   check_error(pt2mx_run(&call, torch_parallel_for));
   return out;
 }

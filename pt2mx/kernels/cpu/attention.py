@@ -14,16 +14,18 @@ from torch import Tensor
 from pt2mx.kernels.constants import has_e8m0_rows
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
-from pt2mx.kernels.cpu.linear import AMX, TABLE, decoder_of, isa_for, table_of
+from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
+from pt2mx.kernels.cpu.linear import AMX, isa_for
 from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend", "attend_again"]
 
-#: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head, and the values
-#: of a group
-_FEW_QUERIES, _WIDEST, _GROUP = 32, 512, 32
+#: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
+_FEW_QUERIES, _FEW_FOR_AMX = 32, 64
+#: the widest head, and the values of a group
+_WIDEST, _GROUP = 512, 32
 #: calls by the arguments of `attention_mx`
 _CALLS: RepeatedCalls[AttentionCall] = RepeatedCalls(AttentionCall)
 
@@ -71,14 +73,16 @@ def _call_of(
     group = heads // key_heads
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
     whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
-    fits = TABLE not in (decoder, value_decoder) and whole and group * queries <= _FEW_QUERIES
+    isa = isa_for(spec, width) & AMX
+    few = group * queries <= (_FEW_FOR_AMX if isa else _FEW_QUERIES)
+    fits = TABLE not in (decoder, value_decoder) and whole and few
     if not fits or 0 in (query.numel(), slots):
         return None
     call = AttentionCall(
         table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
         dtype=DTYPES.index(query.dtype),
-        isa=isa_for(spec, width) & AMX,
+        isa=isa,
         heads=key_heads,
         queries=queries,
         group=group,

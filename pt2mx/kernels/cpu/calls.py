@@ -53,6 +53,8 @@ class QuantizeCall(ctypes.Structure):
         ("tensor_scale", c_float),
         ("slots", c_void_p),
         *_fields(c_int64, "new_slots all_slots"),
+        ("table", c_void_p),
+        ("format", c_int32),
     )
 
 

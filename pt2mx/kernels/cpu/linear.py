@@ -15,12 +15,11 @@ import functools
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import elements
 from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load
 from pt2mx.kernels.cpu.calls import LinearCall
+from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.packing import group_of
@@ -29,12 +28,6 @@ from pt2mx.spec import MXSpec
 
 __all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
 
-#: element that the C++ decodes in registers, in blocks of whole groups of 32 -> the number of its decoder
-_FORMATS = {
-    **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
-    **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
-}
-TABLE, _GROUP = 0, 32
 #: significant bits of a bfloat16
 _BFLOAT_BITS = 8
 
@@ -219,21 +212,6 @@ def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
 
 def _parts(n: int, size: int) -> int:
     return -(-n // size)
-
-
-def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
-    """Return the C++ decoder for rows of `k` values, and the block size; a row of one block is padded to whole
-    groups."""
-    block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
-    least = _GROUP if spec.scale_format.is_power_of_two else _GROUP // 2
-    return TABLE if block % least else _FORMATS.get(spec.element.name, TABLE), block
-
-
-@functools.cache
-def table_of(name: str) -> ctypes.Array[ctypes.c_float]:
-    """Return the value of the code in each of the 256 possible bytes."""
-    element = ELEMENTS[name]
-    return (ctypes.c_float * 256)(*elements.values_of_codes(element) * (256 >> element.bits))
 
 
 def isa_for(spec: MXSpec, k: int) -> int:

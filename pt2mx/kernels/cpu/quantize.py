@@ -18,6 +18,7 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
+from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length, resized
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
@@ -139,6 +140,9 @@ def _run(
         seed=0 if seed is None else int(seed),
         tensor_scale=1.0 if tensor_scale is None else float(tensor_scale),
     )
+    if operation == _DEQUANTIZE:
+        call.format, _ = decoder_of(spec, n)
+        call.table = ctypes.addressof(table_of(spec.element.name))
     library, parallel_for = load()
     if rotation:
         failed = library.pt2mx_rotate_fake_quantize(ctypes.addressof(call), rotation, parallel_for)

@@ -14,7 +14,7 @@ template <class Decoder>
 void run(i64 begin, i64 end, void* context) {
   const PackedAttention& attention = *static_cast<const PackedAttention*>(context);
   const KeepSubnormals keep;
-  for (i64 pair = begin; pair < end; ++pair) HeadFp32<Decoder>(attention, pair).run();
+  for (i64 pair = begin; pair < end; ++pair) HeadFp32<Decoder>(attention, pair, 0, attention.rows).run();
 }
 
 }  // namespace

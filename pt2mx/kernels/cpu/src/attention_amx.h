@@ -17,8 +17,9 @@ namespace {
 
 constexpr i64 kSlots = 2 * kTileRows;  // slots that are decoded together
 
-constexpr i64 kFewColumns = 4;  // of scores, which are gathered from a tile
-constexpr i64 kBlocks = 4;      // of slots, whose values are multiplied together
+constexpr i64 kMaxRowsAmx = 64;  // queries of a head of the keys, as in ../attention.py
+constexpr i64 kFewColumns = 4;   // of scores, which are gathered from a tile
+constexpr i64 kBlocks = 4;       // of slots, whose values are multiplied together
 
 // Splits 32 values into their highest 8 significant bits, the next 8, and so on, as bfloat16.
 inline void split_parts(const float* x, i64 parts, i64 stride, u16* out) {
@@ -124,7 +125,7 @@ class HeadsAmx {
   // Returns false if a query, a key or a value that counts is not finite or subnormal.
   bool run(i64 pair) {
     if (!set_queries(pair) || !score(pair)) return false;
-    float l_i[kMaxRows];
+    float l_i[kMaxRowsAmx];
     for (i64 r = 0; r < a.rows; ++r) {
       float* scores = scores_.data() + r * stride_;
       l_i[r] = softmax(scores, stride_, largest_score(scores, stride_));
@@ -160,11 +161,11 @@ class HeadsAmx {
 
   bool score(i64 pair) {
     const Rows rows(a.keys, scales_);
-    const u8* masks[kMaxRows];
+    const u8* masks[kMaxRowsAmx];
     for (i64 r = 0; r < a.rows; ++r) masks[r] = a.mask_of(pair, r);
     std::fill(scores_.data(), scores_.data() + a.rows * stride_, -INFINITY);
     for (i64 begin = 0; begin < c.slots;) {
-      u32 visible[kBlocks][kMaxRows];
+      u32 visible[kBlocks][kMaxRowsAmx];
       i64 blocks = 0, at[kBlocks];
       for (; begin < c.slots && blocks < kBlocks; begin += kSlots) {
         const i64 count = std::min(kSlots, c.slots - begin);
@@ -315,7 +316,9 @@ void run_heads_amx(i64 begin, i64 end, const PackedAttention& attention) {
   HeadsAmx<Rows> heads(attention);
   configure_amx(heads.height);
   for (i64 pair = begin; pair < end; ++pair) {
-    if (!heads.run(pair)) HeadFp32<Decoder>(attention, pair).run();
+    for (i64 row = heads.run(pair) ? attention.rows : 0; row < attention.rows; row += kMaxRows) {
+      HeadFp32<Decoder>(attention, pair, row, std::min(kMaxRows, attention.rows - row)).run();
+    }
   }
   release_amx();
 }

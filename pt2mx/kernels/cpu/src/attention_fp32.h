@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr i64 kTile = 4;  // slots that share each load of a query and each load of a sum
+constexpr i64 kMaxRows = 32;  // queries of a head, as in ../attention.py
+constexpr i64 kTile = 4;      // slots that share each load of a query and each load of a sum
 constexpr i64 kMaxVectors = kMaxWidth / kGroup * kVectors;
 
 // Decodes row `row` of the cache to vectors in the order of the decoder.
@@ -25,17 +26,17 @@ inline void decode_row(const CacheRows& rows, Decoder& decoder, i64 row, Floats*
   }
 }
 
-// One head of the keys of one sequence, with its queries.
+// One head of the keys of one sequence, with up to kMaxRows of its queries.
 template <class Decoder>
 class HeadFp32 {
  public:
-  HeadFp32(const PackedAttention& attention, i64 pair)
-      : a(attention), c(a.call), pair_(pair), rows_(a.rows), decoder_(a.keys.call) {
+  HeadFp32(const PackedAttention& attention, i64 pair, i64 first, i64 rows)
+      : a(attention), c(a.call), pair_(pair), first_(first), rows_(rows), decoder_(a.keys.call) {
     query_.resize(rows_ * c.width);
     scores_.resize(rows_ * stride());
     std::vector<float> row(c.width);
     for (i64 r = 0; r < rows_; ++r) {
-      get_floats(c.query, (pair_ * rows_ + r) * c.width, c.width, c.dtype, row.data());
+      get_floats(c.query, (pair_ * a.rows + first_ + r) * c.width, c.width, c.dtype, row.data());
       float* out = query_.data() + r * c.width;
       for (i64 i = 0; i < c.width; ++i)
         out[i] = a.factor * row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)];
@@ -58,7 +59,7 @@ class HeadFp32 {
   void score() {
     const i64 vectors = c.width / kGroup * kVectors;
     const u8* masks[kMaxRows];
-    for (i64 r = 0; r < rows_; ++r) masks[r] = a.mask_of(pair_, r);
+    for (i64 r = 0; r < rows_; ++r) masks[r] = a.mask_of(pair_, first_ + r);
     Floats keys[kTile * kMaxVectors];
     std::fill(scores_.begin(), scores_.end(), -INFINITY);
     for (i64 first = 0; first < c.slots; first += kTile) {
@@ -112,7 +113,7 @@ class HeadFp32 {
       for (i64 i = 0; i < c.value_width; ++i) {
         row[i / kGroup * kGroup + index_in_group(Decoder::kEvenOdd, i % kGroup)] = sums[r * c.value_width + i];
       }
-      a.store_row(pair_, r, sums_[r], row.data());
+      a.store_row(pair_, first_ + r, sums_[r], row.data());
     }
   }
 
@@ -138,7 +139,7 @@ class HeadFp32 {
 
   const PackedAttention& a;
   AttentionCall& c;
-  const i64 pair_, rows_;
+  const i64 pair_, first_, rows_;
   Decoder decoder_;
   std::vector<float> query_, scores_;
   float sums_[kMaxRows];

@@ -42,8 +42,10 @@ struct QuantizeCall {
   void* scale;       // written by QUANTIZE, read by DEQUANTIZE
   uint64_t seed;
   float tensor_scale;
-  const int64_t* slots;          // or null: of each `new_slots` rows of x, QUANTIZE writes row i to row slots[i] of
+  const int64_t* slots;          // of each `new_slots` rows of x, if any, QUANTIZE writes row i to row slots[i] of
   int64_t new_slots, all_slots;  // `all_slots` of the output
+  const float* table;            // of DEQUANTIZE, as of LinearCall; null if `format` is 0
+  int32_t format;
 };
 
 // What a kernel does with the result of a matmul before it stores it: it adds a residual, applies an activation, and
@@ -167,6 +169,7 @@ extern "C" {
 int64_t pt2mx_size_of(const char* structure);  // in bytes; -1 for an unknown name
 int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, int64_t size, ParallelFor parallel_for);
+int32_t pt2mx_dequantize_rows(const QuantizeCall* call, ParallelFor parallel_for);
 int32_t pt2mx_store(const QuantizeCall* calls, int64_t count, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);

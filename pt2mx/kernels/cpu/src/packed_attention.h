@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr i64 kMaxWidth = 512, kMaxRows = 32;  // as in ../attention.py
+constexpr i64 kMaxWidth = 512;  // as in ../attention.py
 
 // The rows of keys or values of all heads.
 struct CacheRows {

@@ -264,9 +264,8 @@ void Tile::move_scales(bool out) {
 void Tile::run(i64 index) {
   const i64 segment = index / cut_.strips % cut_.segments;
   outer_ = packed_outer_ = index / cut_.strips / cut_.segments;
-  if (const int64_t* slots = call_.slots) {
-    packed_outer_ = outer_ / call_.new_slots * call_.all_slots + slots[outer_ % call_.new_slots];
-  }
+  const i64 count = call_.new_slots;
+  if (count) packed_outer_ = outer_ / count * call_.all_slots + call_.slots[outer_ % count];
   row0_ = segment * cut_.rows;
   rows_ = std::min(cut_.rows, call_.n - row0_);
   column0_ = index % cut_.strips * cut_.columns;
@@ -369,38 +368,25 @@ bool uses_vec_quantizer(const QuantizeCall& c) {
   return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && VecQuantizer::supports(*c.spec, c.block, c.n);
 }
 
+int32_t run_vec_quantizer(const QuantizeCall& c, ParallelFor parallel_for) {
+  ActivationCall rows{c.spec, 0, 0, c.dtype, c.out_dtype, 0, 0, 0, c.outer, c.n, c.block, c.x};
+  rows.out = c.out;
+  return pt2mx_quantize_activation(&rows, parallel_for);
+}
+
 }  // namespace
 
 extern "C" {
 
 int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for) {
-  if (uses_vec_quantizer(*call)) {
-    ActivationCall rows{};
-    rows.spec = call->spec;
-    rows.dtype = call->dtype;
-    rows.out_dtype = call->out_dtype;
-    rows.rows = call->outer;
-    rows.n = call->n;
-    rows.block = call->block;
-    rows.x = call->x;
-    rows.out = call->out;
-    return pt2mx_quantize_activation(&rows, parallel_for);
-  }
+  int32_t error = kUnsupported;
+  if (uses_vec_quantizer(*call)) error = run_vec_quantizer(*call, parallel_for);
+  else if (call->operation == DEQUANTIZE && call->format) error = pt2mx_dequantize_rows(call, parallel_for);
+  if (error != kUnsupported) return error;
   Work work{*call, Cut(*call)};
   const i64 tiles = call->outer * work.cut.segments * work.cut.strips;
   const i64 values = std::min(work.cut.rows, call->n) * work.cut.columns;
   return parallel_for(0, tiles, std::max<i64>(1, kGrain / values), run_tiles, &work);
-}
-
-int32_t pt2mx_store(const QuantizeCall* calls, i64 count, ParallelFor parallel_for) {
-  for (i64 i = 0; i < count; ++i) {
-    for (i64 s = 0; s < calls[i].new_slots; ++s) {
-      if (calls[i].slots[s] < 0 || calls[i].slots[s] >= calls[i].all_slots) return kUnsupported;
-    }
-  }
-  int32_t error = 0;
-  for (i64 i = 0; i < count && !error; ++i) error = pt2mx_run(calls + i, parallel_for);
-  return error;
 }
 
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelFor parallel_for) {
