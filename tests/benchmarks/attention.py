@@ -5,11 +5,10 @@
         [--queries 1] [--threads 1] [--write]
 
 8 heads of keys, by default of 128 values with 4 heads of queries each, as in Llama 3.1 8B, and one query a sequence.
-With `--write` a call first writes the last token: into a cache of codes by `store_mx`, which quantizes it, of E8M0
-scales only. Bytes of a
-token in one layer, milliseconds of one layer, on a GPU as CUDA graphs, and the share of torch's time. On a CPU, 16 MB
-are read before each call, as a step reads weights. On a GPU also "joined": with counters, as the steps of a few
-sequences call it (`decoding_attention`, `decoding_attention_mx`).
+With `--write` a call first writes the last token: into a cache of codes with E8M0 scales by `store_mx`, which quantizes
+it. Bytes of a token in one layer, milliseconds of one layer, on a GPU as CUDA graphs, and the share of torch's time. On
+a CPU, 16 MB are read before each call, as a step reads weights. On a GPU also "joined": with counters, as the steps of
+a few sequences call it (`decoding_attention`, `decoding_attention_mx`).
 """
 
 from __future__ import annotations
@@ -71,6 +70,8 @@ def run(device: str, case: Case, formats: list[str], writes: bool, repeats: int)
         sizes.append(sizes[0])
     for name in formats:
         spec = pt2mx.parse(name)
+        if writes and not spec.has_plain_scale:
+            continue
         pairs = [pt2mx.quantize_mx(x, spec) for x in (keys, values)]
         codes = [tensor for scale, data in pairs for tensor in (data, scale)]
         args = query, *codes, spec.element.name, spec.block_size, width, mask, None
