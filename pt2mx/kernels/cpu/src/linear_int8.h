@@ -240,19 +240,18 @@ inline __attribute__((always_inline)) void add_strip(const Floats* strip, float*
 // By vpmaddubsw, which adds two products in 16 bits.
 template <int kWideSums, int R>
 NOINLINE void multiply_strip(const GroupColumns* w, i64 groups, const CodeGroup* const* x, float* totals) {
+  constexpr int kInner = std::max(kWideSums, 1);
   const Bytes ones = VECTOR(set1_epi16)(1);
   Floats strip[R] = {};
   for (i64 g = 0; g < groups; ++g) {
     Bytes sums[R], upper[R] = {};
     for (int r = 0; r < R; ++r) sums[r] = VECTOR(set1_epi32)(x[r][g].offset);
-#pragma GCC unroll 8
-    for (int s = 0; s < kSteps;) {
+    for (int s = 0; s < kSteps; s += kInner) {
       Bytes wide[R] = {};
-#pragma GCC unroll 4
-      for (int i = 0; i < std::max(kWideSums, 1); ++i, ++s) {
-        const Bytes codes = load<Bytes>(w[g].codes + s * kStepBytes);
+      for (int i = s; i < s + kInner; ++i) {
+        const Bytes codes = load<Bytes>(w[g].codes + i * kStepBytes);
         for (int r = 0; r < R; ++r) {
-          const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r][g].codes + 4 * s));
+          const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r][g].codes + 4 * i));
           if (kWideSums) {
             wide[r] = VECTOR(add_epi16)(wide[r], VECTOR(maddubs_epi16)(codes, values));
           } else {  // the lower seven bits of a code, and the eighth
@@ -386,18 +385,20 @@ struct Strip {
 
   void read(const LinearCall& c, i64 row, i64 first, i64 groups) {
     const i64 begin = first * Decoder::kBytes, per_block = c.block / kGroup;
-    const bool whole = groups == kStripGroups && begin + kBytes <= c.row_bytes;
-    for (i64 q = 0; q < kWidth; ++q) {
-      const i64 at = std::min(row + q, c.n - 1);
-      const u8 *data = c.data + at * c.row_bytes + begin, *scale = c.scale + at * c.row_blocks;
-      u8 *to = codes + q * kBytes, *to_scale = scales + q * kStripGroups;
-      if (whole) std::memcpy(to, data, kBytes);
-      else std::memcpy(to, data, std::min(kBytes, c.row_bytes - begin));  // the codes that follow meet zeros of x
-      if (whole && per_block == 1) {
-        std::memcpy(to_scale, scale + first, kStripGroups);
-        continue;
+    if (row + kWidth <= c.n && groups == kStripGroups && begin + kBytes <= c.row_bytes && per_block == 1) {
+      const u8 *data = c.data + row * c.row_bytes + begin, *scale = c.scale + row * c.row_blocks + first;
+      for (i64 q = 0; q < kWidth; ++q, data += c.row_bytes, scale += c.row_blocks) {
+        std::memcpy(codes + q * kBytes, data, kBytes);
+        std::memcpy(scales + q * kStripGroups, scale, kStripGroups);
       }
-      for (i64 g = 0; g < kStripGroups; ++g) to_scale[g] = g < groups ? scale[(first + g) / per_block] : kBias;
+      return;
+    }
+    for (i64 q = 0; q < kWidth; ++q) {  // codes after a row's last one meet zeros of x
+      const i64 at = std::min(row + q, c.n - 1);
+      std::memcpy(codes + q * kBytes, c.data + at * c.row_bytes + begin, std::min(kBytes, c.row_bytes - begin));
+      for (i64 g = 0; g < kStripGroups; ++g) {
+        scales[q * kStripGroups + g] = g < groups ? c.scale[at * c.row_blocks + (first + g) / per_block] : kBias;
+      }
     }
   }
   // Prefetches, to the second-level cache, an eighth of what the next kWidth rows have here.
