@@ -1,0 +1,218 @@
+// Codes of a weight as 8-bit integers, a group of kWidth rows at a time, for linear_int8.h.
+//
+// kWidth rows are multiplied together, one in each lane, so a sum of a group needs no sum of lanes. Lane q of step s
+// has four codes of row q, and the same four codes of x are in every lane:
+//
+//     codes, step s:    row 0             row 1             ...      row kWidth - 1
+//                       k = 4s .. 4s+3    k = 4s .. 4s+3             k = 4s .. 4s+3
+
+#pragma once
+
+#include "int8_codes.h"
+#include "isa.h"
+
+// Defined if the compiler targets AVX512 and supports its extensions, or targets AVX2.
+#if defined(PT2MX_HAVE_MATRIX_ISA) || (defined(__AVX2__) && !defined(__AVX512BW__))
+#define PT2MX_HAVE_INT8
+
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define PT2MX_HAVE_VNNI
+#include <cpuid.h>
+#endif
+#if defined(__AVX512BW__)
+#define VECTOR(name) _mm512_##name
+#define TARGET_VNNI __attribute__((target("avx512vnni")))
+#define TARGET_VBMI __attribute__((target("avx512vbmi")))
+#define DPBUSD _mm512_dpbusd_epi32
+#else
+#define VECTOR(name) _mm256_##name
+#define TARGET_VNNI __attribute__((target("avxvnni")))
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#endif
+
+namespace {
+
+constexpr int kSteps = kGroup / 4;      // of a group
+constexpr i64 kStepBytes = 4 * kWidth;  // codes of a step
+constexpr i64 kMaxCode = 128;           // the largest magnitude of a code of x
+
+#if defined(__AVX512BW__)
+using Bytes = __m512i;
+inline Bytes in_each_half(__m128i v) { return _mm512_broadcast_i32x4(v); }
+inline Bytes load_quarters(const u8* row, i64 stride) {
+  const u8* upper = row + 8 * stride;
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(row)), load128(row + 4 * stride), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(upper)), load128(upper + 4 * stride), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#else
+using Bytes = __m256i;
+inline Bytes in_each_half(__m128i v) { return _mm256_broadcastsi128_si256(v); }
+inline Bytes load_quarters(const u8* row, i64 stride) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(row)), load128(row + 4 * stride), 1);
+}
+#endif
+
+// Reads 16 bytes of kWidth rows, `stride` bytes apart, and writes to out[i] the i-th 32 bits of each row, as they lie
+// or after `expand`.
+template <class Expand>
+inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) {
+  Bytes row[4];
+  for (int i = 0; i < 4; ++i) row[i] = expand(load_quarters(data + i * stride, stride));
+  const Bytes low[2] = {VECTOR(unpacklo_epi32)(row[0], row[1]), VECTOR(unpacklo_epi32)(row[2], row[3])};
+  const Bytes high[2] = {VECTOR(unpackhi_epi32)(row[0], row[1]), VECTOR(unpackhi_epi32)(row[2], row[3])};
+  out[0] = VECTOR(unpacklo_epi64)(low[0], low[1]);
+  out[1] = VECTOR(unpackhi_epi64)(low[0], low[1]);
+  out[2] = VECTOR(unpacklo_epi64)(high[0], high[1]);
+  out[3] = VECTOR(unpackhi_epi64)(high[0], high[1]);
+}
+
+// ---- the weight: a decoder writes the codes of a group of kWidth rows, as integers plus `offset` ----
+//
+//   kWideSums     vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
+//   kEvenOdd      true if a step has every second code of eight
+//   shift         the integers are values times 2**shift; 8 if they are no integers
+
+template <class Decoder>
+struct IntegerColumns {
+  static constexpr bool kSupported = false;
+};
+
+// What codes of 4 and 6 bits share: the integers of a table.
+struct IntegerTable {
+  int32_t shift = 0, offset = 0;
+
+  // True if the integers, plus `offset`, times codes of x fit 16 bits in sums of 2 * steps products.
+  bool fits(int steps) const { return 2 * steps * kMaxCode * (most_ + offset) <= INT16_MAX; }
+
+ protected:
+  int32_t most_ = 0;
+  int32_t integer(float value) const { return int32_t(value * float(1 << shift)); }
+
+  IntegerTable(const float* table, int n) {
+    while (shift < 8 && !std::all_of(
+                            table, table + n,
+                            [&](float value) {
+                              return std::abs(value) * float(1 << shift) <= 127 &&
+                                     value * float(1 << shift) == float(integer(value));
+                            })) {
+      ++shift;
+    }
+    if (shift == 8) return;
+    most_ = integer(*std::max_element(table, table + n));
+    offset = -integer(*std::min_element(table, table + n));
+  }
+};
+
+template <>
+struct IntegerColumns<Nibbles> : IntegerTable {
+  static constexpr bool kSupported = true, kEvenOdd = true;
+  static constexpr int kWideSums = 4;
+  Bytes table;
+
+  explicit IntegerColumns(const float* values) : IntegerTable(values, 16) {
+    u8 codes[16];
+    for (int i = 0; i < 16; ++i) codes[i] = u8(offset + integer(values[i]));
+    table = in_each_half(load128(codes));
+  }
+  void decode(const u8* data, i64 stride, u8* out) const {
+    const Bytes mask = VECTOR(set1_epi8)(15);
+    Bytes columns[4];
+    load_columns(data, stride, columns, [](Bytes row) { return row; });
+    for (const Bytes& pairs : columns) {
+      store(out, VECTOR(shuffle_epi8)(table, pairs & mask));
+      store(out + kStepBytes, VECTOR(shuffle_epi8)(table, VECTOR(srli_epi16)(pairs, 4) & mask));
+      out += 2 * kStepBytes;
+    }
+  }
+};
+
+// Floats of 6 bits. Four codes take three bytes, which are moved to each 32 bits and split.
+template <>
+struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
+  static constexpr bool kSupported = true, kEvenOdd = false;
+  static constexpr int kWideSums = 1;
+
+  // Reads 12 of the 24 bytes of a group in each row, three of them to each 32 bits, in this order.
+  static void load_triples(const u8* data, i64 stride, int half, __m128i order, Bytes* columns) {
+    const Bytes spread = in_each_half(_mm_add_epi8(order, _mm_set1_epi8(char(4 * half))));
+    load_columns(data + 8 * half, stride, columns, [&](Bytes row) { return VECTOR(shuffle_epi8)(row, spread); });
+  }
+
+#if defined(__AVX512BW__)  // AVX512_VBMI looks up 64 codes, and reads them at any bit
+  Bytes table;
+
+  explicit IntegerColumns(const float* values) : IntegerTable(values, 64) {
+    if (!has_avx512_vbmi()) shift = 8;
+    u8 codes[64];
+    for (int i = 0; i < 64; ++i) codes[i] = u8(offset + integer(values[i]));
+    table = load<Bytes>(codes);
+  }
+  TARGET_VBMI NOINLINE void decode(const u8* data, i64 stride, u8* out) const {
+    const Bytes bits = _mm512_set1_epi64(0x322C2620120C0600);
+    for (int half = 0; half < 2; ++half) {
+      Bytes columns[4];
+      load_triples(data, stride, half, _mm_setr_epi8(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11), columns);
+      for (const Bytes& triples : columns) {
+        store(out, _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(bits, triples), table));
+        out += kStepBytes;
+      }
+    }
+  }
+#else  // the lower five bits of a code choose a magnitude of two tables, the sixth is the sign
+  Bytes tables[2];
+
+  explicit IntegerColumns(const float* values) : IntegerTable(values, 64) {
+    for (int t = 0; t < 2; ++t) {
+      u8 codes[16];
+      for (int i = 0; i < 16; ++i) codes[i] = u8(integer(values[16 * t + i]));
+      tables[t] = in_each_half(load128(codes));
+    }
+  }
+  void decode(const u8* data, i64 stride, u8* out) const {
+    const Bytes plus = _mm256_set1_epi8(char(offset));
+    for (int half = 0; half < 2; ++half) {
+      Bytes columns[4];
+      load_triples(data, stride, half, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11), columns);
+      for (const Bytes& words : columns) {  // a shift of each 16 bits, as in split_pairs
+        const Bytes even = _mm256_srli_epi16(_mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 10 | 1 << 22)), 10);
+        const Bytes odd = _mm256_srli_epi16(_mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 4 | 1 << 16)), 2);
+        const Bytes codes = even | (odd & _mm256_set1_epi16(0x3F00));
+        const Bytes low = _mm256_shuffle_epi8(tables[0], codes), high = _mm256_shuffle_epi8(tables[1], codes);
+        const Bytes magnitudes = _mm256_blendv_epi8(low, high, _mm256_slli_epi16(codes, 3));
+        store(out, _mm256_add_epi8(plus, _mm256_sign_epi8(magnitudes, _mm256_slli_epi16(codes, 2))));
+        out += kStepBytes;
+      }
+    }
+  }
+#endif
+};
+
+template <>
+struct IntegerColumns<Int8> {
+  static constexpr bool kSupported = true, kEvenOdd = false;
+  static constexpr int kWideSums = 0;
+  static constexpr int32_t shift = kCodeMantissa, offset = 128;
+  explicit IntegerColumns(const float*) {}
+  bool fits(int) const { return true; }
+  void decode(const u8* data, i64 stride, u8* out) const {
+    for (int half = 0; half < 2; ++half) {
+      Bytes columns[4];
+      load_columns(data + 16 * half, stride, columns, [](Bytes row) { return row; });
+      for (const Bytes& codes : columns) {
+        store(out, codes ^ VECTOR(set1_epi8)(char(128)));
+        out += kStepBytes;
+      }
+    }
+  }
+};
+
+// A group of kWidth rows of the weight.
+struct GroupColumns {
+  alignas(64) u8 codes[kSteps * kStepBytes];
+  int32_t powers[kWidth];  // as in CodeGroup
+};
+
+}  // namespace
+
+#endif
