@@ -39,7 +39,9 @@ Tensor linear(const Tensor& original, const Tensor& data, const Tensor& scale, c
     return call("aten::linear", dtype == x.scalar_type() ? x : torch::stable::to(x, dtype),
                 dequantize(weight, dtype, k), bias);
   };
-  const int32_t isa = dtype_of(x) == BF16 && rows > kVectorRows ? isa_for(weight, k) : 0;
+  int32_t isa = rows > kVectorRows ? isa_for(weight, k) : 0;
+  if (dtype_of(x) == FP32) isa = rows <= kFewRows ? isa & AMX : 0;  // as three bfloat16 values
+  else if (dtype_of(x) != BF16) isa = 0;
   if (!x.numel() || !n || (rows > kFewRows && !isa)) return dense_matmul();
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, dtype);

@@ -3,8 +3,9 @@
 Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. A few
 rows whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as
 integers (`src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows run on
-fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). For many
-rows, AMX, AVX512_VNNI or AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
+fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
+multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). For many rows, AMX, AVX512_VNNI or
+AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def linear(
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > VECTOR_ROWS else 0
+    isa = isa_for(spec, x.shape[-1]) if x.dtype in (torch.bfloat16, torch.float32) and rows > VECTOR_ROWS else 0
+    if x.dtype == torch.float32:  # as three bfloat16 values
+        isa = isa & AMX if rows <= FEW_ROWS else 0
     if not supports(spec, tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads

@@ -19,25 +19,82 @@ inline Ints to_bf16(Ints first, Ints second) {
   return Ints(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
 }
 
+// Decodes codes of 4 bits to bfloat16 by a table that holds values times the scale of the group: adding to the
+// exponents of the table scales 16 values at once. Other decoders have no such table.
+template <class Decoder>
+struct ScaledTable {
+  static constexpr bool kSupported = false;
+  explicit ScaledTable(const LinearCall&) {}
+};
+
+template <>
+struct ScaledTable<Nibbles> {
+  static constexpr bool kSupported = true;
+  __m512i table;      // 16 values, twice, because a look-up takes five bits
+  __mmask32 nonzero;  // zeros have no exponent
+  int32_t exponents[kChunkGroups];
+
+  explicit ScaledTable(const LinearCall& c) {
+    u16 values[32];
+    for (int i = 0; i < 32; ++i) values[i] = u16(bits_of(c.table[i % 16]) >> 16);
+    table = _mm512_loadu_si512(values);
+    nonzero = _mm512_test_epi16_mask(table, _mm512_set1_epi16(0x7FFF));
+  }
+  // Sets the scales of a chunk. Returns false if there are fewer, or a value could be subnormal or out of range: values
+  // of the table are from 2**-24 to 2**8.
+  bool set(const u8* scales, i64 groups) {
+    if (groups != kChunkGroups) return false;
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+    const __m128i nearest = _mm_min_epu8(_mm_max_epu8(bytes, _mm_set1_epi8(25)), _mm_set1_epi8(char(245)));
+    const __m256i scale = _mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(kBias));
+    store(exponents,
+          _mm256_or_si256(_mm256_slli_epi32(scale, 23), _mm256_srli_epi32(_mm256_slli_epi32(scale, 23), 16)));
+    return !(~_mm_movemask_epi8(_mm_cmpeq_epi8(nearest, bytes)) & 0xFF);
+  }
+  // The 32 values of group `i` in their order.
+  __m512i decode(const u8* data, i64 i) const {
+    const __m512i spread = _mm512_add_epi8(
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)),
+        _mm512_set_epi32(0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x08080808, 0x08080808, 0x08080808, 0x08080808,
+                         0x04040404, 0x04040404, 0x04040404, 0x04040404, 0, 0, 0, 0));
+    const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(data)), spread);
+    const __m512i scaled = _mm512_mask_add_epi16(table, nonzero, table, _mm512_set1_epi32(exponents[i]));
+    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(bytes, _mm512_set1_epi32(4 << 16)), scaled);
+  }
+};
+
 // Decodes the groups [begin, end) of kNR rows of the weight from `row` on to w: (end - begin, 2, kTileRows, kGroup).
 // Rows past the last one repeat it. The scale of a tensor is left to `result_factor`. Returns true if a weight is
 // subnormal, which matrix instructions take for zero.
 template <class Decoder, bool kFloatScale>
 bool decode_chunk(const LinearCall& c, Decoder& decoder, i64 row, i64 begin, i64 end, u16* w) {
   __mmask16 subnormal = 0;
+  const i64 per_block = c.block / kGroup;
+  ScaledTable<Decoder> table(c);
   for (i64 q = 0; q < kNR; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
     const u8* codes = c.data + at * c.row_bytes + begin * Decoder::kBytes;
+    const u8* scale = c.scale + at * c.row_blocks;
+    u16* out = w + q * kGroup;
+    if constexpr (ScaledTable<Decoder>::kSupported && !kFloatScale) {
+      u8 expanded[kChunk];
+      if (end * kGroup <= c.k && table.set(scales_of_groups(scale, per_block, begin, end, expanded), end - begin)) {
+        for (i64 i = 0; i < kChunkGroups; ++i, codes += Decoder::kBytes, out += 2 * kTileElems) {
+          __builtin_prefetch(codes + kNR * c.row_bytes);
+          store(out, table.decode(codes, i));
+        }
+        continue;
+      }
+    }
     u8 padded[Decoder::kBytes];
     HalfFactors halves[kChunkGroups];
     Scales scales;
     if (kFloatScale) {
       set_half_factors(c, at, begin, end, 1, Decoder::kShift, halves);
     } else {
-      scales.set(c.scale + at * c.row_blocks, c.block / kGroup, begin, end, Decoder::kShift);
-      if (!scales.ordinary) scales.split(c.scale + at * c.row_blocks, c.block / kGroup, begin, end, Decoder::kShift);
+      scales.set(scale, per_block, begin, end, Decoder::kShift);
+      if (!scales.ordinary) scales.split(scale, per_block, begin, end, Decoder::kShift);
     }
-    u16* out = w + q * kGroup;
     for (i64 i = 0; i < end - begin; ++i, codes += Decoder::kBytes, out += 2 * kTileElems) {
       Floats values[kVectors];
       if ((begin + i + 1) * kGroup > c.k) codes = last_group<Decoder>(c, at, padded);

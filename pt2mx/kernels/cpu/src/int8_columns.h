@@ -69,9 +69,10 @@ inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) 
 
 // ---- the weight: a decoder writes the codes of a group of kWidth rows, as integers plus `offset` ----
 //
-//   kWideSums     vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
-//   kEvenOdd      true if a step has every second code of eight
-//   shift         the integers are values times 2**shift; 8 if they are no integers
+//   kWideSums        vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
+//   kRowsBeforeAmx   the most rows of x in bfloat16 for which AMX takes longer
+//   kEvenOdd         true if a step has every second code of eight
+//   shift            the integers are values times 2**shift; 8 if they are no integers
 
 template <class Decoder>
 struct IntegerColumns {
@@ -107,7 +108,7 @@ struct IntegerTable {
 template <>
 struct IntegerColumns<Nibbles> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = true;
-  static constexpr int kWideSums = 4;
+  static constexpr int kWideSums = 4, kRowsBeforeAmx = 8;
   Bytes table;
 
   explicit IntegerColumns(const float* values) : IntegerTable(values, 16) {
@@ -131,7 +132,7 @@ struct IntegerColumns<Nibbles> : IntegerTable {
 template <>
 struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 1;
+  static constexpr int kWideSums = 1, kRowsBeforeAmx = 16;
 
   // Reads 12 of the 24 bytes of a group in each row, three of them to each 32 bits, in this order.
   static void load_triples(const u8* data, i64 stride, int half, __m128i order, Bytes* columns) {
@@ -191,7 +192,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
 template <>
 struct IntegerColumns<Int8> {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 0;
+  static constexpr int kWideSums = 0, kRowsBeforeAmx = 16;
   static constexpr int32_t shift = kCodeMantissa, offset = 128;
   explicit IntegerColumns(const float*) {}
   bool fits(int) const { return true; }

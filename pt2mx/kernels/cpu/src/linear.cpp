@@ -2,11 +2,11 @@
 //
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
-//   up to 32 rows of integers * 2**n   linear_int8.h  AVX2, AVX_VNNI or AVX512_VNNI, with AMX up to 16 rows
+//   up to 32 rows of integers * 2**n   linear_int8.h  AVX2, AVX_VNNI or AVX512_VNNI
 //   1 row                              gemv_fp32.h    codes of 4 bits become fp32 by a table
 //   1 row in bfloat16, AVX512_BF16     gemv_bf16.h    codes of 4 and 6 bits become bfloat16 by a table
 //   up to 32 rows                      linear_fp32.h  any format, in fp32 vectors
-//   up to 32 rows in bfloat16, AMX     linear_amx.h   the weight is decoded to bfloat16 as it is multiplied
+//   up to 32 rows, AMX                 linear_amx.h   the weight is decoded to bfloat16 as it is multiplied
 //   more rows in bfloat16              gemm_bf16.h    AMX or AVX512_BF16, some columns are decoded first
 //   more rows of integers times 2**n   gemm_vnni.h    AVX512_VNNI, codes of 8 bits
 //
@@ -26,8 +26,7 @@
 
 namespace {
 
-constexpr i64 kGrain = 1 << 18;   // multiplications that are worth another thread
-constexpr i64 kIntegerRows = 16;  // most rows of x for which integers are faster than AMX
+constexpr i64 kGrain = 1 << 18;  // multiplications that are worth another thread
 
 // True without an epilogue, or if the GEMM kernels support it: blocks must be the 32 columns of a micro-tile.
 bool supports_epilogue(const LinearCall& c) {
@@ -92,7 +91,7 @@ int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsup
 template <class Decoder>
 int32_t multiply_integers(const Linear& linear, ParallelFor parallel_for) {
   const LinearCall& c = linear.call;
-  if (!c.integer_isa || c.float_scale || c.m > (c.isa & AMX ? kIntegerRows : kFewRows)) return kUnsupported;
+  if (!c.integer_isa || c.float_scale || c.m > kFewRows) return kUnsupported;
   return linear_int8<Decoder>(linear, parallel_for);
 }
 

@@ -1,12 +1,15 @@
-// linear_mx of up to 32 rows of x in bfloat16 by AMX: 32 rows of the weight are decoded to bfloat16 a chunk at a time
-// and multiplied with all of x, with sums in fp32.
+// linear_mx of up to 32 rows of x in bfloat16 or fp32 by AMX: 32 rows of the weight are decoded to bfloat16 a chunk at
+// a time and multiplied with all of x, with sums in fp32. A value in fp32 is the sum of three bfloat16 values, of its
+// leading, middle and last eight bits, so x has three times as many rows.
 //
 // AMX treats subnormal numbers as zero, as torch's own bfloat16 matmul does. linear_fp32.h multiplies rows of the
-// weight with such values, and rows with codes that have to be looked up.
+// weight with such values, and rows with codes that have to be looked up. For x in fp32 no product may be subnormal:
+// values and scales that could have such products are left to linear_fp32.h, too.
 
 #pragma once
 
 #include <mutex>
+#include <vector>
 
 #include "decode_bf16.h"
 #include "linear_fp32.h"
@@ -15,33 +18,111 @@
 
 namespace {
 
+// Of values in fp32 and scales: their products, even with the last bits of a value, are normal.
+constexpr i64 kMinExponent = kBias - 40, kMaxExponent = kBias + 40;
+
 struct LinearAmx {
   Linear& linear;
-  Buffer<u16> x;                // (groups, 2, kTileRows pairs of values, kTileRows rows, 2)
+  const i64 parts, panels;      // of a value; of 32 rows, which parts of values fill one after the other
+  const i64 panel;              // values of a panel
+  Buffer<u16> x;                // (panels, groups, 2, kTileRows pairs of values, kTileRows rows, 2)
   mutable std::once_flag once;  // of preparing `linear` for linear_fp32.h
 
-  explicit LinearAmx(Linear& linear) : linear(linear) {
-    x.resize(linear.groups * 2 * kTileElems);
+  explicit LinearAmx(Linear& linear)
+      : linear(linear),
+        parts(linear.call.dtype == FP32 ? 3 : 1),
+        panels((linear.call.m * parts + kMR - 1) / kMR),
+        panel(linear.groups * 2 * kTileElems) {
     const LinearCall& c = linear.call;
+    const i64 stride = linear.groups * kGroup;
+    x.resize(panels * panel);
+    std::vector<u16> values(3 * stride);
     for (i64 m = 0; m < c.m; ++m) {
-      const u16* values = static_cast<const u16*>(c.x) + m * c.k;
-      u16* row = x.data() + m / kTileRows * kTileElems + m % kTileRows * 2;
-      for (i64 first = 0; first < c.k; first += kGroup, row += 2 * kTileElems) {
-        for (i64 i = 0; i < std::min(kGroup, c.k - first); ++i) row[i / 2 * kTileRows * 2 + i % 2] = values[first + i];
+      if (parts == 1) std::memcpy(values.data(), static_cast<const u16*>(c.x) + m * c.k, 2 * c.k);
+      else split(static_cast<const float*>(c.x) + m * c.k, c.k, values.data(), stride);
+      for (i64 p = 0; p < parts; ++p) {
+        const u16* pair = values.data() + p * stride;
+        for (u16* out = row_of(p * c.m + m); pair < values.data() + (p + 1) * stride; out += kTileElems) {
+          for (i64 i = 0; i < kTileRows; ++i, out += 2 * kTileRows, pair += 2) std::memcpy(out, pair, 4);
+        }
       }
     }
+  }
+
+  // Writes the three bfloat16 values, `stride` apart, of each of n values in fp32.
+  static void split(const float* values, i64 n, u16* out, i64 stride) {
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) {
+      const float first = from_bits(bits_of(values[i]) & 0xFFFF0000), rest = values[i] - first;
+      const float second = from_bits(bits_of(rest) & 0xFFFF0000), third = rest - second;
+      out[i] = u16(bits_of(first) >> 16);
+      out[stride + i] = u16(bits_of(second) >> 16);
+      out[2 * stride + i] = u16(bits_of(third) >> 16);
+    }
+  }
+
+  // Where a row starts in a panel of x.
+  u16* row_of(i64 row) {
+    return x.data() + row / kMR * panel + row % kMR / kTileRows * kTileElems + row % kTileRows * 2;
+  }
+
+  // Returns the sums of a row, kTileRows apart, of `sums` as accumulate_amx writes them for each panel.
+  static const float* sums_of(const float* sums, i64 row) {
+    return sums + row / kMR * kNR * kMR + row % kMR / kTileRows * kTileRows * kTileRows + row % kTileRows;
+  }
+
+  bool supports() const {
+    const LinearCall& c = linear.call;
+    if (c.dtype == BF16) return true;
+    if (c.dtype != FP32 || c.float_scale) return false;
+    u32 outside = 0;
+#pragma omp simd reduction(| : outside)
+    for (i64 i = 0; i < c.m * c.k; ++i) {
+      const u32 magnitude = bits_of(static_cast<const float*>(c.x)[i]) & kMagnitude;
+      outside |= u32(magnitude && magnitude - (kMinExponent << 23) > (kMaxExponent - kMinExponent) << 23);
+    }
+    return !outside;
+  }
+  // True if all scales of kNR rows of the weight from `row` on fit the values of x.
+  bool supports_scales(i64 row) const {
+    const LinearCall& c = linear.call;
+    if (parts == 1) return true;
+    const i64 rows = std::min(kNR, c.n - row);
+    u8 outside = 0;
+#pragma omp simd reduction(| : outside)
+    for (i64 i = row * c.row_blocks; i < (row + rows) * c.row_blocks; ++i) {
+      outside |= u8(c.scale[i] - kMinExponent) > kMaxExponent - kMinExponent;
+    }
+    return !outside;
   }
 };
 
 // sums: (2, 2, kTileRows, kTileRows) += w: (groups, 2, kTileRows, kGroup) times x: (groups, 2, kTileRows, kTileRows,
 // 2). The tiles lie as in the drawing of gemm_microkernel.h, with the weight as the left operand. Without `full` x has
-// up to 16 rows, and its second tile is skipped.
+// up to 16 rows, and its second tile is skipped. The sum of the groups is computed first, because a sum of partial sums
+// is more exact.
 __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void accumulate_amx(const u16* w, const u16* x, i64 groups,
                                                                           bool full, float* sums) {
   constexpr i64 kSums = kTileRows * kTileRows;
-  _tile_loadd(0, sums, 64);
-  _tile_loadd(2, sums + 2 * kSums, 64);
-  if (!full) {
+  alignas(64) float strip[4 * kSums];
+  _tile_zero(0);
+  _tile_zero(2);
+  if (full) {
+    _tile_zero(1);
+    _tile_zero(3);
+    for (i64 g = 0; g < groups; ++g, w += 2 * kTileElems, x += 2 * kTileElems) {
+      _tile_loadd(4, w, 64);
+      _tile_loadd(6, x, 64);
+      _tile_loadd(5, w + kTileElems, 64);
+      _tile_loadd(7, x + kTileElems, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(1, strip + kSums, 64);
+    _tile_stored(3, strip + 3 * kSums, 64);
+  } else {
     for (i64 g = 0; g < groups; ++g, w += 2 * kTileElems, x += 2 * kTileElems) {
       _tile_loadd(6, x, 64);
       _tile_loadd(4, w, 64);
@@ -49,26 +130,12 @@ __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void accumulate_amx(const 
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(2, 5, 6);
     }
-    _tile_stored(0, sums, 64);
-    _tile_stored(2, sums + 2 * kSums, 64);
-    return;
   }
-  _tile_loadd(1, sums + kSums, 64);
-  _tile_loadd(3, sums + 3 * kSums, 64);
-  for (i64 g = 0; g < groups; ++g, w += 2 * kTileElems, x += 2 * kTileElems) {
-    _tile_loadd(4, w, 64);
-    _tile_loadd(6, x, 64);
-    _tile_loadd(5, w + kTileElems, 64);
-    _tile_loadd(7, x + kTileElems, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+  _tile_stored(0, strip, 64);
+  _tile_stored(2, strip + 2 * kSums, 64);
+  for (i64 t = 0; t < 4; t += full ? 1 : 2) {
+    for (i64 i = t * kSums; i < (t + 1) * kSums; ++i) sums[i] += strip[i];
   }
-  _tile_stored(0, sums, 64);
-  _tile_stored(1, sums + kSums, 64);
-  _tile_stored(2, sums + 2 * kSums, 64);
-  _tile_stored(3, sums + 3 * kSums, 64);
 }
 
 template <class Decoder>
@@ -78,29 +145,35 @@ void run_linear_amx(i64 begin, i64 end, void* context) {
   const i64 groups = amx.linear.groups;
   const KeepSubnormals keep;
   Buffer<u16> w;
-  Buffer<float> sums;  // (2, kTileRows rows of the weight, 2, kTileRows rows of x)
+  Buffer<float> sums;  // (panels, 2, 2, kTileRows rows of the weight, kTileRows rows of x)
   w.resize(kChunkGroups * 2 * kTileElems);
-  sums.resize(kNR * kMR);
+  sums.resize(amx.panels * kNR * kMR);
   configure_amx();
   for (i64 row = begin * kNR; row < std::min(end * kNR, c.n); row += kNR) {
     Decoder decoder(c);
-    bool subnormal = false;
+    bool unsupported = !amx.supports_scales(row);
     sums.zero();
-    for (i64 g = 0; g < groups; g += kChunkGroups) {
+    for (i64 g = 0; g < groups && !unsupported; g += kChunkGroups) {
       const i64 count = std::min(kChunkGroups, groups - g);
-      subnormal |= decode_chunk(c, decoder, row, g, g + count, w.data());
-      accumulate_amx(w.data(), amx.x.data() + g * 2 * kTileElems, count, kTileRows < c.m, sums.data());
+      unsupported = decode_chunk(c, decoder, row, g, g + count, w.data());
+      for (i64 p = 0; p < amx.panels; ++p) {
+        const bool full = c.m * amx.parts - p * kMR > kTileRows;
+        const u16* x = amx.x.data() + p * amx.panel + g * 2 * kTileElems;
+        accumulate_amx(w.data(), x, count, full, sums.data() + p * kNR * kMR);
+      }
     }
-    if (subnormal || decoder.invalid()) {
+    if (unsupported || decoder.invalid()) {
       std::call_once(amx.once, [&] { prepare(amx.linear, Decoder::kEvenOdd); });
       run<Decoder, 4>(row / kRows, (std::min(row + kNR, c.n) + kRows - 1) / kRows, &amx.linear);
       continue;
     }
     for (i64 m = 0; m < c.m; ++m) {
-      const float* from = sums.data() + m / kTileRows * kTileRows * kTileRows + m % kTileRows;
-      float y[kNR];
-      for (i64 q = 0; q < kNR; ++q)
-        y[q] = from[(q / kTileRows * 2 * kTileRows + q % kTileRows) * kTileRows] * amx.linear.result_factor;
+      float y[kNR] = {};
+      for (i64 p = amx.parts - 1; p >= 0; --p) {  // the smallest parts first
+        const float* from = amx.sums_of(sums.data(), p * c.m + m);
+        for (i64 q = 0; q < kNR; ++q) y[q] += from[(q / kTileRows * 2 * kTileRows + q % kTileRows) * kTileRows];
+      }
+      for (float& sum : y) sum *= amx.linear.result_factor;
       finish(amx.linear, m, row, std::min(kNR, c.n - row), y);
     }
   }
@@ -110,6 +183,7 @@ void run_linear_amx(i64 begin, i64 end, void* context) {
 template <class Decoder>
 int32_t linear_amx(Linear& linear, ParallelFor parallel_for) {
   LinearAmx amx(linear);
+  if (!amx.supports()) return kUnsupported;
   return parallel_for(0, (linear.call.n + kNR - 1) / kNR, 1, run_linear_amx<Decoder>, &amx);
 }
 

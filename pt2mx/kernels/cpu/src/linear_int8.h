@@ -192,6 +192,7 @@ template <class Decoder>
 int32_t linear_int8(const Linear& linear, ParallelFor parallel_for) {
   if constexpr (IntegerColumns<Decoder>::kSupported) {
     const LinearCall& c = linear.call;
+    if (c.isa & AMX && c.dtype == BF16 && c.m > IntegerColumns<Decoder>::kRowsBeforeAmx) return kUnsupported;
     LinearInt8 int8(linear);
     encode_rows<IntegerColumns<Decoder>>(0, 1, &int8);  // if the first row has no codes, no thread starts
     if (!int8.unsupported && c.m > 1) {

@@ -61,6 +61,19 @@ def test_more_rows_than_a_panel(name):
     check(torch.randn(2, 300, 64).bfloat16(), data, scale, spec)
 
 
+@pytest.mark.parametrize("power", [0, -39, -45, -120, 39, 100])
+def test_all_bits_of_float32_count(power):
+    """The identity gives back values of 24 bits, with AMX as sums of three bfloat16 values. Where the product of the
+    last one could be subnormal, fp32 vectors multiply."""
+    x = torch.randn(20, 96).clamp(min=2.0**-6) * 2.0**power
+    for name in ("fp4_e2m1", "fp8_e4m3", "int8"):
+        scale, data = ops.quantize_mx(torch.eye(96), name, 32, -1, "floor", "even")
+        for rows in (5, 11, 20):
+            assert torch.equal(linear(x[:rows], data, scale, None, MXSpec(name, 32, 1)), x[:rows])
+            doubled = linear(x[:rows], data, scale + 1, None, MXSpec(name, 32, 1))
+            assert torch.equal(doubled, 2 * x[:rows])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_exact_sums(name):
     """Sums of small integers times one scale are exact in any order, so each kernel gives the bits of the definition:
