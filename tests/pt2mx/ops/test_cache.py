@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from pt2mx import MXError
 from pt2mx.ops.cache import store_mx
@@ -83,9 +84,7 @@ def test_compiled_it_is_quantize_and_index_copy():
         traced.extend(node.target for node in graph.graph.nodes)
         return graph.forward
 
-    compiled = torch.compile(
-        step, fullgraph=True, backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=backend)
-    )
+    compiled = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
     got = compiled(key, value, slots, *cache)
     assert all(map(torch.equal, cache, want)) and torch.equal(got, want[0])
     assert torch.ops.pt2mx.quantize_mx.default in traced and store_mx not in traced
