@@ -17,6 +17,8 @@
 
 namespace {
 
+constexpr i64 kStripsAhead = 4;  // from the strip being multiplied to the one being prefetched, as measured
+
 struct LinearInt8 {
   const Linear& linear;
   Buffer<CodeGroup> x;      // (m, groups)
@@ -83,11 +85,11 @@ struct Strip {
       }
     }
   }
-  // Prefetches, to the second-level cache, an eighth of what the next kWidth rows have here.
+  // Prefetches an eighth of the codes of kWidth rows from `row` on.
   static void prefetch(const LinearCall& c, i64 row, i64 first, i64 eighth) {
-    const u8* data = c.data + (row + kWidth) * c.row_bytes + first * Decoder::kBytes;
+    const u8* data = c.data + row * c.row_bytes + first * Decoder::kBytes;
     for (i64 q = eighth * kWidth / 8; q < (eighth + 1) * kWidth / 8; ++q) {
-      for (i64 b = 0; b < kBytes; b += 64) __builtin_prefetch(data + q * c.row_bytes + b, 0, 2);
+      for (i64 b = 0; b < kBytes; b += 64) __builtin_prefetch(data + q * c.row_bytes + b);
     }
   }
 };
@@ -166,10 +168,11 @@ void run_linear_int8(i64 begin, i64 end, void* context) {
     std::fill(totals, totals + c.m * kWidth, 0);
     for (i64 first = 0; first < groups; first += kStripGroups) {
       const i64 count = std::min(kStripGroups, groups - first);
+      const i64 ahead = first + kStripsAhead * kStripGroups, next_row = row + ahead / groups * kWidth;
       strip.read(c, row, first, count);
       for (i64 g = 0; g < count; ++g) {
         columns.decode(strip.codes + g * Decoder::kBytes, strip.kBytes, w[g].codes);
-        strip.prefetch(c, row, first, g);
+        strip.prefetch(c, next_row, ahead % groups, g);
       }
       if (!set_powers(strip.scales, count, columns.shift, least, most, u8(columns.offset), w)) {
         int8.unsupported = true;
