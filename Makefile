@@ -6,7 +6,7 @@ SCHEMAS := tests/torchvision_schemas
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sweep lint types bench clean
+.PHONY: demo test sweep lint types bench wheel clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
 	@echo "install into $(VENV), once, in minutes"
@@ -31,6 +31,14 @@ COMPILE ?= some
 JOBS ?= 2
 sweep: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep --compile $(COMPILE) --jobs $(JOBS) --output tests/sweep/results.md
+
+# of the last commit, with the C++ kernels built for each instruction set
+DIST ?= dist
+wheel: $(VENV)/.installed
+	rm -rf build/wheel && mkdir -p build/wheel
+	git archive HEAD | tar -x -C build/wheel
+	tag=$$(cd build/wheel && $(abspath $(BIN))/python -m pt2mx.kernels.cpu.prebuilt pt2mx/kernels/cpu/libraries) && \
+	$(BIN)/python -m build --wheel --no-isolation --outdir $(DIST) --config-setting=--build-option=--plat-name=$$tag build/wheel
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

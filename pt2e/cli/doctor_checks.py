@@ -85,7 +85,7 @@ def _cpu_kernels() -> str:
     units = [name for name in ("AMX", "AVX512_VNNI", "AVX512_BF16") if available & getattr(linear, name)]
     matmuls = f"matmuls of quantized activations on {', '.join(units)}, " if units else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return f"built for {capability}, {matmuls}{threads} threads, in {build.cache_folder()}"
+    return f"built for {capability}, {matmuls}{threads} threads, {build.load()[0]._name}"
 
 
 def _gpu() -> str:

@@ -1,9 +1,10 @@
 """Build and load the C++ kernels of the CPU: the sources in `src/`, as one library.
 
-The library is built at first use, in seconds, with the C++ compiler that Inductor uses. It is kept in the folder of
-torch's extensions (`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`) under a name that contains the
-digest of its bytes: another process loads it if it is complete, and builds it again otherwise. It needs no torch
-headers: tensors are passed as pointers, and torch's threads as `torch_parallel_for` of torch's stable C interface.
+A wheel brings the library, built for each instruction set (`prebuilt`). Otherwise it is built at first use, in seconds,
+with the C++ compiler that Inductor uses, and kept in the folder of torch's extensions (`TORCH_EXTENSIONS_DIR`, by
+default `~/.cache/torch_extensions`) under a name that contains the digest of its bytes: another process loads it if it
+is complete, and builds it again otherwise. It needs no torch headers: tensors are passed as pointers, and torch's
+threads as `torch_parallel_for` of torch's stable C interface. So one library serves all versions of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch
 
 from pt2mx.kernels.cpu.calls import check_sizes
 
-__all__ = ["DTYPES", "HEADERS", "SOURCES", "cache_folder", "flags_of", "is_available", "load", "use_built"]
+__all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
+__all__ += ["load", "use_built"]
 
 _T = TypeVar("_T")
 
@@ -33,6 +35,8 @@ _T = TypeVar("_T")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _FOLDER = Path(__file__).parent / "src"
+#: the folder with a wheel's libraries; a checkout has none
+LIBRARIES = Path(__file__).parent / "libraries"
 SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
 HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
 #: the functions of the library that Python calls, and the types of their arguments
@@ -98,7 +102,8 @@ def _attempt() -> None:
         _loaded.append(None)  # before the warning, which filters may turn into an error
         warnings.warn(
             "the C++ kernels of pt2mx could not be built, and plain torch operations are used instead: the same "
-            f"numbers, many times slower. Install a C++ compiler (g++ or clang++) or name one in CXX. {error}",
+            "numbers, many times slower. Install a wheel that brings them, or a C++ compiler (g++ or clang++), or name "
+            f"one in CXX. {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -108,8 +113,19 @@ def _attempt() -> None:
 
 
 def _library() -> ctypes.CDLL:
-    """Return the shared library, from the cache or built now."""
+    """Return the shared library, from the wheel, from the cache or built now."""
+    path = LIBRARIES / library_name(torch.backends.cpu.get_cpu_capability())
+    if path.is_file():
+        with contextlib.suppress(OSError):  # another machine's wheel, unpacked here
+            return ctypes.CDLL(str(path))
     return use_built("cpu", SOURCES, HEADERS, lambda path: ctypes.CDLL(str(path)))
+
+
+def library_name(capability: str) -> str:
+    """Return the file name of a wheel's library for processors of a capability. The name contains the digest of the
+    sources, so that edited sources are built."""
+    content = repr((_contents(HEADERS, SOURCES), flags_of(capability))).encode()
+    return f"{capability.lower()}-{_digest(content)}.so"
 
 
 def flags_of(capability: str) -> tuple[str, ...]:
@@ -155,7 +171,7 @@ def use_built(
                 return use(path)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{name}.so"
-        _build(compiler, (*flags, *sources, *more), path)
+        compile_library(compiler, (*flags, *sources, *more), path)
         if _contents(headers, sources) != content:  # installed anew meanwhile: build these files, under their own key
             return use_built(name, sources, headers, use, more, capability)
         with contextlib.suppress(OSError):  # the folder may not be writable
@@ -207,7 +223,8 @@ def cache_folder() -> Path:
     return Path(caches) / "torch_extensions" / "pt2mx"
 
 
-def _build(compiler: str, arguments: tuple[str, ...], path: Path) -> None:
+def compile_library(compiler: str, arguments: tuple[str, ...], path: Path) -> None:
+    """Compile a shared library; raise RuntimeError with the compiler's message."""
     command = [compiler, *arguments, "-o", str(path)]
     result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode:

@@ -94,9 +94,8 @@ inline bool supports_gemv(const LinearCall& c) {
 
 struct Gemv {
   Linear& linear;
-  const i64 spans;              // of a row; the last one may be partial
-  Buffer<u16> x;                // (spans * kSpan) in the order of the decoder
-  mutable std::once_flag once;  // of preparing `linear` for linear_fp32.h
+  const i64 spans;  // of a row; the last one may be partial
+  Buffer<u16> x;    // (spans * kSpan) in the order of the decoder
 
   explicit Gemv(Linear& linear) : linear(linear), spans((linear.call.k + kSpan - 1) / kSpan) {}
 };
@@ -228,7 +227,7 @@ void run_gemv(i64 begin, i64 end, void* context) {
     if (finite) {
       finish(gemv.linear, 0, row, rows, y);
     } else {
-      std::call_once(gemv.once, [&] { prepare(gemv.linear, Decoder::kEvenOdd); });
+      prepare_once(gemv.linear, Decoder::kEvenOdd);
       run<Decoder, 1>(tile, tile + 1, &gemv.linear);
     }
   }

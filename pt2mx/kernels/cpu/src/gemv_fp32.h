@@ -105,9 +105,8 @@ struct SpanOf<Nibbles> {
 
 struct GemvFp32 {
   Linear& linear;
-  const i64 spans;              // of a row; the last one may be partial
-  Buffer<float> x;              // (spans * kSpanValues) in the order of the decoder
-  mutable std::once_flag once;  // of preparing `linear` for linear_fp32.h
+  const i64 spans;  // of a row; the last one may be partial
+  Buffer<float> x;  // (spans * kSpanValues) in the order of the decoder
 
   template <class Span>
   GemvFp32(Linear& linear, Span*) : linear(linear), spans((linear.call.k + kSpanValues - 1) / kSpanValues) {
@@ -203,7 +202,7 @@ void run_gemv_fp32(i64 begin, i64 end, void* context) {
     if (computed) {
       finish(gemv.linear, 0, row, std::min(count * kRows, gemv.linear.call.n - row), y);
     } else {
-      std::call_once(gemv.once, [&] { prepare(gemv.linear, Decoder::kEvenOdd); });
+      prepare_once(gemv.linear, Decoder::kEvenOdd);
       run<Decoder, 1>(tile, tile + count, &gemv.linear);
     }
   }

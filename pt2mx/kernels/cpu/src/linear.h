@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -28,6 +29,7 @@ struct Linear {
   Buffer<float> x;                        // (m rounded up to 4, groups * kGroup) in the order of the decoder; `prepare`
   std::vector<float> bias;                // (n), or empty
   std::optional<VecQuantizer> quantizer;  // of the epilogue
+  std::mutex preparing;                   // `prepare_once`
 
   explicit Linear(const LinearCall& c, const ConvolutionCall* convolution = nullptr)
       : call(c),
@@ -63,6 +65,13 @@ void prepare(Linear& linear, bool even_odd) {
       for (i64 i = 0; i < kGroup; ++i) out[first + i] = row[first + index_in_group(even_odd, i)];
     }
   }
+}
+
+// Does so for the first thread that falls back to linear_fp32.h. A mutex instead of std::call_once, whose symbol would
+// ask for glibc 2.34.
+inline void prepare_once(Linear& linear, bool even_odd) {
+  const std::lock_guard<std::mutex> lock(linear.preparing);
+  if (!linear.x.size()) prepare(linear, even_odd);
 }
 
 // Stores y: (n) at value `at` of the output.

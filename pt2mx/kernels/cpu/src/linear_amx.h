@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <mutex>
 #include <vector>
 
 #include "decode_bf16.h"
@@ -23,10 +22,9 @@ constexpr i64 kMinExponent = kBias - 40, kMaxExponent = kBias + 40;
 
 struct LinearAmx {
   Linear& linear;
-  const i64 parts, panels;      // of a value; of 32 rows, which parts of values fill one after the other
-  const i64 panel;              // values of a panel
-  Buffer<u16> x;                // (panels, groups, 2, kTileRows pairs of values, kTileRows rows, 2)
-  mutable std::once_flag once;  // of preparing `linear` for linear_fp32.h
+  const i64 parts, panels;  // of a value; of 32 rows, which parts of values fill one after the other
+  const i64 panel;          // values of a panel
+  Buffer<u16> x;            // (panels, groups, 2, kTileRows pairs of values, kTileRows rows, 2)
 
   explicit LinearAmx(Linear& linear)
       : linear(linear),
@@ -163,7 +161,7 @@ void run_linear_amx(i64 begin, i64 end, void* context) {
       }
     }
     if (unsupported || decoder.invalid()) {
-      std::call_once(amx.once, [&] { prepare(amx.linear, Decoder::kEvenOdd); });
+      prepare_once(amx.linear, Decoder::kEvenOdd);
       run<Decoder, 4>(row / kRows, (std::min(row + kNR, c.n) + kRows - 1) / kRows, &amx.linear);
       continue;
     }

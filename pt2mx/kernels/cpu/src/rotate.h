@@ -76,7 +76,7 @@ NOINLINE void stage(float* y, i64 n, i64 d) {
 class Rotation {
  public:
   explicit Rotation(i64 size)
-      : size_(size), scale_(float(std::pow(double(size), -0.5))), signs_(std::max(size, kWidth)) {
+      : size_(size), scale_(float(1 / std::sqrt(double(size)))), signs_(std::max(size, kWidth)) {
     for (std::size_t i = 0; i < signs_.size(); ++i) signs_[i] = is_negated(i & (size - 1)) ? kSign : 0;
   }
 

@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
         builds.append(path)
         path.write_bytes(library)
 
-    monkeypatch.setattr(cpu_build, "_build", build)
+    monkeypatch.setattr(cpu_build, "compile_library", build)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     return tmp_path / "pt2mx", builds
 
@@ -119,14 +119,14 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
 def test_sources_that_change_while_they_are_compiled(cache, tmp_path, monkeypatch):
     """The cache keeps no library of newer sources under the key of older ones."""
     where, builds = cache
-    source, build = tmp_path / "a.cpp", cpu_build._build
+    source, build = tmp_path / "a.cpp", cpu_build.compile_library
     source.write_text("old")
 
     def build_and_edit(compiler, flags, path):
         build(compiler, flags, path)
         source.write_text("new")
 
-    monkeypatch.setattr(cpu_build, "_build", build_and_edit)
+    monkeypatch.setattr(cpu_build, "compile_library", build_and_edit)
     kept = cpu_build.use_built("name", (str(source),), (), lambda path: path)
     assert len(builds) == 2 and list(where.iterdir()) == [kept]
     assert cpu_build.use_built("name", (str(source),), (), lambda path: path) == kept and len(builds) == 2
