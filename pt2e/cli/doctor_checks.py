@@ -162,7 +162,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _needed("tqdm", "tqdm"),
     ),
     "machine": (
-        Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels", _COMPILER),
+        Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels of a checkout", _COMPILER),
         Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators run)", _COMPILER),
         Check("GPU", _gpu, "--device cuda", "pip install --force-reinstall torch"),
         Check("Triton", _triton, "speed on a GPU", "pip install triton"),
