@@ -136,7 +136,7 @@ def _rotated(node: Node) -> _Rotated | None:
 
 def _turned(node: object) -> Node | None:
     """Return x of `cat([-x[..., n / 2:], x[..., :n / 2]], -1)`."""
-    if not isinstance(node, Node) or node.target is not aten.cat.default:
+    if not isinstance(node, Node) or node.target is not aten.cat.default or len(args_of(node)[0]) != 2:
         return None
     (negated, first), dim = args_of(node)[0], args_of(node)[1:]
     if negated.target is not aten.neg.default or first.target is not aten.slice.Tensor:

@@ -214,6 +214,12 @@ def check_operands(target_dtype: torch.dtype | None, **operands: Tensor) -> torc
     return target_dtype or first.dtype
 
 
+def check_one_device(args: Sequence[object]) -> None:
+    """Raise `MXError` for arguments with tensors of several devices."""
+    if len(devices := {arg.device for arg in args if isinstance(arg, Tensor)}) > 1:
+        raise MXError(f"all tensors must be on one device, not on {' and '.join(sorted(map(str, devices)))}")
+
+
 def check_target_dtype(target_dtype: torch.dtype | None, x: Tensor) -> torch.dtype:
     """Return the dtype of a result, by default x's; raise `MXError` for others than are allowed."""
     dtype = target_dtype or x.dtype

@@ -22,7 +22,7 @@ from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
-from pt2mx.ops.checks import broadcasts
+from pt2mx.ops.checks import broadcasts, check_one_device
 from pt2mx.ops.linear import LinearMXMMALayout
 from pt2mx.ops.operator import As, Operator, T, operator
 from pt2mx.spec import MXSpec
@@ -193,7 +193,7 @@ class DecodingAttention(Operator[T]):
         mask, scores = self.mask, (*query.shape[:3], keys.shape[2])
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):
             raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
-        _check_one_device(self.args)
+        check_one_device(self.args)
 
     def kernel(self) -> Tensor:
         self.check()
@@ -244,7 +244,7 @@ class DecodingAttentionMX(Operator[T]):
         """Return the spec of keys and values."""
         spec = self.attention.check()
         _check_zeros(self.zeros)
-        _check_one_device(self.args)
+        check_one_device(self.args)
         return spec
 
     def kernel(self) -> Tensor:
@@ -275,11 +275,6 @@ def _check_zeros(zeros: Tensor | None) -> None:
     if zeros is not None and (zeros.dtype != torch.int32 or zeros.dim() != 1 or not zeros.is_contiguous()):
         actual = f"{tuple(zeros.shape)} {zeros.dtype} of strides {zeros.stride()}"
         raise MXError(f"zeros must be (n,) torch.int32 and contiguous, not {actual}")
-
-
-def _check_one_device(args: tuple[Any, ...]) -> None:
-    if len(devices := {arg.device for arg in args if isinstance(arg, Tensor)}) > 1:
-        raise MXError(f"all tensors must be on one device, not on {' and '.join(sorted(map(str, devices)))}")
 
 
 def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.arguments import AnyScaleMode, BlockSize, Element, PlainRounding, ScaleFormatName
-from pt2mx.ops.checks import broadcasts, check_input, check_packed
+from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
 from pt2mx.ops.operator import As, Operator, T, operator
 from pt2mx.ops.quantization import quantize_mx
 from pt2mx.spec import MXSpec
@@ -20,7 +20,10 @@ from pt2mx.spec import MXSpec
 _QUERY = "(B, heads, S, D) bfloat16"
 _KEY = "(B, heads of the keys, S, D) bfloat16"
 _VALUE = "(B, heads of the keys, S, W) bfloat16"
-_SLOTS = "(S,) int64, the slots of the cache that are written"
+_SLOTS = (
+    "(S,) int64, the slots of the cache that are written, without repetitions; a slot outside of the cache is an error "
+    "on the CPU, and a GPU skips it"
+)
 _FACTOR = "bfloat16 that broadcasts to (B, 1, S, D)"
 _SCALE = "in the dtype of the scale format, written"
 
@@ -37,8 +40,9 @@ class _Rotation(Operator[T]):
     sin: T
 
     def check_rotation(self, *others: Tensor) -> None:
-        """Raise MXError for new rows, slots and factors that do not fit each other, and for `others` that are not
-        bfloat16 of 4 dimensions."""
+        """Raise MXError for tensors of several devices, for new rows, slots and factors that do not fit each other, and
+        for `others` that are not bfloat16 of 4 dimensions."""
+        check_one_device(self.args)
         tensors = self.query, self.key, self.value, *others, self.cos, self.sin
         if any(tensor.dtype != torch.bfloat16 or tensor.dim() != 4 for tensor in tensors):
             given = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)

@@ -70,7 +70,7 @@ def _call_of(
 ) -> AttentionCall | None:
     """Return the call but for its pointers; None for one that the kernel does not support."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
-    group = heads // key_heads
+    group = heads // max(key_heads, 1)
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
     whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
     isa = isa_for(spec, width) & AMX

@@ -81,7 +81,8 @@ def attend(
     """Return None for many queries, for widths and blocks that are not powers of two, for scales with a significand of
     integers and those of a tensor, and in float32."""
     (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
-    rows, blocks = heads // key_heads * queries, (min(spec.block_size, width), min(spec.block_size, value_width))
+    rows = heads // max(key_heads, 1) * queries
+    blocks = min(spec.block_size, width), min(spec.block_size, value_width)
     fits = _fit(width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
     fits &= spec.element.bits in (4, 6, 8) and (spec.has_plain_scale or not spec.element.is_int)
     fits &= key_tensor_scale is None and value_tensor_scale is None and spec.block_rows == 1
@@ -90,7 +91,7 @@ def attend(
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
     uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES and min(blocks) % 32 == 0
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    packed = [(data.contiguous(), as_integers(scales.contiguous())) for data, scales in (key, value)]
+    packed = [(aligned(data, 8), as_integers(aligned(scales, 8))) for data, scales in (key, value)]
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
     if uses_lanes and spec.has_plain_scale:
         few = slots <= _FEWEST_SLOTS
@@ -160,7 +161,7 @@ def _decode(
     slots_of_warp = 16 * sizes.TILES
     work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, zeros)
     sizes = sizes._replace(JOINED=work.most, use_pdl=work.use_pdl)
-    tensors = query.contiguous(), *cache, work.mask, work.partial, work.joined
+    tensors = aligned(query, 4), *cache, work.mask, work.partial, work.joined
     sizes_of_call = work.rows, query.shape[2], key_heads, slots, work.blocks * slots_of_warp
     options = {"num_warps": sizes.WARPS, "launch_pdl": work.use_pdl}
     with torch.cuda.device_of(query):

@@ -114,10 +114,10 @@ def residual_linear(
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Return the same values, contiguous and aligned, since kernels read 16 bytes at a time."""
+def aligned(x: Tensor, size: int = 16) -> Tensor:
+    """Return the same values, contiguous and aligned, since kernels read up to `size` bytes at a time."""
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    return x.clone() if x.data_ptr() % size else x
 
 
 def _rows(x: Tensor) -> Tensor:

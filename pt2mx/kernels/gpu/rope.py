@@ -79,7 +79,8 @@ def _run(
     out = news[0].new_empty(news[0].shape)
     strides = tuple(tensor.stride()[:3] for tensor in news)
     use_pdl = torch.cuda.get_device_capability(out.device)[0] >= 9
-    tensors, sizes = (news, strides, (out, *cache), slots, factors), (length, heads, key_heads, cache[0].shape[2])
+    tensors = news, strides, (out, *cache), slots.contiguous(), factors
+    sizes = length, heads, key_heads, cache[0].shape[2]
     with torch.cuda.device_of(out):
         grid = batch * length, heads + 2 * key_heads
         kernel[grid](*tensors, *sizes, *compile_time, use_pdl, num_warps=1, launch_pdl=use_pdl)

@@ -69,6 +69,18 @@ def test_the_layers_share_slots_and_factors():
     assert first.args[5:] == second.args[5:] and torch.equal(step(model, graph, 1), want)
 
 
+def test_a_rotation_of_three_parts():
+    class Rotation(torch.nn.Module):
+        def forward(self, x, cos, sin):
+            first, second, third = x.split(4, -1)
+            return x * cos + torch.cat([-third, first, second], -1) * sin
+
+    x = torch.randn(1, 2, 1, 12).bfloat16()
+    graph = torch.export.export(Rotation(), (x, x, 2 * x)).module(check_guards=False)
+    (total,) = calls(graph, aten.add.Tensor)
+    assert _rotated(total) is None
+
+
 @functools.cache
 def over_codes(text, family):
     """Return a tiny decoder over a cache of codes, and its graph without `store_mx`, which only CPUs have."""

@@ -13,6 +13,7 @@ from pt2mx.kernels.cpu import attention as cpu_attention
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
 from pt2mx.ops import attention as attention_ops
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
 
 
@@ -202,6 +203,15 @@ def test_bad_input(change, message):
     args, _ = packed("fp8_e4m3", torch.float32)
     with pytest.raises(MXError, match=message):
         attention_mx(*change(args))
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_an_empty_result(dimension):
+    """Attend without sequences, and without heads."""
+    args, _ = packed("fp8_e4m3", torch.bfloat16)
+    tensors = [tensor.narrow(dimension, 0, 0) for tensor in args[:5]]
+    for got in (attention_mx(*tensors, *args[5:]), decoding_attention_mx(*tensors, *args[5:], None)):
+        assert got.shape == tensors[0].shape and got.dtype == torch.bfloat16
 
 
 def test_it_is_what_the_dequantized_cache_gives():

@@ -121,6 +121,20 @@ def test_other_scales_and_small_blocks(name, block, scale_format, dtype, sizes, 
     assert torch.equal(got, decoding_attention_mx(*args, zeros, scale_format)) and not zeros.any()
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tensors_at_odd_addresses(name, dtype):
+    args, want = packed(name, dtype, (2, 8, 2, 1, 77, 128, 128), device="cuda")
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in args[:5]]
+    assert all(x.data_ptr() % 4 and x.is_contiguous() for x in shifted)
+    close(attention_mx(*shifted, *args[5:]), want, dtype)
+
+
+def test_a_result_without_heads():
+    args, _ = packed("fp8_e4m3", torch.bfloat16, device="cuda")
+    assert attention_mx(*(x[:, :0] for x in args[:5]), *args[5:]).shape == (2, 0, 1, 64)
+
+
 @pytest.mark.parametrize("block", [24, 96])
 def test_blocks_of_other_sizes_are_the_definition(block):
     args, want = packed("fp8_e4m3", torch.bfloat16, (2, 8, 2, 1, 77, 128, 128), block, device="cuda")

@@ -52,6 +52,7 @@ def test_compiled_code_writes_the_cache_in_place():
         (1, lambda key: key[:, :1], r"key \(2, 1, 1, 16\), .* do not fit each other"),
         (4, lambda values: values[:, :, 1:], r"keys of \(2, 2, 6, 16\) and values of \(2, 2, 5, 16\) do not fit"),
         (5, torch.Tensor.int, r"slots must be \(1,\) torch.int64, not \(1,\) torch.int32"),
+        (5, lambda slots: slots.to("meta"), "all tensors must be on one device, not on cpu and meta"),
         (6, lambda cos: cos[..., :8], r"cos and sin must broadcast to \(2, 1, 1, 16\), not \(2, 1, 1, 8\)"),
     ],
 )

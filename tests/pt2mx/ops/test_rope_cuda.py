@@ -30,6 +30,15 @@ def test_values(sizes, layout):
     assert same(rotate_and_store(*args), y) and same(args[3], want[3]) and same(args[4], want[4])
 
 
+def test_strided_slots():
+    args = operands(width=64, value_width=64, length=2)
+    want = [arg.clone() for arg in args]
+    query = rotate_and_store(*want)
+    args = [arg.cuda() for arg in args]
+    args[5] = torch.stack([args[5], 0 * args[5]], 1)[:, 0]
+    assert not args[5].is_contiguous() and all(map(same, [rotate_and_store(*args), *args[3:5]], [query, *want[3:5]]))
+
+
 def test_a_slot_past_the_end_is_not_written():
     args = [arg.cuda() for arg in operands(width=64, value_width=64)]
     before = args[3].clone()

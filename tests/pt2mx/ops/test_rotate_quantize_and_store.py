@@ -66,6 +66,7 @@ def test_compiled_code_writes_the_cache_in_place():
         (6, lambda scale: scale.int(), "codes and scales are uint8, not torch.uint8 and torch.int32"),
         (4, lambda scale: scale[:, :, 1:], r"scale of shape \(2, 2, 5, 1\) does not fit data of shape \(2, 2, 6, 8\)"),
         (7, torch.Tensor.int, r"slots must be \(1,\) torch.int64, not \(1,\) torch.int32"),
+        (7, lambda slots: slots.to("meta"), "all tensors must be on one device, not on cpu and meta"),
         (8, lambda cos: cos[..., :8], r"cos and sin must broadcast to \(2, 1, 1, 16\), not \(2, 1, 1, 8\)"),
         (13, lambda rounding: "stochastic", "values are not rounded 'stochastic' where they are stored"),
         (14, lambda scale: "e4m3_f32", "has a tensor scale, which new tokens would change"),

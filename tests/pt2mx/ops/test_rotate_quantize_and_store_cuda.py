@@ -40,6 +40,13 @@ def test_the_kernel_runs(text, monkeypatch):
     assert all(map(same, [rotate_quantize_and_store(*args), *args[3:7]], want))
 
 
+def test_strided_slots():
+    args, want = of_codes("mxfp8", width=64, value_width=64, length=2)
+    args = to_gpu(args)
+    args[7] = torch.stack([args[7], 0 * args[7]], 1)[:, 0]
+    assert not args[7].is_contiguous() and all(map(same, [rotate_quantize_and_store(*args), *args[3:7]], want))
+
+
 def test_a_slot_past_the_end_is_not_written():
     args = to_gpu(of_codes("mxfp6_e2m3", width=64, value_width=64)[0])
     before = [tensor.clone() for tensor in args[3:7]]
