@@ -39,6 +39,12 @@ SHIPPED = {
     "nvfp4_weight_only": [everywhere("nvfp4(mse)", None)],
     "mxfp6_weights_mxfp8_activations": [everywhere("fp6_e2m3", "fp8_e4m3")],
     "mxfp4_decoder": [everywhere(FP4, None), *_ends("int8")],
+    "decoder_cpu": [
+        everywhere(FP4, None),
+        ("module_name_regex", r"(.*\.)?(lm_head|embed_out|output)", INT8),
+        ("operator_type", "aten.embedding", MXQuantizationConfig(weight="int8")),
+        ("operator_type", "aten.linear", MXQuantizationConfig(weight=FP4, activation="int8")),
+    ],
     "encoder_smallest": [everywhere(FP4, "int8")],
     "encoder_balanced": [everywhere("fp6_e2m3", "int8")],
     "encoder_best": [everywhere("int8", "int8")],
