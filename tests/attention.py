@@ -33,10 +33,10 @@ def packed(
     return (query, *stored, name, block, value_width, mask, scale), want
 
 
-def close(found: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype and found.shape == want.shape and found.is_contiguous()
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == dtype and got.shape == want.shape and got.is_contiguous()
     finite = want.isfinite()
-    assert float((found.float() - want)[finite].norm() / want[finite].norm()) < _TOLERANCE[dtype]
+    assert float((got.float() - want)[finite].norm() / want[finite].norm()) < _TOLERANCE[dtype]
 
 
 def attend(

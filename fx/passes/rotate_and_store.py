@@ -92,7 +92,10 @@ def _fuse(node: Node, cache: _Cache) -> None:
 
 
 def _agree(query: _Rotated, key: _Rotated, writes: Sequence[_Written]) -> bool:
-    """Return whether queries and keys have the same factors, the writes the same slots, and nothing else the cache."""
+    """Return whether queries and keys have the same factors, the writes the same slots and a tensor each, and nothing
+    else reads or writes these."""
+    if len({one.cache for one in writes}) < len(writes):
+        return False
     alone = all(_is_alone(node) for written in writes for node in (written.cache, written.write))
     if not alone or query.cos is query.sin or any(written.slots is not writes[0].slots for written in writes):
         return False

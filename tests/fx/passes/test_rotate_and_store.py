@@ -12,6 +12,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.cache_writes import fuse_cache_writes
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.rotate_and_store import _rotated, fuse_rope
+from pt2mx.ops.decoding import decoding_attention
 from pt2mx.ops.quantization import quantize_mx
 from pt2mx.ops.rope import rotate_and_store, rotate_quantize_and_store
 from pt2mx.pt2e.language.runtime import _POSITIONS, lower_program
@@ -42,7 +43,7 @@ def test_decoders(family):
         assert node.meta["val"].dtype == torch.bfloat16 and node.args[3].op == node.args[4].op == "placeholder"
 
 
-@pytest.mark.parametrize("reader", ["the cache", "the written cache", "other slots"])
+@pytest.mark.parametrize("reader", ["the cache", "the written cache", "other slots", "keys as values"])
 def test_skipped(reader):
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
     graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
@@ -52,6 +53,9 @@ def test_skipped(reader):
             graph.graph.call_function(aten.add_.Tensor, (write.args[0], 1))
         elif reader == "the written cache":
             graph.graph.call_function(aten.add_.Tensor, (write, 1))
+    if reader == "keys as values":
+        attention = calls(graph, decoding_attention)[0]
+        attention.update_arg(2, attention.args[1])
     if reader == "other slots":
         with graph.graph.inserting_before(write):
             write.update_arg(2, graph.graph.call_function(aten.neg.default, (write.args[2],)))
