@@ -34,6 +34,7 @@ __all__ = ["attend", "attend_dense"]
 #: smallest block that it supports, the slots that a program decodes at a time, and the values of each in a tile of
 #: smaller blocks than 32
 _FEW_QUERIES, _WIDEST, _LEAST_BLOCK, _SLOTS, _TILE = 16, 256, 16, 128, 64
+_MOST_PAIRS = 2**16 - 1  # of a sequence and a head of its keys: CUDA's limit of a grid's second dimension
 #: of `flash_decoding_kernel`: queries, and warps of a program, each with 32 slots at a time. Among 4 and 8 warps
 #: of 16, 32 and 64 slots, and 2, 4 and 6 programs, these are within 6% of the fastest for FP8 and INT8 caches of 512
 #: slots and more on an H100
@@ -78,12 +79,12 @@ def attend(
     value_tensor_scale: Tensor | None = None,
     zeros: Tensor | None = None,
 ) -> Tensor | None:
-    """Return None for many queries, for widths and blocks that are not powers of two, for scales with a significand of
-    integers and those of a tensor, and in float32."""
+    """Return None for many queries or sequences, for widths and blocks that are not powers of two, for scales with a
+    significand of integers and those of a tensor, and in float32."""
     (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
     rows = heads // max(key_heads, 1) * queries
     blocks = min(spec.block_size, width), min(spec.block_size, value_width)
-    fits = _fit(width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
+    fits = _fits(query, key_heads, width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
     fits &= spec.element.bits in (4, 6, 8) and (spec.has_plain_scale or not spec.element.is_int)
     fits &= key_tensor_scale is None and value_tensor_scale is None and spec.block_rows == 1
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
@@ -118,11 +119,11 @@ def attend(
 def attend_dense(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, zeros: Tensor | None
 ) -> Tensor | None:
-    """Return None for more than 8 queries of a head of the keys, for widths that are not powers of two, and for other
-    dtypes than bfloat16."""
+    """Return None for more than 8 queries of a head of the keys, for many sequences, for widths that are not powers of
+    two, and for other dtypes than bfloat16."""
     (_, heads, queries, width), (_, key_heads, slots, value_width) = query.shape, value.shape
     rows, tensors = heads // key_heads * queries, (query, key, value)
-    fits = _fit(width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
+    fits = _fits(query, key_heads, width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
     if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return None
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
@@ -143,8 +144,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _fit(*widths: int) -> bool:
-    return all(n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in widths)
+def _fits(query: Tensor, key_heads: int, *widths: int) -> bool:
+    return query.shape[0] * key_heads <= _MOST_PAIRS and all(
+        n >= 32 and n & (n - 1) == 0 and n <= _WIDEST for n in widths
+    )
 
 
 def _decode(

@@ -130,6 +130,11 @@ def test_tensors_at_odd_addresses(name, dtype):
     close(attention_mx(*shifted, *args[5:]), want, dtype)
 
 
+def test_more_sequences_than_a_grid_has_programs():
+    args, want = packed("fp8_e4m3", torch.bfloat16, (8192, 8, 8, 1, 2, 32, 32), device="cuda")
+    close(attention_mx(*args), want, torch.bfloat16)
+
+
 def test_a_result_without_heads():
     args, _ = packed("fp8_e4m3", torch.bfloat16, device="cuda")
     assert attention_mx(*(x[:, :0] for x in args[:5]), *args[5:]).shape == (2, 0, 1, 64)
