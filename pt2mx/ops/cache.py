@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.cpu.cache import store_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, PlainRounding, ScaleMode
-from pt2mx.ops.checks import check_input, check_packed
+from pt2mx.ops.checks import check_input, check_one_device, check_packed
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 from pt2mx.ops.quantization import quantize_mx
 from pt2mx.spec import MXSpec
@@ -45,6 +46,7 @@ class StoreMX(Operator[T]):
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
+        check_one_device(self.args)
         modes = self.element, self.block_size, -1, self.scale_mode, self.rounding
         spec = check_input(self.key, *modes)
         pairs = ((self.key, self.key_data, self.key_scale), (self.value, self.value_data, self.value_scale))
@@ -54,8 +56,6 @@ class StoreMX(Operator[T]):
                     f"{tuple(x.shape)} {x.dtype} cannot be stored in a cache of {tuple(data.shape)}: keys and values "
                     "must be (B, heads, S, D) of one dtype, and codes (B, heads, L, bytes)"
                 )
-            if x.device != data.device:
-                raise MXError(f"a key or value is on {x.device} and its cache on {data.device}: move them to one")
             check_packed(data, scale, self.element, self.block_size, x.dtype, -1, x.shape[3])
         length = self.key.shape[2]
         if self.value.shape[2] != length or self.slots.shape != (length,) or self.slots.dtype != torch.int64:
@@ -66,8 +66,15 @@ class StoreMX(Operator[T]):
         return spec
 
     def kernel(self) -> None:
-        if not store_again(self.args) and not run_kernel("store_mx", *self.args[:7], self.check()):
-            self.decompose()
+        try:
+            if is_in_torch_dispatch_mode():  # which sees the operators of the definition, but no kernel
+                self.check()
+                self.decompose()
+            elif not store_again(self.args) and not run_kernel("store_mx", *self.args[:7], self.check()):
+                self.decompose()
+        except IndexError as error:
+            length = min(self.key_data.shape[2], self.value_data.shape[2])
+            raise MXError(f"a slot does not exist, {error}: pass slots of at least 0 and below {length}") from None
 
     def decompose(self) -> None:
         modes = self.element, self.block_size, -1, self.scale_mode, self.rounding

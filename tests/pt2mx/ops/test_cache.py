@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pt2mx import MXError
 from pt2mx.ops.cache import store_mx
@@ -99,6 +100,8 @@ def test_compiled_it_is_quantize_and_index_copy():
         (lambda k, v, c, s: (k, v, c, s.int()), r"slots of \(3,\) torch.int32"),
         (lambda k, v, c, s: (k, v, c, s[:2]), r"do not fit 3 keys and 3 values"),
         (lambda k, v, c, s: (k, v[:, :, :2], c, s), r"do not fit 3 keys and 2 values"),
+        (lambda k, v, c, s: (k, v, c, s.to("meta")), "one device, not on cpu and meta"),
+        (lambda k, v, c, s: (k, v.to("meta"), [*c[:2], *(t.to("meta") for t in c[2:])], s), "not on cpu and meta"),
     ],
 )
 def test_bad_input(change, message):
@@ -106,8 +109,26 @@ def test_bad_input(change, message):
         store(*change(*made()))
 
 
-def test_slots_that_do_not_exist():
-    key, value, cache, slots = made()
-    for bad in (slots + 2, slots - 1):
-        with pytest.raises(IndexError):
+@pytest.mark.parametrize("strided", [False, True])
+def test_slots_that_do_not_exist(strided):
+    key, value, cache, slots = made(slots=14 if strided else 7)
+    cache = [tensor[:, :, ::2] for tensor in cache] if strided else cache
+    store(key, value, cache, slots)  # a repeated call reads them, too
+    for bad, index in ((slots + 2, 7), (slots - 1, -1), (slots + 2**62, 2**62 + 5)):
+        with pytest.raises(MXError, match=f"index {index} is out of bounds .*: pass slots of at least 0 and below 7"):
             store(key, value, cache, bad)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_tracing_records_the_writes(repeated):
+    key, value, cache, slots = made()
+    want = written(key, value, cache, slots)
+    if repeated:
+        store(key, value, [tensor.clone() for tensor in cache], slots)
+    traced = make_fx(lambda *args: store(args[0], args[1], args[2:6], args[6])[0] + 0)(key, value, *cache, slots)
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(torch.ops.aten.index_copy_.default) == 4
+    assert all(map(torch.equal, cache, want))
+    other = written(value[..., :64], value, cache, slots)
+    assert torch.equal(traced(value[..., :64], value, *cache, slots), other[0])
+    assert all(map(torch.equal, cache, other))
