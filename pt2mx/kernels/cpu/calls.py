@@ -181,10 +181,14 @@ class RepeatedCalls(Generic[_Call]):
         self._calls[key] = self._structure.from_buffer_copy(call), kept
 
     def get(self, args: tuple[object, ...]) -> _Call | None:
-        """Return a copy of the call with such arguments; None without one."""
+        """Return a copy of the call with such arguments, which keeps the object of `add`; None without one."""
         key = _signature(args)
         entry = None if key is None else self._calls.get(key)
-        return None if entry is None else self._structure.from_buffer_copy(entry[0])
+        if entry is None:
+            return None
+        call = self._structure.from_buffer_copy(entry[0])
+        call.kept = entry[1]  # another thread may drop the entry while the call runs
+        return call
 
 
 def _signature(args: tuple[object, ...]) -> tuple[Hashable, ...] | None:
