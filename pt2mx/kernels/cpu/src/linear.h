@@ -120,7 +120,7 @@ struct Scales {
     u8 min = 255, max = 0;
 #pragma omp simd reduction(min : min) reduction(max : max)
     for (i64 i = 0; i < end - begin; ++i) {
-      one[i] = from_bits((bytes[i] + shift) << 23);
+      one[i] = from_bits(u32(bytes[i] + shift) << 23);
       min = std::min(min, bytes[i]);
       max = std::max(max, bytes[i]);
     }

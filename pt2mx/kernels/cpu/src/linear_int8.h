@@ -77,9 +77,11 @@ struct Strip {
       }
       return;
     }
-    for (i64 q = 0; q < kWidth; ++q) {  // codes after a row's last one meet zeros of x
+    const i64 bytes = std::min(kBytes, c.row_bytes - begin);
+    for (i64 q = 0; q < kWidth; ++q) {
       const i64 at = std::min(row + q, c.n - 1);
-      std::memcpy(codes + q * kBytes, c.data + at * c.row_bytes + begin, std::min(kBytes, c.row_bytes - begin));
+      std::memcpy(codes + q * kBytes, c.data + at * c.row_bytes + begin, bytes);
+      std::memset(codes + q * kBytes + bytes, 0, kBytes - bytes);  // so that zeros fill a group of zeros
       for (i64 g = 0; g < kStripGroups; ++g) {
         scales[q * kStripGroups + g] = g < groups ? c.scale[at * c.row_blocks + (first + g) / per_block] : kBias;
       }

@@ -126,6 +126,15 @@ def test_zeros_may_have_any_scale(with_isa):
         assert torch.equal(y, expected(x, data, scale, spec)) and not y[2].any() and not y[:, 5].any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_partial_group_of_zeros_may_have_any_scale(name, with_isa):
+    """Its codes are padded with zeros, not with those of an earlier group."""
+    x, (data, scale, spec) = quantized(4, 264), weight(40, 264, name)
+    data[::3, 32 * spec.element.bits :], scale[::3, 8] = 0, 0
+    for bit in available(name):
+        assert torch.equal(with_isa(bit, x, data, scale, None, spec), expected(x, data, scale, spec))
+
+
 @pytest.mark.parametrize("byte", [0, 1, 250, 254, 255])
 def test_extreme_scales(byte, with_isa):
     """Another kernel computes what could be subnormal or infinite, and a NaN."""
