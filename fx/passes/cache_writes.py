@@ -39,7 +39,8 @@ def fuse_cache_writes(model: GraphModule) -> None:
     pairs = [(node, *pair) for node in nodes if (pair := _pair(node))]
     graph_writes = Writes(model.graph) if pairs else None
     for node, keys, values in pairs:
-        if graph_writes and any(graph_writes.between(one.quantize, node, (one.call.x,)) for one in (keys, values)):
+        parts = keys, values
+        if graph_writes and any(graph_writes.between(one.quantize, node, (one.call.x, one.slots)) for one in parts):
             continue
         writes = *keys.writes, *values.writes
         cache = [node_arg(write) for write in writes]

@@ -13,11 +13,12 @@ aten = torch.ops.aten
 
 
 class Step(nn.Module):
-    """Writes one token to a cache of codes, and attends over all."""
+    """Writes one token to a cache of codes, changes one of the key, the value and the slot in place, and attends over
+    all."""
 
-    def __init__(self, modes=("floor", "even"), value_modes=("floor", "even"), slot=0, reads=False):
+    def __init__(self, modes=("floor", "even"), value_modes=("floor", "even"), slot=0, reads=False, changed=None):
         super().__init__()
-        self.modes, self.value_modes, self.slot, self.reads = modes, value_modes, slot, reads
+        self.modes, self.value_modes, self.slot, self.reads, self.changed = modes, value_modes, slot, reads, changed
 
     def forward(self, query, key, value, mask, slot, *cache):
         for i, (x, modes) in enumerate(((key, self.modes), (value, self.value_modes))):
@@ -25,6 +26,8 @@ class Step(nn.Module):
             at = slot + self.slot if i and self.slot else slot
             cache[2 * i].index_copy_(2, at, codes)
             cache[2 * i + 1].index_copy_(2, at, scale)
+        if self.changed is not None:
+            (key, value, slot)[self.changed].add_(1)
         attention = attention_mx(query, *cache, "fp8_e4m3", 32, 64, mask)
         return (attention, cache[0].sum()) if self.reads else attention
 
@@ -46,7 +49,11 @@ def test_keys_and_values_are_stored_by_one_call():
 
 
 @pytest.mark.parametrize(
-    "module", [Step(value_modes=("ceil", "even")), Step(slot=1), Step(reads=True), Step(("floor", "stochastic"))]
+    "module",
+    [
+        *(Step(value_modes=("ceil", "even")), Step(slot=1), Step(reads=True), Step(("floor", "stochastic"))),
+        *(Step(changed=i) for i in range(3)),
+    ],
 )
 def test_what_stays(module):
     model = program_of(module, inputs())
