@@ -46,7 +46,9 @@ def test_the_kernels(monkeypatch):
     for units, names in ((0, ""), (1, "AMX"), (6, "AVX512_VNNI, AVX512_BF16")):
         monkeypatch.setattr(linear, "isa_for", lambda spec, k, units=units: units)
         matmuls = f"matmuls of quantized activations on {names}, " if names else ""
-        assert LOOK["CPU kernels"]().startswith(f"{built}{matmuls}{torch.get_num_threads()} threads, in ")
+        assert LOOK["CPU kernels"]().startswith(
+            f"{built}{matmuls}{torch.get_num_threads()} threads, {build.load()[0]._name}"
+        )
 
     def unbuilt():
         warnings.warn("no compiler: g++ failed", RuntimeWarning, stacklevel=1)
