@@ -20,16 +20,16 @@ def packed(
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, heads, queries, width, generator=generator).to(device, dtype)
     stored: list[Tensor] = []
-    held: list[Tensor] = []
+    cached: list[Tensor] = []
     for n in (width, value_width):
         x = torch.randn(batch, key_heads, slots, n, generator=generator).to(device, dtype)
         modes = ("floor" if scale_format is None else "nearest"), "even", None, scale_format
         code_scale, codes = ops.quantize_mx(x, name, block, -1, *modes)
         stored += [codes, code_scale]
-        held.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n, scale_format).float())
+        cached.append(ops.dequantize_mx(codes, code_scale, name, block, dtype, -1, n, scale_format).float())
     mask = None if mask is None else mask.to(device)
     grouped = heads != key_heads
-    want = F.scaled_dot_product_attention(query.float(), *held, mask, scale=scale, enable_gqa=grouped)
+    want = F.scaled_dot_product_attention(query.float(), *cached, mask, scale=scale, enable_gqa=grouped)
     return (query, *stored, name, block, value_width, mask, scale), want
 
 

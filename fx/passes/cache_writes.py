@@ -37,10 +37,12 @@ def fuse_cache_writes(model: GraphModule) -> None:
     """
     nodes = model.graph.find_nodes(op="call_function", target=attention_mx)
     pairs = [(node, *pair) for node in nodes if (pair := _pair(node))]
-    graph_writes = Writes(model.graph) if pairs else None
+    if not pairs:
+        return
+    graph_writes = Writes(model.graph)
     for node, keys, values in pairs:
-        parts = keys, values
-        if graph_writes and any(graph_writes.between(one.quantize, node, (one.call.x, one.slots)) for one in parts):
+        between = (graph_writes.between(one.quantize, node, (one.call.x, one.slots)) for one in (keys, values))
+        if any(between):
             continue
         writes = *keys.writes, *values.writes
         cache = [node_arg(write) for write in writes]

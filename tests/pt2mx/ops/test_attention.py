@@ -176,10 +176,10 @@ def test_scales_with_a_significand(spec, dtype):
     cache = [tensor for scale, codes in pairs for tensor in (codes, scale)]
     modes = spec.element.name, spec.block_size, 64, None, None, spec.scale_format.name, *scales
     got = attention_mx(query[:, :, :3], *cache, *modes)
-    held = [
+    cached = [
         pt2mx.dequantize_mx(codes, scale, spec, tensor_scale=t) for (scale, codes), t in zip(pairs, scales, strict=True)
     ]
-    want = F.scaled_dot_product_attention(query[:, :, :3].float(), *held, enable_gqa=True)
+    want = F.scaled_dot_product_attention(query[:, :, :3].float(), *cached, enable_gqa=True)
     close(got, want, dtype)
 
 

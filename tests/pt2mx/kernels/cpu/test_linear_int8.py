@@ -80,15 +80,15 @@ def test_same_bits_as_exact_sums(name, of_x, with_isa):
     x, and every dtype."""
     for i, (n, k, block) in enumerate([(1, 1, 32), (16, 256, 32), (37, 576, 32), (70, 1000, 32), (33, 2049, 64)]):
         w, x, bias = weight(n, k, name, block), quantized(32, k, of_x), torch.randn(n)
-        wanted = [expected(x, *w), expected(x, *w, bias)]
+        expected_rows = [expected(x, *w), expected(x, *w, bias)]
         for bit in available(name):
             for j, rows in enumerate((1, 2, 3, 4, 7, 16, 32)):
                 dtype, added = DTYPES[(i + j) % 3], bias if j % 2 else None
                 y = with_isa(bit, x[:rows].to(dtype), *w[:2], added, w[2], torch.float32)
                 if rows <= 8 or dtype != torch.bfloat16 or not cpu_linear.isa_for(w[2], k) & cpu_linear.AMX:
-                    assert torch.equal(y, wanted[j % 2][:rows]), (n, k, bit, rows)
+                    assert torch.equal(y, expected_rows[j % 2][:rows]), (n, k, bit, rows)
                 else:
-                    assert relative_error(y, wanted[j % 2][:rows]) < 4e-7
+                    assert relative_error(y, expected_rows[j % 2][:rows]) < 4e-7
 
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "int8"])
