@@ -1,12 +1,15 @@
 """The benchmarks of a step of decoding, on a tiny model on the CPU."""
 
+import json
 import re
 
+import gguf
 import pytest
 import torch
 
 from pt2mx import MXQuantizer
-from tests.benchmarks import byte_limit, language, step
+from tests.benchmarks import byte_limit, cpu_model, language, step
+from tests.benchmarks.random_gguf import write_random_llama
 from tests.language_models import quantized_decoder
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -62,3 +65,27 @@ def test_a_tiny_language_model(tiny, capsys, compiler):
         assert mx_limit < limit
         for ratio, expected in ((share, limit / ms), (mx_share, mx_limit / mx_ms), (times, ms / mx_ms)):
             assert abs(ratio / expected - 1) < 0.02
+
+
+@pytest.mark.slow
+def test_a_model_next_to_llama_cpp(tiny, tmp_path, capsys, compiler):
+    tests = [{"n_gen": 4, "avg_ts": 80.0}, {"n_gen": 0, "avg_ts": 500.0}]
+    program = tmp_path / "llama-bench"
+    program.write_text(f"#!/bin/sh\ntest -s $2 && echo '{json.dumps(tests)}'\n")
+    program.chmod(0o755)
+    cpu_model.main(
+        ["--layers", "1", "--tokens", "4", "--prompt", "32", "--repeats", "1", "--threads", "1"]
+        + ["--recipes", "mxfp4_weight_only", "--llama-bench", str(program), "--peers", "Q4_0"]
+    )
+    header, own, peer = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()[-4:-1]]
+    assert header == ["", "tokens/s", "ms", "GB/s", "share", "prompt of 32, tokens/s"]
+    assert own[0] == "mxfp4_weight_only" and all(float(value) > 0 for value in own[1:])
+    assert peer[:3] == ["llama.cpp Q4_0", "80.0", "12.5"] and peer[-1] == "500"
+
+
+def test_a_random_gguf_file(tmp_path):
+    write_random_llama(tmp_path / "random.gguf", "Q4_0", {**TINY, "num_hidden_layers": 2}, 1, 96)
+    tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "random.gguf").tensors}
+    assert len(tensors) == 11 and tensors["token_embd.weight"].shape.tolist() == [TINY["hidden_size"], 96]
+    values = gguf.dequantize(tensors["blk.0.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
+    assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
