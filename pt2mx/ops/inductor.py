@@ -136,4 +136,25 @@ def register_lowerings() -> None:
     lowering.register_lowering(torch.ops.pt2mx.stored, type_promotion_kind=None)(_realized)
     for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
         lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
-    lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
+    for overload, lowered in _prepared_calls().items():
+        lowering.make_fallback(overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
+        lowering.register_lowering(overload, type_promotion_kind=None)(_prepared(overload, lowered))
+
+
+def _prepared_calls() -> dict[OpOverload, Callable[..., Any]]:
+    """Return operator -> its lowering to a prepared call, which returns None where the operator stays a call."""
+    from pt2mx.kernels.inductor import prepared
+
+    return {LinearMX.overload: prepared.linear_mx}
+
+
+def _prepared(overload: OpOverload, lowered: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor import lowering
+
+    call_operator = lowering.fallback_handler(overload, add_to_fallback_set=False)
+
+    def run(*args: Any) -> Any:
+        result = lowered(*args)
+        return call_operator(*args) if result is None else result
+
+    return run

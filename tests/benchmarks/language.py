@@ -1,14 +1,14 @@
 """Language models: seconds of the flow, time to the first token and tokens a second, against the float program.
 
-    python -m tests.benchmarks.language [--shape 1b|3b|8b|70b] [--device cuda] [--recipe mxfp4_weight_only] [--layers N]
-        [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
+    python -m tests.benchmarks.language [--shape 135m|1b|3b|8b|70b] [--device cuda] [--recipe mxfp4_weight_only]
+        [--layers N] [--prompts 512 4096] [--batches 1 4 16] [--slots 512] [--kv-cache mxfp8] [--mode reduce-overhead]
         [--side both|bfloat16|quantized] [--bandwidth GB/S]
 
-A Llama of the shape of 3.2 1B or 3B, or 3.1 8B or 70B, random weights in bfloat16, exported with its cache. Both sides
-are the same program, compiled alike, and called by `LanguageModel`, so the figures include Python's time between two
-steps. Each figure is the median of calls after two warm-up calls. Next to it is the byte limit: the bytes of weights,
-scales and cache over the bandwidth of the memory, by default the bandwidth of a copy. Under `torchrun --nproc-per-node
-N -m ...` the layers are divided among the ranks.
+A Llama of the shape of SmolLM2-135M, of 3.2 1B or 3B, or of 3.1 8B or 70B, random weights in bfloat16, exported with
+its cache. Both sides are the same program, compiled alike, and called by `LanguageModel`, so the figures include
+Python's time between two steps. Each figure is the median of calls after two warm-up calls. Next to it is the byte
+limit: the bytes of weights, scales and cache over the bandwidth of the memory, by default the bandwidth of a copy.
+Under `torchrun --nproc-per-node N -m ...` the layers are divided among the ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ from tests.benchmarks.measure import Row, hardware, print_table
 
 #: shape -> fields of a LlamaConfig
 SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+        "vocab_size": 49152,
+    },
     "1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -71,8 +80,8 @@ VOCABULARY, LONGEST = 128256, 8192
 
 def llama(shape: str, layers: int | None, device: str) -> Any:
     transformers = import_extra("transformers", "hf")
-    fields = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
-    config = transformers.LlamaConfig(**fields, vocab_size=VOCABULARY, max_position_embeddings=LONGEST)
+    fields = {"vocab_size": VOCABULARY, **SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    config = transformers.LlamaConfig(**fields, max_position_embeddings=LONGEST)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -108,7 +117,7 @@ def measured(
             call = partial(model, token, past_key_values=cache)
             measure(f"step, batch {batch}", call, 50, batch, options.slots)
         for length in options.prompts:
-            ids = torch.randint(VOCABULARY, (1, length), device=model.device)
+            ids = torch.randint(model.config.vocab_size, (1, length), device=model.device)
             call = partial(_first_token, model, ids, model.new_cache(1, length))
             measure(f"first token, {length}", call, 5, 1, length)
     return times

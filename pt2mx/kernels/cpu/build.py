@@ -45,6 +45,7 @@ _FUNCTIONS = {
     "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
+    "pt2mx_linear_of": (ctypes.c_void_p,) * 7,
     "pt2mx_convolution": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_bf16_isa": (),

@@ -57,9 +57,7 @@ def linear(
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
     rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
-    isa = isa_for(spec, x.shape[-1]) if x.dtype in (torch.bfloat16, torch.float32) and rows > VECTOR_ROWS else 0
-    if x.dtype == torch.float32:  # as three bfloat16 values
-        isa = isa & AMX if rows <= FEW_ROWS else 0
+    isa = matrix_isa_for(spec, rows, x.shape[-1], x.dtype)
     if not supports(spec, tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
@@ -215,6 +213,14 @@ def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
 
 def _parts(n: int, size: int) -> int:
     return -(-n // size)
+
+
+def matrix_isa_for(spec: MXSpec, rows: int, k: int, dtype: torch.dtype) -> int:
+    """Return the matrix instructions that multiply x: (rows, k) of this dtype by a weight; 0 where vectors do."""
+    isa = isa_for(spec, k) if dtype in (torch.bfloat16, torch.float32) and rows > VECTOR_ROWS else 0
+    if dtype == torch.float32:  # as three bfloat16 values
+        return isa & AMX if rows <= FEW_ROWS else 0
+    return isa
 
 
 def isa_for(spec: MXSpec, k: int) -> int:

@@ -173,6 +173,9 @@ int32_t pt2mx_dequantize_rows(const QuantizeCall* call, ParallelFor parallel_for
 int32_t pt2mx_store(const QuantizeCall* calls, int64_t count, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
+// The same with other pointers than those of the call, which it does not change.
+int32_t pt2mx_linear_of(const LinearCall* call, const void* x, const uint8_t* data, const uint8_t* scale,
+                        const void* bias, void* out, ParallelFor parallel_for);
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
 int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa

@@ -103,26 +103,8 @@ void with_register_decoder(int32_t format, Body body) {
   });
 }
 
-}  // namespace
-
-extern "C" {
-
-int32_t pt2mx_isa(int32_t format, const float* table) {
-  int32_t isa = 0;
-  with_register_decoder(format, [&](auto* decoder) { isa = isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
-  return isa;
-}
-
-int32_t pt2mx_integer_isa(int32_t format, const float* table) {
-  int32_t isa = 0;
-  with_register_decoder(format,
-                        [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
-  return isa;
-}
-
-int32_t pt2mx_linear(const LinearCall* original, ParallelFor parallel_for) {
-  if (!supports_epilogue(*original)) return kUnsupported;
-  LinearCall call = *original;
+int32_t multiply(LinearCall call, ParallelFor parallel_for) {
+  if (!supports_epilogue(call)) return kUnsupported;
   std::vector<float> rotated;
   if (call.rotation) call.x = rotate_copy(call.rotation, call.dtype, call.x, call.m * call.k, rotated);
   Linear linear(call);
@@ -143,6 +125,36 @@ int32_t pt2mx_linear(const LinearCall* original, ParallelFor parallel_for) {
     error = parallel_for(0, tiles, grain, call.m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);
   });
   return error;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t pt2mx_isa(int32_t format, const float* table) {
+  int32_t isa = 0;
+  with_register_decoder(format, [&](auto* decoder) { isa = isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
+  return isa;
+}
+
+int32_t pt2mx_integer_isa(int32_t format, const float* table) {
+  int32_t isa = 0;
+  with_register_decoder(format,
+                        [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
+  return isa;
+}
+
+int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) { return multiply(*call, parallel_for); }
+
+int32_t pt2mx_linear_of(const LinearCall* call, const void* x, const uint8_t* data, const uint8_t* scale,
+                        const void* bias, void* out, ParallelFor parallel_for) {
+  LinearCall own = *call;  // other threads may share the call
+  own.x = x;
+  own.data = data;
+  own.scale = scale;
+  own.bias = bias;
+  own.out = out;
+  return multiply(own, parallel_for);
 }
 
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for) {

@@ -1,0 +1,86 @@
+"""Prepared calls of the C++ kernels give the bits of the operators."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from pt2mx import ops
+from pt2mx.kernels.cpu import prepared
+from pt2mx.kernels.cpu.prepared import PreparedLinear
+from pt2mx.ops.linear import linear_mx
+from tests.cpu_kernels import DTYPES
+
+
+def packed(n: int, k: int, element: str, block: int = 32) -> tuple[Tensor, Tensor]:
+    scale, data = ops.quantize_mx(torch.randn(n, k), element, block, -1, "floor", "even")
+    return data, scale
+
+
+def prepared_result(x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, *options: object) -> Tensor:
+    n, dtype = len(weight[0]), x.dtype if bias is None else bias.dtype
+    out = torch.empty((*x.shape[:-1], n), dtype=dtype)
+    PreparedLinear(x.shape, n, x.dtype, dtype, *options)(x, *weight, bias, out=out)
+    return out
+
+
+@pytest.mark.parametrize("element", ["fp4_e2m1", "fp6_e3m2", "fp8_e4m3", "int8"])
+def test_bits_of_the_operator(element):
+    for i, (rows, k, block) in enumerate(((1, 96, 32), (1, 160, 64), (3, 70, 7), (4, 64, 32), (9, 128, 32))):
+        weight = packed(37, k, element, block)
+        for dtype in DTYPES:
+            bias = torch.randn(37).to(DTYPES[i % 3]) if i % 2 else None
+            for x in (
+                torch.randn(rows, k),
+                torch.randint(-60, 60, (1, rows, k)) / 16,
+            ):  # floats, and integers of 8 bits
+                x, out_dtype = x.to(dtype), None if bias is None else bias.dtype
+                expected = linear_mx(x, *weight, bias, element, block, 0, out_dtype)
+                assert torch.equal(prepared_result(x, weight, bias, element, block, 0), expected)
+
+
+def test_rotation():
+    x, weight = torch.randn(2, 64), packed(33, 64, "fp4_e2m1")
+    result = prepared_result(x, weight, None, "fp4_e2m1", 32, 32)
+    assert torch.equal(result, linear_mx(x, *weight, None, "fp4_e2m1", 32, 32))
+
+
+def test_which_calls_are_supported():
+    cases = {(0, 0): False, (1, 0): True, (32, 0): True, (33, 0): False, (4, 32): True, (5, 32): False}
+    assert {case: PreparedLinear.supports(*case) for case in cases} == cases
+
+
+def test_values_that_the_kernels_leave_to_the_definition():
+    """Matrix instructions would take these products for zero."""
+    x, weight = torch.full((8, 64), 2.0**-120).bfloat16(), packed(32, 64, "fp8_e5m2")
+    weight[1].fill_(10)
+    assert torch.equal(
+        prepared_result(x, weight, None, "fp8_e5m2", 32, 0), linear_mx(x, *weight, None, "fp8_e5m2", 32, 0)
+    )
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setattr(prepared, "is_available", lambda: False)
+    x, weight = torch.randn(2, 64), packed(33, 64, "int8")
+    assert torch.equal(prepared_result(x, weight, None, "int8", 32, 0), linear_mx(x, *weight, None, "int8", 32, 0))
+
+
+def test_another_number_of_threads_and_threads_of_the_caller():
+    xs, weight = torch.randn(8, 16, 256).bfloat16(), packed(512, 256, "fp4_e2m1")
+    expected = [linear_mx(x, *weight, None, "fp4_e2m1", 32, 0) for x in xs]
+    call, threads = PreparedLinear((16, 256), 512, xs.dtype, xs.dtype, "fp4_e2m1", 32, 0), torch.get_num_threads()
+
+    def run(i: int) -> Tensor:
+        out = torch.empty(16, 512, dtype=xs.dtype)
+        call(xs[i], *weight, out=out)
+        return out
+
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert all(map(torch.equal, map(run, range(8)), expected))
+            with ThreadPoolExecutor(4) as pool:
+                assert all(map(torch.equal, pool.map(run, [*range(8)] * 8), expected * 8))
+    finally:
+        torch.set_num_threads(threads)

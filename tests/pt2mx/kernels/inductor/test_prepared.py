@@ -1,0 +1,68 @@
+"""Compiled code calls prepared kernels where it may, and the operators elsewhere; with the bits of eager code."""
+
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+from pt2mx import ops
+from pt2mx.ops.linear import linear_mx
+
+OPERATOR, PREPARED = "torch.ops.pt2mx.linear_mx", " = PreparedLinear("
+
+
+def compiled(function, *args: Tensor, **options: object) -> str:
+    """Return the generated code, after a comparison of its result with eager code."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        result, (code,) = run_and_get_code(torch.compile(function, **options), *args)
+        expected = function(*args)
+    for one, other in zip(result, expected, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    return code
+
+
+def weight_of(n: int, k: int, element: str = "fp4_e2m1") -> list[Tensor]:
+    scale, data = ops.quantize_mx(torch.randn(n, k), element, 32, -1, "floor", "even")
+    return [data, scale]
+
+
+def test_layers_of_one_shape_share_a_prepared_call():
+    weights = [weight_of(64, 64) for _ in range(3)]
+
+    def layers(x: Tensor) -> tuple[Tensor, ...]:
+        for weight in weights:
+            x = linear_mx(x, *weight, None, "fp4_e2m1", 32, 0).relu()
+        last = weight_of_last[0][:32], weight_of_last[1][:32]
+        return x, linear_mx(x[:, None], *last, torch.ones(32), "int8", 32, 0, torch.float32)
+
+    weight_of_last = weight_of(64, 64, "int8")
+    code = compiled(layers, torch.randn(2, 64).bfloat16(), dynamic=False)
+    assert OPERATOR not in code and code.count(PREPARED) == 2
+    assert code.count("linear_mx_2_64_64_bfloat16_bfloat16_fp4_e2m1_32_0(") == 3
+
+
+def test_views_are_made_contiguous():
+    weight = weight_of(32, 64)
+    views = (lambda x: x.mT), (lambda x: x[0].mT[:1].expand(2, 64)), (lambda x: x.reshape(-1)[3:131].view(2, 64))
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear_mx(view(x), *weight, None, "fp4_e2m1", 32, 0) for view in views)
+
+    code = compiled(function, torch.randn(2, 64, 3), dynamic=False)
+    assert OPERATOR not in code
+
+
+def test_calls_that_stay_operators():
+    weight, many = weight_of(32, 64), torch.randn(40, 64)
+    scale, data = ops.quantize_mx(torch.randn(32, 64), "fp4_e2m1", 16, -1, "nearest", "even", scale_format="e4m3")
+
+    def nvfp4(x: Tensor) -> tuple[Tensor, ...]:
+        return (linear_mx(x, data, scale, None, "fp4_e2m1", 16, 0, None, "e4m3"),)
+
+    def mxfp4(x: Tensor) -> tuple[Tensor, ...]:
+        return (linear_mx(x, *weight, None, "fp4_e2m1", 32, 0),)
+
+    cases = [(nvfp4, many[:1], False), (mxfp4, many, False), (mxfp4, many[:0], False), (mxfp4, many[:3], True)]
+    for function, x, dynamic in cases:
+        code = compiled(function, x, dynamic=dynamic)
+        assert PREPARED not in code and OPERATOR in code
