@@ -85,10 +85,10 @@ struct Bf16Sixes {
   }
 };
 
-// True for bfloat16 on a processor with AVX512_BF16, unless x has values below 2**-100 other than zero: a sum could be
-// subnormal.
+// True for one row in bfloat16 on a processor with AVX512_BF16, unless x has values below 2**-100 other than zero: a
+// sum could be subnormal.
 inline bool supports_gemv(const LinearCall& c) {
-  if (c.dtype != BF16 || !has_avx512_bf16()) return false;
+  if (c.m > 1 || c.dtype != BF16 || !has_avx512_bf16()) return false;
   return !has_tiny(static_cast<const u16*>(c.x), c.k, 7);
 }
 

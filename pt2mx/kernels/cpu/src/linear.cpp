@@ -2,13 +2,13 @@
 //
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
-//   up to 32 rows of integers * 2**n   linear_int8.h  AVX2, AVX_VNNI or AVX512_VNNI
-//   1 row                              gemv_fp32.h    codes of 4 bits become fp32 by a table
-//   1 row in bfloat16, AVX512_BF16     gemv_bf16.h    codes of 4 and 6 bits become bfloat16 by a table
-//   up to 32 rows                      linear_fp32.h  any format, in fp32 vectors
-//   up to 32 rows, AMX                 linear_amx.h   the weight is decoded to bfloat16 as it is multiplied
-//   more rows in bfloat16              gemm_bf16.h    AMX or AVX512_BF16, some columns are decoded first
-//   more rows of integers times 2**n   gemm_vnni.h    AVX512_VNNI, codes of 8 bits
+//   up to 32 rows of integers * 2**n   linear_int8.h     AVX2, AVX_VNNI or AVX512_VNNI
+//   1 row in bfloat16, AVX512_BF16     gemv_bf16.h       codes of 4 and 6 bits become bfloat16 by a table
+//   up to 32 rows                      linear_nibbles.h  codes of 4 bits become fp32 by a table
+//   up to 32 rows, AMX                 linear_amx.h      the weight is decoded to bfloat16 as it is multiplied
+//   up to 32 rows                      linear_fp32.h     any format, in fp32 vectors
+//   more rows in bfloat16              gemm_bf16.h       AMX or AVX512_BF16, some columns are decoded first
+//   more rows of integers times 2**n   gemm_vnni.h       AVX512_VNNI, codes of 8 bits
 //
 // One thread computes each sum, in one order, so results do not depend on the number of threads.
 
@@ -18,10 +18,10 @@
 #include "gemm_bf16.h"
 #include "gemm_vnni.h"
 #include "gemv_bf16.h"
-#include "gemv_fp32.h"
 #include "linear_amx.h"
 #include "linear_fp32.h"
 #include "linear_int8.h"
+#include "linear_nibbles.h"
 #include "rotate.h"
 
 namespace {
@@ -54,8 +54,9 @@ int32_t multiply_on_isa(Linear& linear, bool many_rows, ParallelFor parallel_for
   return many_rows ? gemm_bf16<Decoder>(linear, parallel_for) : linear_amx<Decoder>(linear, parallel_for);
 }
 
+// Multiplies up to kFewRows rows without AMX, or a number of rows for which AMX takes longer.
 template <class Decoder>
-int32_t multiply_row(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
+int32_t multiply_few_rows(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
   const auto in_bf16 = [&] {
     using Pairs = typename Bf16DecoderOf<Decoder>::type;
     if constexpr (!std::is_void<Pairs>::value) {
@@ -64,7 +65,7 @@ int32_t multiply_row(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_
     return kUnsupported;
   };
   int32_t error = has_fast_avx512_bf16() ? in_bf16() : kUnsupported;
-  if (error == kUnsupported) error = gemv_fp32<Decoder>(linear, tiles, grain, parallel_for);
+  if (error == kUnsupported) error = linear_nibbles<Decoder>(linear, tiles, grain, parallel_for);
   return error == kUnsupported && !has_fast_avx512_bf16() ? in_bf16() : error;
 }
 
@@ -79,8 +80,8 @@ int32_t multiply_on_isa(Linear&, bool, ParallelFor) {
   return kUnsupported;
 }
 template <class Decoder>
-int32_t multiply_row(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
-  return gemv_fp32<Decoder>(linear, tiles, grain, parallel_for);
+int32_t multiply_few_rows(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
+  return linear_nibbles<Decoder>(linear, tiles, grain, parallel_for);
 }
 bool merges_taps_of_row(const ConvolutionCall&) { return false; }
 int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsupported; }
@@ -116,10 +117,9 @@ int32_t multiply(LinearCall call, ParallelFor parallel_for) {
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
       const bool many_rows = call.m > kFewRows;
       error = multiply_integers<Decoder>(linear, parallel_for);
+      if (error == kUnsupported && !many_rows) error = multiply_few_rows<Decoder>(linear, tiles, grain, parallel_for);
       if (error == kUnsupported) error = multiply_on_isa<Decoder>(linear, many_rows, parallel_for);
       if (many_rows || error != kUnsupported) return;
-      if (call.m == 1) error = multiply_row<Decoder>(linear, tiles, grain, parallel_for);
-      if (error != kUnsupported) return;
     }
     prepare(linear, Decoder::kEvenOdd);
     error = parallel_for(0, tiles, grain, call.m == 1 ? run<Decoder, 1> : run<Decoder, 4>, &linear);

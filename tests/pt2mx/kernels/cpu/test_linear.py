@@ -88,6 +88,20 @@ def test_exact_sums(name):
                 assert torch.equal(y, expected.to(dtype)), (n, k, rows, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp4_e2m1", "int4"])
+def test_rows_of_x_have_the_same_bits_alone(name, dtype, without_tiles):
+    """Codes of 4 bits, and rows of the weight that fill no tile, and spans that are partial."""
+    for n, k in ((70, 2049), (37, 96), (64, 256)):
+        data, scale, spec = packed(n, k, name, 32)
+        x = torch.randn(32, k).to(dtype)
+        together = {rows: linear(x[:rows], data, scale, None, spec) for rows in (2, 3, 4, 7, 16, 32)}
+        assert all(torch.equal(y, together[32][:rows]) for rows, y in together.items())
+        if dtype == torch.float32:  # one row in bfloat16 may run on AVX512_BF16
+            alone = torch.cat([linear(row, data, scale, None, spec) for row in x.split(1)])
+            assert torch.equal(alone, together[32])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, rows):
@@ -109,21 +123,22 @@ def test_every_code_with_every_scale(name, rows):
         assert torch.equal(half.isfinite(), y.isfinite() & y.bfloat16().isfinite())
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "int4", "fp6_e4m1"])
-def test_one_row_with_extreme_scales_and_values(name):
+def test_extreme_scales_and_values(name, rows, without_tiles):
     """Values for which the sum of a block without its scale would overflow or be subnormal."""
     data, scale, spec = packed(24, 200, name, 32)
-    x = torch.randn(1, 200).bfloat16()
+    x = torch.randn(rows, 200).bfloat16()
     scale[:4, :3] = torch.tensor([[0, 120, 127], [0, 0, 0], [62, 63, 1], [191, 192, 130]], dtype=torch.uint8)
     for row in range(24):  # each by itself: the error of a sum is measured against all rows
         check(x, data[row : row + 1], scale[row : row + 1], spec)
     check(x * 2.0**100, data, scale.clamp(max=126), spec)
     data[5], scale[5] = data[5] | 0x77, 10
-    large = torch.full((1, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
+    large = torch.full((rows, 200), 1e38).bfloat16()  # its sum of unscaled products is infinite, its result is not
     assert linear(large, data[5:6], scale[5:6], None, spec).isfinite().all()
     data, scale = ops.quantize_mx(torch.full((1, 200), 2.0**60), name, 32, -1, "floor", "even")[::-1]
     for tiny in (2.0**-126, 2.0**-130, 2.0**-99):  # products that are subnormal without their scale
-        check(torch.randint(0, 2, (1, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
+        check(torch.randint(0, 2, (rows, 200)).bfloat16() * tiny, data, scale, MXSpec(name, 32, 1))
 
 
 @pytest.mark.parametrize("name", FORMATS)
