@@ -98,15 +98,16 @@ inline bool has_vnni() { return false; }
 
 using MultiplyStrip = void (*)(const GroupColumns*, i64, const CodeGroup* const*, float*);
 
-// The kernels for one, two and four rows of x.
+// The kernels for one, two, four and eight rows of x.
 template <int kWideSums>
 const MultiplyStrip* strip_kernels(int32_t isa) {
 #if defined(PT2MX_HAVE_VNNI)
-  static constexpr MultiplyStrip vnni[] = {multiply_strip_vnni<1>, multiply_strip_vnni<2>, multiply_strip_vnni<4>};
+  static constexpr MultiplyStrip vnni[] = {multiply_strip_vnni<1>, multiply_strip_vnni<2>, multiply_strip_vnni<4>,
+                                           multiply_strip_vnni<8>};
   if (isa & VPDPBUSD) return vnni;
 #endif
   static constexpr MultiplyStrip plain[] = {multiply_strip<kWideSums, 1>, multiply_strip<kWideSums, 2>,
-                                            multiply_strip<kWideSums, 4>};
+                                            multiply_strip<kWideSums, 4>, multiply_strip<kWideSums, 8>};
   return plain;
 }
 

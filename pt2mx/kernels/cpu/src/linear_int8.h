@@ -181,8 +181,8 @@ void run_linear_int8(i64 begin, i64 end, void* context) {
         return;
       }
       for (i64 m = 0, rows; m < c.m; m += rows) {
-        const int log = c.m - m >= 4 ? 2 : c.m - m >= 2 ? 1 : 0;
-        const CodeGroup* x[4];
+        const int log = c.m - m >= 8 ? 3 : c.m - m >= 4 ? 2 : c.m - m >= 2 ? 1 : 0;
+        const CodeGroup* x[8];
         rows = 1 << log;
         for (i64 r = 0; r < rows; ++r) x[r] = int8.x.data() + (m + r) * groups + first;
         kernels[log](w, count, x, totals + m * kWidth);
