@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMPILER = "/usr/bin/aarch64-linux-gnu-g++"
-#: without what they depend on, which is named here, too
-PACKAGES = (
-    *("torch==2.10.0", "torchao==0.18.0", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "filelock"),
-    *("typing_extensions", "fsspec", "setuptools", "pyyaml", "ml_dtypes", "transformers", "safetensors", "tqdm", "regex"),
-    *("huggingface_hub", "tokenizers", "packaging", "pytest", "pluggy", "iniconfig", "pygments"),
-)
+#: installed without what they ask for, which is therefore here, too
+PACKAGES = """
+torch==2.10.0 torchao==0.18.0 numpy sympy mpmath networkx jinja2 markupsafe filelock typing_extensions fsspec
+setuptools pyyaml ml_dtypes transformers safetensors tqdm regex huggingface_hub tokenizers packaging pytest pluggy
+iniconfig pygments
+""".split()
 LIBRARIES = ("libstdc++6", "libgomp1")
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 TESTS = ("tests/pt2mx/kernels/cpu",)

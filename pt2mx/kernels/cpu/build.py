@@ -19,6 +19,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -224,9 +225,27 @@ def cache_folder() -> Path:
     return Path(caches) / "torch_extensions" / "pt2mx"
 
 
-def compile_library(compiler: str, arguments: tuple[str, ...], path: Path) -> None:
-    """Compile a shared library; raise RuntimeError with the compiler's message."""
-    command = [compiler, *arguments, "-o", str(path)]
+def compile_library(compiler: str, arguments: Sequence[str], path: Path) -> None:
+    """Compile a shared library, its sources at the same time.
+
+    Args:
+        compiler: the command of a C++ compiler.
+        arguments: its flags, and the paths of the sources.
+        path: the library.
+
+    Raises:
+        RuntimeError: with the compiler's message.
+    """
+    sources = [one for one in arguments if not one.startswith("-")]
+    flags = [one for one in arguments if one.startswith("-")]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = [str(Path(folder) / f"{number}.o") for number in range(len(sources))]
+        commands = [[compiler, *flags, "-c", source, "-o", name] for source, name in zip(sources, objects, strict=True)]
+        list(pool.map(_run, commands))
+        _run([compiler, *objects, *flags, "-o", str(path)])
+
+
+def _run(command: Sequence[str]) -> None:
     result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {result.stderr[-2000:]}")
