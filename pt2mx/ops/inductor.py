@@ -19,7 +19,7 @@ from pt2mx.kernels import elements
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import guards
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
-from pt2mx.ops.attention import AttentionBfloat16
+from pt2mx.ops.attention import AttentionBfloat16, AttentionMX
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
@@ -136,8 +136,9 @@ def register_lowerings() -> None:
     lowering.register_lowering(torch.ops.pt2mx.stored, type_promotion_kind=None)(_realized)
     for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
         lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
+    lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
+    lowering.make_fallback(AttentionMX.overload, warn=False, override_decomp=True)
     for overload, lowered in _prepared_calls().items():
-        lowering.make_fallback(overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
         lowering.register_lowering(overload, type_promotion_kind=None)(_prepared(overload, lowered))
 
 
@@ -145,7 +146,11 @@ def _prepared_calls() -> dict[OpOverload, Callable[..., Any]]:
     """Return operator -> its lowering to a prepared call, which returns None where the operator stays a call."""
     from pt2mx.kernels.inductor import prepared
 
-    return {LinearMX.overload: prepared.linear_mx}
+    return {
+        LinearMX.overload: prepared.linear_mx,
+        ActivationFakeQuantize.overload: prepared.activation_fake_quantize_mx,
+        AttentionMX.overload: prepared.attention_mx,
+    }
 
 
 def _prepared(overload: OpOverload, lowered: Callable[..., Any]) -> Callable[..., Any]:

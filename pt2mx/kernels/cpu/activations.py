@@ -16,7 +16,7 @@ from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["activation_fake_quantize", "epilogue_of", "layer_norm_fake_quantize"]
+__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize", "run"]
 
 #: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
@@ -55,8 +55,12 @@ def layer_norm_fake_quantize(
 
 def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
     """Quantize the contiguous x into `out`, along its last dimension."""
-    if not x.numel():
-        return
+    if x.numel():
+        run(call_of(x, out, spec, **fields))
+
+
+def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> ActivationCall:
+    """Return the call that quantizes the contiguous x, which has values, into `out`, along its last dimension."""
     n = x.shape[-1] if x.dim() else 1
     table = spec_of(spec)
     call = ActivationCall(
@@ -70,6 +74,11 @@ def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
         out=out.data_ptr(),
         **fields,
     )
+    call.table = table  # the call points into the table
+    return call
+
+
+def run(call: ActivationCall) -> None:
     library, parallel_for = load()
     if library.pt2mx_quantize_activation(ctypes.addressof(call), parallel_for):
         raise RuntimeError("torch_parallel_for failed")

@@ -20,7 +20,7 @@ from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend", "attend_again"]
+__all__ = ["attend", "attend_again", "call_of", "is_computed"]
 
 #: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
 _FEW_QUERIES, _FEW_FOR_AMX = 32, 64
@@ -44,7 +44,7 @@ def attend(
     """Return None for many queries, for blocks that are not whole groups, and if a code is no number."""
     if not (supports(spec, key_tensor_scale) and supports(spec, value_tensor_scale)):
         return None
-    call = _call_of(query, key, value, spec, value_width, mask, scale)
+    call = call_of(query, key, value, spec, value_width, mask, scale)
     if call is None:
         return None
     tensors = query, *key, *value
@@ -65,7 +65,7 @@ def attend_again(args: tuple[object, ...]) -> Tensor | None:
     return None if call is None else _run(call, args[:5], args[8])  # type: ignore[arg-type]
 
 
-def _call_of(
+def call_of(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> AttentionCall | None:
     """Return the call but for its pointers; None for one that the kernel does not support."""
@@ -114,7 +114,12 @@ def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) 
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.key, call.key_scale, call.value = key.data_ptr(), key_scale.data_ptr(), value.data_ptr()
     call.value_scale, call.mask = value_scale.data_ptr(), None if mask is None else mask.data_ptr()
+    return out if is_computed(call) else None
+
+
+def is_computed(call: AttentionCall) -> bool:
+    """Run a call; return False for codes that are no numbers."""
     library, parallel_for = load()
     if library.pt2mx_attention(ctypes.addressof(call), parallel_for):
         raise RuntimeError("torch_parallel_for failed")
-    return None if call.invalid else out
+    return not call.invalid

@@ -1,7 +1,11 @@
-"""Inductor's lowering of operators to calls of `pt2mx.kernels.cpu.prepared`, which write to buffers of Inductor."""
+"""Inductor's lowerings of operators to calls of `pt2mx.kernels.cpu.prepared`, which write to buffers of Inductor.
+
+A lowering takes the operator's arguments, and returns None for a call that has to stay one of the operator.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,55 +13,118 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from pt2mx.kernels.cpu import prepared
+from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
 from pt2mx.spec import MXSpec
 
-__all__ = ["linear_mx"]
+__all__ = ["activation_fake_quantize_mx", "attention_mx", "linear_mx"]
+
+Box = ir.TensorBox
 
 
 class PreparedCall(ir.ExternKernelOut):
-    """A call of an object that the module of the generated code makes once, for all calls with the same arguments."""
+    """A call of an object that the module of the generated code makes once, for all calls with the same arguments.
 
-    def __init__(
-        self, layout: ir.Layout, inputs: Sequence[ir.IRNode], name: str, made_from: tuple[object, ...]
-    ) -> None:
-        super().__init__(layout, inputs, python_kernel_name=name)
-        self.made_from = made_from
+    Args:
+        layout: of the result.
+        inputs: the tensors of a call.
+        kind: the class of the object.
+        made_from: the arguments of the class.
+    """
+
+    def __init__(self, layout: ir.Layout, inputs: Sequence[Any], kind: type, made_from: tuple[object, ...]) -> None:
+        digest = hashlib.sha256(repr(made_from).encode()).hexdigest()[:8]
+        super().__init__(layout, inputs, python_kernel_name=f"{kind.__name__}_{digest}")
+        self.lines = f"from {kind.__module__} import {kind.__name__}", f"{kind.__name__}{made_from!r}"
 
     def codegen(self, wrapper: Any) -> None:
-        kind = prepared.PreparedLinear
-        wrapper.add_import_once(f"from {kind.__module__} import {kind.__name__}")
-        wrapper.add_import_once(f"{self.python_kernel_name} = {kind.__name__}{self.made_from!r}")
+        imported, made = self.lines
+        wrapper.add_import_once(imported)
+        wrapper.add_import_once(f"{self.python_kernel_name} = {made}")
         super().codegen(wrapper)
 
 
 def linear_mx(
-    x: ir.TensorBox,
-    data: ir.TensorBox,
-    scale: ir.TensorBox,
-    bias: ir.TensorBox | None,
+    x: Box,
+    data: Box,
+    scale: Box,
+    bias: Box | None,
     element: str,
     block_size: int,
     rotation: int,
     target_dtype: torch.dtype | None = None,
     scale_format: str | None = None,
     block_rows: int | None = None,
-    tensor_scale: ir.TensorBox | None = None,
-) -> ir.TensorBox | None:
-    """Return the result of a prepared call; None for a call that has to stay one of the operator."""
-    shape, n, device = x.get_size(), data.get_size()[0], x.get_device_or_error()
+    tensor_scale: Box | None = None,
+) -> Box | None:
     spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
-    is_plain = spec.has_plain_scale and tensor_scale is None and not spec.element.is_wide
-    is_known = all(isinstance(size, int) or size.is_number for size in (*shape, n))
-    if device.type != "cpu" or V.graph.cpp_wrapper or not is_plain or not is_known:
+    shapes, dtypes = _shapes(x, data, scale), (x.get_dtype(), target_dtype or x.get_dtype())
+    if shapes is None or not _is_plain(spec) or tensor_scale is not None:
         return None
-    shape, n = tuple(map(int, shape)), int(n)
-    rows = torch.Size(shape[:-1]).numel()
-    if not prepared.PreparedLinear.supports(rows, rotation) or 0 in (*shape, n):
+    options = element, block_size, rotation
+    return _call(PreparedLinear, [x, data, scale, bias], (*shapes, *dtypes, *options), (*shapes[0][:-1], shapes[1][0]))
+
+
+def activation_fake_quantize_mx(
+    x: Box,
+    activation: str,
+    element: str,
+    block_size: int,
+    scale_mode: str,
+    rounding: str,
+    target_dtype: torch.dtype | None = None,
+) -> Box | None:
+    shapes, dtypes = _shapes(x), (x.get_dtype(), target_dtype or x.get_dtype())
+    if shapes is None or not _is_plain(MXSpec(element, block_size)):
         return None
-    x_dtype, dtype = x.get_dtype(), target_dtype or x.get_dtype()
-    tensors = [ir.ExternKernel.require_contiguous(tensor) for tensor in (x, data, scale, bias) if tensor is not None]
-    layout = ir.FixedLayout(device, dtype, [*shape[:-1], n])
-    made_from = shape, n, x_dtype, dtype, element, block_size, rotation
-    words = [*map(str, (*shape, n)), *(str(one).removeprefix("torch.") for one in made_from[2:])]
-    return ir.TensorBox.create(PreparedCall(layout, tensors, "linear_mx_" + "_".join(words), made_from))
+    options = activation, element, block_size, scale_mode, rounding
+    return _call(PreparedActivation, [x], (*shapes, *dtypes, *options), shapes[0])
+
+
+def attention_mx(
+    query: Box,
+    key_data: Box,
+    key_scale: Box,
+    value_data: Box,
+    value_scale: Box,
+    element: str,
+    block_size: int,
+    value_width: int,
+    mask: Box | None = None,
+    scale: float | None = None,
+    scale_format: str | None = None,
+    key_tensor_scale: Box | None = None,
+    value_tensor_scale: Box | None = None,
+) -> Box | None:
+    tensors = query, key_data, key_scale, value_data, value_scale, mask
+    shapes = _shapes(*(tensor for tensor in tensors if tensor is not None))
+    has_tensor_scale = key_tensor_scale is not None or value_tensor_scale is not None
+    spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0")
+    if shapes is None or not _is_plain(spec) or has_tensor_scale:
+        return None
+    of_mask = None if mask is None else shapes[-1]
+    options = query.get_dtype(), element, block_size, value_width, None if scale is None else float(scale)
+    return _call(PreparedAttention, tensors, (*shapes[:5], of_mask, *options), (*shapes[0][:3], value_width))
+
+
+def _is_plain(spec: MXSpec) -> bool:
+    return spec.has_plain_scale and not spec.element.is_wide
+
+
+def _shapes(*tensors: Box) -> list[tuple[int, ...]] | None:
+    """Return the shapes of tensors of the CPU; None where a size is unknown, and for calls of a C++ wrapper."""
+    sizes = [tensor.get_size() for tensor in tensors]
+    is_known = all(isinstance(n, int) or n.is_number for size in sizes for n in size)
+    if V.graph.cpp_wrapper or not is_known or any(t.get_device_or_error().type != "cpu" for t in tensors):
+        return None
+    return [tuple(map(int, size)) for size in sizes]
+
+
+def _call(kind: type, tensors: Sequence[Box | None], made_from: tuple[Any, ...], shape: tuple[int, ...]) -> Box | None:
+    """Return the result, of a shape, of a prepared call of tensors; None where it is not supported."""
+    if not kind(*made_from).is_supported:
+        return None
+    given = [tensor for tensor in tensors if tensor is not None]
+    dtype = next(one for one in reversed(made_from) if isinstance(one, torch.dtype))  # the last one is the result's
+    layout = ir.FixedLayout(given[0].get_device_or_error(), dtype, list(shape))
+    inputs = [ir.ExternKernel.require_contiguous(tensor) for tensor in given]
+    return Box.create(PreparedCall(layout, inputs, kind, made_from))

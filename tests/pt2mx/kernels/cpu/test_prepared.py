@@ -8,7 +8,9 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.kernels.cpu import prepared
-from pt2mx.kernels.cpu.prepared import PreparedLinear
+from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
+from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.linear import linear_mx
 from tests.cpu_kernels import DTYPES
 
@@ -19,10 +21,14 @@ def packed(n: int, k: int, element: str, block: int = 32) -> tuple[Tensor, Tenso
 
 
 def prepared_result(x: Tensor, weight: tuple[Tensor, Tensor], bias: Tensor | None, *options: object) -> Tensor:
-    n, dtype = len(weight[0]), x.dtype if bias is None else bias.dtype
-    out = torch.empty((*x.shape[:-1], n), dtype=dtype)
-    PreparedLinear(x.shape, n, x.dtype, dtype, *options)(x, *weight, bias, out=out)
+    dtype = x.dtype if bias is None else bias.dtype
+    out = torch.empty((*x.shape[:-1], len(weight[0])), dtype=dtype)
+    PreparedLinear(*shapes(x, *weight), x.dtype, dtype, *options)(x, *weight, bias, out=out)
     return out
+
+
+def shapes(*tensors: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 @pytest.mark.parametrize("element", ["fp4_e2m1", "fp6_e3m2", "fp8_e4m3", "int8"])
@@ -47,8 +53,12 @@ def test_rotation():
 
 
 def test_which_calls_are_supported():
+    def supports(rows: int, rotation: int) -> bool:
+        x, data, scale = (rows, 64), (8, 32), (8, 2)
+        return PreparedLinear(x, data, scale, torch.float32, torch.float32, "fp4_e2m1", 32, rotation).is_supported
+
     cases = {(0, 0): False, (1, 0): True, (32, 0): True, (33, 0): False, (4, 32): True, (5, 32): False}
-    assert {case: PreparedLinear.supports(*case) for case in cases} == cases
+    assert {case: supports(*case) for case in cases} == cases
 
 
 def test_values_that_the_kernels_leave_to_the_definition():
@@ -60,16 +70,65 @@ def test_values_that_the_kernels_leave_to_the_definition():
     )
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(activation, dtype):
+    for element, shape, block in (("int8", (1, 1, 96), 32), ("fp4_e2m1", (3, 70), 7), ("fp8_e4m3", (64,), 64)):
+        x, out = torch.randn(shape).to(dtype), torch.empty(shape)
+        options = activation, element, block, "even", "even"
+        PreparedActivation(shape, dtype, out.dtype, *options)(x, out=out)
+        assert torch.equal(out, activation_fake_quantize_mx(x, *options, out.dtype))
+    assert not PreparedActivation((0, 32), dtype, dtype, *options).is_supported
+
+
+def cache_of(heads: int, slots: int, width: int, element: str) -> list[Tensor]:
+    return [
+        t
+        for _ in range(2)
+        for t in reversed(ops.quantize_mx(torch.randn(1, heads, slots, width), element, 32, -1, "floor", "even"))
+    ]
+
+
+@pytest.mark.parametrize("element", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(element, dtype):
+    query, cache = torch.randn(1, 6, 1, 64).to(dtype), cache_of(2, 40, 64, element)
+    for mask, scale in ((None, None), (torch.rand(1, 1, 1, 40) < 0.7, 0.2)):
+        options, of_mask = (element, 32, 64), None if mask is None else tuple(mask.shape)
+        call = PreparedAttention(*shapes(query, *cache), of_mask, dtype, *options, scale)
+        call(query, *cache, mask, out=(out := torch.empty_like(query)))
+        assert call.is_supported and torch.equal(out, attention_mx(query, *cache, *options, mask, scale))
+
+
+def test_attention_over_codes_that_are_no_numbers():
+    query, cache = torch.randn(1, 2, 1, 64), cache_of(2, 8, 64, "fp8_e4m3")
+    cache[0][0, 0, 0, 0] = 0x7F
+    call = PreparedAttention(*shapes(query, *cache), None, query.dtype, "fp8_e4m3", 32, 64, None)
+    call(query, *cache, out=(out := torch.empty_like(query)))
+    expected = attention_mx(query, *cache, "fp8_e4m3", 32, 64)
+    assert torch.equal(out.isnan(), expected.isnan()) and out[0, 0].isnan().all() and not out[0, 1].isnan().any()
+
+
 def test_without_the_library(monkeypatch):
     monkeypatch.setattr(prepared, "is_available", lambda: False)
-    x, weight = torch.randn(2, 64), packed(33, 64, "int8")
+    x, weight, cache = torch.randn(2, 64), packed(33, 64, "int8"), cache_of(2, 8, 32, "int8")
     assert torch.equal(prepared_result(x, weight, None, "int8", 32, 0), linear_mx(x, *weight, None, "int8", 32, 0))
+    options = "none", "int8", 32, "even", "even"
+    PreparedActivation((2, 64), x.dtype, x.dtype, *options)(x, out=(out := torch.empty_like(x)))
+    assert torch.equal(out, activation_fake_quantize_mx(x, *options))
+    query = torch.randn(1, 2, 1, 32)
+    call = PreparedAttention(*shapes(query, *cache), None, query.dtype, "int8", 32, 32, None)
+    call(query, *cache, out=(out := torch.empty_like(query)))
+    assert torch.equal(out, attention_mx(query, *cache, "int8", 32, 32))
 
 
 def test_another_number_of_threads_and_threads_of_the_caller():
     xs, weight = torch.randn(8, 16, 256).bfloat16(), packed(512, 256, "fp4_e2m1")
     expected = [linear_mx(x, *weight, None, "fp4_e2m1", 32, 0) for x in xs]
-    call, threads = PreparedLinear((16, 256), 512, xs.dtype, xs.dtype, "fp4_e2m1", 32, 0), torch.get_num_threads()
+    call, threads = (
+        PreparedLinear((16, 256), *shapes(*weight), xs.dtype, xs.dtype, "fp4_e2m1", 32, 0),
+        torch.get_num_threads(),
+    )
 
     def run(i: int) -> Tensor:
         out = torch.empty(16, 512, dtype=xs.dtype)

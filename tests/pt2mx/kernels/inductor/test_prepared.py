@@ -1,10 +1,14 @@
 """Compiled code calls prepared kernels where it may, and the operators elsewhere; with the bits of eager code."""
 
+import re
+
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from pt2mx import ops
+from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.linear import linear_mx
 
 OPERATOR, PREPARED = "torch.ops.pt2mx.linear_mx", " = PreparedLinear("
@@ -38,7 +42,8 @@ def test_layers_of_one_shape_share_a_prepared_call():
     weight_of_last = weight_of(64, 64, "int8")
     code = compiled(layers, torch.randn(2, 64).bfloat16(), dynamic=False)
     assert OPERATOR not in code and code.count(PREPARED) == 2
-    assert code.count("linear_mx_2_64_64_bfloat16_bfloat16_fp4_e2m1_32_0(") == 3
+    name = re.findall(r"(\w+) = PreparedLinear\(\(2, 64\)", code)[0]
+    assert code.count(f"{name}(") == 3
 
 
 def test_views_are_made_contiguous():
@@ -66,3 +71,23 @@ def test_calls_that_stay_operators():
     for function, x, dynamic in cases:
         code = compiled(function, x, dynamic=dynamic)
         assert PREPARED not in code and OPERATOR in code
+
+
+def test_a_step_of_attention_over_codes():
+    """Quantized activations, attention and its matmul; the mask is a view with strides of its own."""
+    cache = [t for _ in range(2) for t in reversed(quantized(torch.randn(1, 2, 16, 32)))]
+    weight = weight_of(48, 128)
+
+    def step(x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        x = activation_fake_quantize_mx(x.tanh(), "none", "int8", 32, "floor", "even")
+        hidden = mask[:, ::2][None, None].expand(1, 4, 1, 16)
+        y = attention_mx(x.view(1, 1, 4, 32).mT.mT.transpose(1, 2), *cache, "int8", 32, 32, hidden, 0.5)
+        return x, y, linear_mx(y.transpose(1, 2).reshape(1, 128), *weight, None, "fp4_e2m1", 32, 0)
+
+    code = compiled(step, torch.randn(1, 128), torch.arange(32)[None] % 5 != 1, dynamic=False)
+    assert "torch.ops.pt2mx" not in code
+    assert all(f" = Prepared{kind}(" in code for kind in ("Activation", "Attention", "Linear"))
+
+
+def quantized(x: Tensor) -> tuple[Tensor, ...]:
+    return ops.quantize_mx(x, "int8", 32, -1, "floor", "even")
