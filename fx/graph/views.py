@@ -63,8 +63,8 @@ def supports_strides(target: object) -> bool:
 @functools.lru_cache(1024)
 def may_return_input(target: OpOverload) -> bool:
     """Return whether a composite operator may return its input."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return target.has_kernel_for_dispatch_key(key) and target not in _RETURN_NEW
+    is_composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite and bool(target._schema.returns) and target not in _RETURN_NEW
 
 
 def accepts_any_strides(node: Node) -> bool:

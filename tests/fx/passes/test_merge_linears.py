@@ -5,6 +5,7 @@ from torch import nn
 import pt2mx
 from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.ops import linear
+from pt2mx.ops.cache import store_mx
 
 aten = torch.ops.aten
 
@@ -71,6 +72,17 @@ def heads(x):
     ],
 )
 def test_views_of_a_part(after):
+    _, matmuls = joined(Packed(after, (16, 16, 16)))
+    assert len(matmuls) == 1
+
+
+def test_keys_and_values_that_are_stored_as_codes():
+    def after(x, q, k, v):
+        cache = [torch.zeros(2, 1, 8, n, dtype=torch.uint8) for n in (16, 1, 16, 1)]
+        keys, values = (y.view(2, 3, 1, 16).transpose(1, 2) for y in (k, v))
+        store_mx(keys, values, *cache, torch.arange(3), "int8", 32, "floor", "even")
+        return q.exp(), *cache
+
     _, matmuls = joined(Packed(after, (16, 16, 16)))
     assert len(matmuls) == 1
 
