@@ -34,7 +34,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
 from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
-from pt2mx.kernels.cpu.linear import FEW_ROWS, has_isa
+from pt2mx.kernels.cpu.linear import FEW_ROWS, INT8, has_isa, isa_for
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.attention import attention_bfloat16
@@ -125,7 +125,10 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     known = [size for size in rows if isinstance(size, int)]
     if len(known) == len(rows) and math.prod(known) <= FEW_ROWS:
         return None
-    if not isinstance(k, int) or not has_isa(MXSpec(call.element, call.block_size), k):
+    weight = MXSpec(call.element, call.block_size)
+    if not isinstance(k, int) or not has_isa(weight, k):
+        return None
+    if isa_for(weight, k) == INT8 and call.target_dtype is None:  # x may be no integers: `use_bf16_matmul` sets a dtype
         return None
     if not supports_epilogue(quantization.spec, (shape_of(matmul) or (None,))[-1], dtype_of(matmul)):
         return None

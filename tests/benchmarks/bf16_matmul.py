@@ -4,7 +4,7 @@ of the same values.
     python -m tests.benchmarks.bf16_matmul [--sizes 2048x1536x384 ...] [--elements int8 ...] [--repeats 15] [--json]
 
 Milliseconds, measured in turns: `F.linear` of dense operands in float32 and in bfloat16, and `linear_mx` of
-x in bfloat16 with a float32 result, with each instruction set that the processor has (AVX512_VNNI only for elements
+x in bfloat16 with a float32 result, with each instruction set that the processor has (INT8 only for elements
 that are integers). In the column `quantize`, the call also quantizes x from float32, with the default instruction set.
 Errors are relative to the matmul in float64.
 """
@@ -30,7 +30,7 @@ from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_tabl
 _BLOCK = 32
 #: rows of x, rows of the weight, values of a row
 _SIZES = ("2048x1536x384", "2048x384x1536", "512x4096x4096", "64x4096x4096")
-_UNITS = {unit: getattr(cpu_linear, unit) for unit in ("AVX512_BF16", "AVX512_VNNI", "AMX")}
+_UNITS = {unit: getattr(cpu_linear, unit) for unit in ("AVX512_BF16", "INT8", "AMX")}
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ Weights are decoded exactly, and sums are in fp32, in an order that does not dep
 rows whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as
 integers (`src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows run on
 fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
-multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). For many rows, AMX, AVX512_VNNI or
-AVX512_BF16 multiply, with the weight decoded first (`src/gemm_bf16.h`).
+multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). Many rows are multiplied
+by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2 (`src/gemm_int8.h`), with the
+weight decoded first.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ _BFLOAT_BITS = 8
 
 #: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul
 VECTOR_ROWS, FEW_ROWS = 4, 32
-#: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits
-AMX, AVX512_VNNI, AVX512_BF16 = 1, 2, 4
-#: bits of the instructions for a few rows of integers, as in C++, which prefers the second
+#: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits;
+#: INT8: any of those below, for values that are integers times a power of two a block
+AMX, INT8, AVX512_BF16 = 1, 2, 4
+#: bits of the instructions for integers, as in C++, which prefers the second
 VPMADDUBSW, VPDPBUSD = 1, 2
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
@@ -233,7 +235,7 @@ def isa_for(spec: MXSpec, k: int) -> int:
     if spec.scale_format.is_power_of_two:
         return isa
     bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
-    return isa & ~AVX512_VNNI if bits <= _BFLOAT_BITS else 0
+    return isa & ~INT8 if bits <= _BFLOAT_BITS else 0
 
 
 @functools.cache
@@ -242,8 +244,8 @@ def _isa(name: str, decoder: int) -> int:
 
 
 def integer_isa_for(spec: MXSpec, k: int) -> int:
-    """Return the instructions that multiply a few rows of `k` values, integers times a power of two a block, by a
-    weight of such values; 0 for none."""
+    """Return the instructions that multiply rows of `k` values, integers times a power of two a block, by a weight of
+    such values; 0 for none."""
     decoder, _ = decoder_of(spec, k)
     if decoder == TABLE or not spec.scale_format.is_power_of_two or not is_available():
         return 0
@@ -267,11 +269,11 @@ def has_bf16_isa(spec: MXSpec, k: int) -> bool:
 
 
 def multiplies_integers(spec: MXSpec, k: int) -> bool:
-    """Return whether AVX512_VNNI multiplies rows of `k` values of this spec, whose codes are integers."""
-    return isa_for(spec, k) & (AMX | AVX512_VNNI) == AVX512_VNNI
+    """Return whether this machine multiplies many rows of `k` values of this spec as integers. AMX is faster."""
+    return isa_for(spec, k) & (AMX | INT8) == INT8
 
 
 def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
-    """Return False if the machine has only AVX512_VNNI, and an operand does not consist of 8-bit integers."""
+    """Return False if the machine has only instructions for integers, and an operand does not consist of these."""
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
-    return integers or isa_for(weight, k) != AVX512_VNNI
+    return integers or isa_for(weight, k) != INT8

@@ -9,7 +9,7 @@ from pt2mx.fx.graph.node import LinearMX
 from pt2mx.fx.passes import bf16_matmul, fold_weights
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.kernels.cpu import linear as linear_of_cpu
-from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, AVX512_VNNI
+from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, INT8
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
@@ -68,9 +68,9 @@ def test_values_are_those_of_the_quantization():
     ("dtype", "isa", "result"),
     [
         (torch.bfloat16, AVX512_BF16, torch.bfloat16),
-        (torch.bfloat16, AVX512_BF16 | AVX512_VNNI, torch.bfloat16),
+        (torch.bfloat16, AVX512_BF16 | INT8, torch.bfloat16),
         (torch.bfloat16, AVX512_BF16 | AMX, None),  # which multiplies no faster than torch
-        (torch.bfloat16, AVX512_VNNI, None),
+        (torch.bfloat16, INT8, None),
         (torch.bfloat16, 0, None),
         (torch.float16, AVX512_BF16, None),
     ],
@@ -219,7 +219,7 @@ def test_saved_and_portable(tmp_path):
 @pytest.mark.parametrize(("activation", "dtype"), [("mxint8", torch.float32), ("mxfp8", None)])
 def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypatch):
     def units(spec, k):
-        return linear_of_cpu.AVX512_VNNI if spec.element.name in ("int8", "fp4_e2m1") else 0
+        return linear_of_cpu.INT8 if spec.element.name in ("int8", "fp4_e2m1") else 0
 
     monkeypatch.setattr(linear_of_cpu, "isa_for", units)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))

@@ -62,7 +62,7 @@ struct Epilogue {
 struct LinearCall {
   const float* table;                                                             // the values of 256 codes
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, isa;  // out_dtype: of the bias too
-  int32_t integer_isa;  // bits of IntegerIsa, for up to kFewRows rows of x; 0: not to multiply integers
+  int32_t integer_isa;  // bits of IntegerIsa; 0: not to multiply integers
   int64_t m, n, k, block;
   int64_t task_rows, task_columns;  // of the result that a thread computes at a time, if `isa` is not 0
   int64_t row_bytes, row_blocks;    // of the weight
@@ -153,11 +153,11 @@ constexpr int32_t kUnsupported = -1;
 // Most rows of x for which kernels in fp32 vectors, which need no matrix instructions, are as fast as a dense matmul.
 constexpr int64_t kFewRows = 32;
 
-// Instruction sets for GEMMs of bfloat16 values, in the order of preference. AVX512_VNNI multiplies only values that
-// are integers of 8 bits times powers of two.
-enum Isa { AMX = 1, AVX512_VNNI = 2, AVX512_BF16 = 4 };
+// Instruction sets for GEMMs of bfloat16 values, in the order of preference. INT8 stands for any of IntegerIsa, which
+// multiply only values that are integers of 8 bits times powers of two.
+enum Isa { AMX = 1, INT8 = 2, AVX512_BF16 = 4 };
 
-// Instructions for a few rows of such integers: VPMADDUBSW of AVX2 and AVX-512, VPDPBUSD of AVX_VNNI and AVX512_VNNI.
+// Instructions for such integers: VPMADDUBSW of AVX2 and AVX-512, VPDPBUSD of AVX_VNNI and AVX512_VNNI.
 enum IntegerIsa { VPMADDUBSW = 1, VPDPBUSD = 2 };
 
 enum Dtype { FP32, FP16, BF16, BYTE };

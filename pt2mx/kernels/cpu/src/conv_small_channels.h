@@ -9,13 +9,17 @@
 
 #include "gemm_bf16.h"
 
-#if defined(PT2MX_HAVE_MATRIX_ISA)
-
 namespace {
 
 constexpr i64 kFewChannels = 23;  // with more, groups of 32 are at least three quarters full
 
 bool merges_taps_of_row(const ConvolutionCall& c) { return c.linear.k <= kFewChannels && c.dilation[1] == 1; }
+
+}  // namespace
+
+#if defined(PT2MX_HAVE_MATRIX_ISA)
+
+namespace {
 
 // Returns the convolution of merged pixels, over rows of the image padded with zeros on both sides.
 ConvolutionCall with_merged_taps(const ConvolutionCall& c) {

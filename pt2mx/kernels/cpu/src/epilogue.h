@@ -6,9 +6,9 @@
 #include "isa.h"
 #include "linear.h"
 
-#if defined(PT2MX_HAVE_MATRIX_ISA)
-
 namespace {
+
+constexpr int kMicroVectors = kNR / kWidth;  // of a row of a micro-tile
 
 // Replaces any NaN by the canonical one, which `rounded` keeps.
 inline Floats or_nan(Floats x) { return x == x ? x : Floats(ints(0x7FC00000)); }
@@ -17,21 +17,26 @@ inline Floats or_nan(Floats x) { return x == x ? x : Floats(ints(0x7FC00000)); }
 template <int32_t kDtype, bool kQuantized>
 NOINLINE void finish_rows(const Linear& linear, const i64* positions, i64 rows, i64 column, const float* sums) {
   const LinearCall& c = linear.call;
-  Floats bias[2] = {Floats(ints(kSign)), Floats(ints(kSign))};  // -0: adding it changes nothing
-  for (int i = 0; i < 2 && !linear.bias.empty(); ++i) bias[i] = load<Floats>(linear.bias.data() + column + i * kWidth);
+  Floats bias[kMicroVectors];
+  for (int i = 0; i < kMicroVectors; ++i) {  // -0: adding it changes nothing
+    bias[i] = linear.bias.empty() ? Floats(ints(kSign)) : load<Floats>(linear.bias.data() + column + i * kWidth);
+  }
   const VecQuantizer* const quantizer = kQuantized ? &*linear.quantizer : nullptr;
   const Epilogue none{nullptr, NONE, kDtype, kNR, nullptr, nullptr}, &e = kQuantized ? *c.epilogue : none;
+  const auto store_row = [](void* out, int32_t dtype, i64 at, const Floats* y) {
+    for (int i = 0; i < kMicroVectors; i += 2) store_two(out, dtype, at + i * kWidth, y[i], y[i + 1]);
+  };
   for (i64 r = 0; r < rows; ++r, sums += kNR) {
     const i64 at = positions[r] * c.n + column;
-    Floats y[2];
-    for (int i = 0; i < 2; ++i) {
+    Floats y[kMicroVectors];
+    for (int i = 0; i < kMicroVectors; ++i) {
       y[i] = rounded(or_nan(load<Floats>(sums + i * kWidth) + bias[i]), kDtype);
       if (kQuantized && e.residual) y[i] = rounded(or_nan(y[i] + widened(e.residual, kDtype, at + i * kWidth)), kDtype);
       if (kQuantized) y[i] = rounded(activated(e.activation, y[i]), kDtype);
     }
-    if (kQuantized && e.activated) store_two(e.activated, kDtype, at, y[0], y[1]);
-    if (kQuantized) quantizer->quantize(y, 2);
-    store_two(c.out, e.out_dtype, at, y[0], y[1]);
+    if (kQuantized && e.activated) store_row(e.activated, kDtype, at, y);
+    if (kQuantized) quantizer->quantize(y, kMicroVectors);
+    store_row(c.out, e.out_dtype, at, y);
   }
 }
 
@@ -49,5 +54,3 @@ void finish_micro_tile(const Linear& linear, const i64* positions, i64 rows, i64
 }
 
 }  // namespace
-
-#endif

@@ -174,6 +174,9 @@ inline Floats widened(const void* x, int32_t dtype, i64 at) {
 #if defined(__AVX512F__)
   const __m256i halves = load<__m256i>(from);
   return dtype == FP16 ? Floats(_mm512_cvtph_ps(halves)) : Floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m128i halves = load<__m128i>(from);
+  return dtype == FP16 ? Floats(_mm256_cvtph_ps(halves)) : Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 #else
   float out[kWidth];
   widen(from, kWidth, dtype, out);
@@ -202,6 +205,10 @@ inline void store_as(void* out, int32_t dtype, i64 at, Floats v) {
 #if defined(__AVX512F__)
   if (dtype == BF16) store(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(__m512i(v), 16)));
   else store(to, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+  const __m256i upper = _mm256_srli_epi32(__m256i(v), 16);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+  store(to, dtype == BF16 ? halves : _mm256_cvtps_ph(__m256(v), _MM_FROUND_TO_NEAREST_INT));
 #else
   float in[kWidth];
   store(in, v);

@@ -1,4 +1,4 @@
-// Codes of a weight as 8-bit integers, a group of kWidth rows at a time, for linear_int8.h.
+// Codes of a weight as 8-bit integers, a group of kWidth rows at a time, for the kernels that multiply integers.
 //
 // kWidth rows are multiplied together, one in each lane, so a sum of a group needs no sum of lanes. Lane q of step s
 // has four codes of row q, and the same four codes of x are in every lane:
@@ -39,6 +39,10 @@ constexpr i64 kMaxCode = 128;           // the largest magnitude of a code of x
 #if defined(__AVX512BW__)
 using Bytes = __m512i;
 inline Bytes in_each_half(__m128i v) { return _mm512_broadcast_i32x4(v); }
+// Chooses each byte by the sign of one in `sign`.
+inline Bytes where_negative(Bytes sign, Bytes yes, Bytes no) {
+  return _mm512_mask_mov_epi8(no, _mm512_movepi8_mask(sign), yes);
+}
 inline Bytes load_quarters(const u8* row, i64 stride) {
   const u8* upper = row + 8 * stride;
   const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load128(row)), load128(row + 4 * stride), 1);
@@ -48,10 +52,17 @@ inline Bytes load_quarters(const u8* row, i64 stride) {
 #else
 using Bytes = __m256i;
 inline Bytes in_each_half(__m128i v) { return _mm256_broadcastsi128_si256(v); }
+inline Bytes where_negative(Bytes sign, Bytes yes, Bytes no) { return _mm256_blendv_epi8(no, yes, sign); }
 inline Bytes load_quarters(const u8* row, i64 stride) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(row)), load128(row + 4 * stride), 1);
 }
 #endif
+
+// Returns codes of x in the order of a decoder with kEvenOdd.
+inline __m256i to_even_odd(__m256i codes) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  return _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
+}
 
 // Reads 16 bytes of kWidth rows, `stride` bytes apart, and writes to out[i] the i-th 32 bits of each row, as they lie
 // or after `expand`.
@@ -81,13 +92,12 @@ struct IntegerColumns {
 
 // What codes of 4 and 6 bits share: the integers of a table.
 struct IntegerTable {
-  int32_t shift = 0, offset = 0;
+  int32_t shift = 0, offset = 0, most = 0;
 
   // True if the integers, plus `offset`, times codes of x fit 16 bits in sums of 2 * steps products.
-  bool fits(int steps) const { return 2 * steps * kMaxCode * (most_ + offset) <= INT16_MAX; }
+  bool fits(int steps) const { return 2 * steps * kMaxCode * (most + offset) <= INT16_MAX; }
 
  protected:
-  int32_t most_ = 0;
   int32_t integer(float value) const { return int32_t(value * float(1 << shift)); }
 
   IntegerTable(const float* table, int n) {
@@ -100,7 +110,7 @@ struct IntegerTable {
       ++shift;
     }
     if (shift == 8) return;
-    most_ = integer(*std::max_element(table, table + n));
+    most = integer(*std::max_element(table, table + n));
     offset = -integer(*std::min_element(table, table + n));
   }
 };
@@ -140,27 +150,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
     load_columns(data + 8 * half, stride, columns, [&](Bytes row) { return VECTOR(shuffle_epi8)(row, spread); });
   }
 
-#if defined(__AVX512BW__)  // AVX512_VBMI looks up 64 codes, and reads them at any bit
-  Bytes table;
-
-  explicit IntegerColumns(const float* values) : IntegerTable(values, 64) {
-    if (!has_avx512_vbmi()) shift = 8;
-    u8 codes[64];
-    for (int i = 0; i < 64; ++i) codes[i] = u8(offset + integer(values[i]));
-    table = load<Bytes>(codes);
-  }
-  TARGET_VBMI NOINLINE void decode(const u8* data, i64 stride, u8* out) const {
-    const Bytes bits = _mm512_set1_epi64(0x322C2620120C0600);
-    for (int half = 0; half < 2; ++half) {
-      Bytes columns[4];
-      load_triples(data, stride, half, _mm_setr_epi8(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11), columns);
-      for (const Bytes& triples : columns) {
-        store(out, _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(bits, triples), table));
-        out += kStepBytes;
-      }
-    }
-  }
-#else  // the lower five bits of a code choose a magnitude of two tables, the sixth is the sign
+  // The lower five bits of a code choose a magnitude of two tables, the sixth is the sign.
   Bytes tables[2];
 
   explicit IntegerColumns(const float* values) : IntegerTable(values, 64) {
@@ -169,19 +159,42 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
       for (int i = 0; i < 16; ++i) codes[i] = u8(integer(values[16 * t + i]));
       tables[t] = in_each_half(load128(codes));
     }
+#if defined(__AVX512BW__)
+    u8 codes[64];
+    for (int i = 0; i < 64; ++i) codes[i] = u8(offset + integer(values[i]));
+    table = load<Bytes>(codes);
+#endif
   }
   void decode(const u8* data, i64 stride, u8* out) const {
-    const Bytes plus = _mm256_set1_epi8(char(offset));
+#if defined(__AVX512BW__)
+    if (has_avx512_vbmi()) return decode_vbmi(data, stride, out);
+#endif
+    const Bytes plus = VECTOR(set1_epi8)(char(offset));
     for (int half = 0; half < 2; ++half) {
       Bytes columns[4];
       load_triples(data, stride, half, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11), columns);
       for (const Bytes& words : columns) {  // a shift of each 16 bits, as in split_pairs
-        const Bytes even = _mm256_srli_epi16(_mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 10 | 1 << 22)), 10);
-        const Bytes odd = _mm256_srli_epi16(_mm256_mullo_epi16(words, _mm256_set1_epi32(1 << 4 | 1 << 16)), 2);
-        const Bytes codes = even | (odd & _mm256_set1_epi16(0x3F00));
-        const Bytes low = _mm256_shuffle_epi8(tables[0], codes), high = _mm256_shuffle_epi8(tables[1], codes);
-        const Bytes magnitudes = _mm256_blendv_epi8(low, high, _mm256_slli_epi16(codes, 3));
-        store(out, _mm256_add_epi8(plus, _mm256_sign_epi8(magnitudes, _mm256_slli_epi16(codes, 2))));
+        const Bytes even = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 10 | 1 << 22)), 10);
+        const Bytes odd = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 4 | 1 << 16)), 2);
+        const Bytes codes = even | (odd & VECTOR(set1_epi16)(0x3F00));
+        const Bytes low = VECTOR(shuffle_epi8)(tables[0], codes), high = VECTOR(shuffle_epi8)(tables[1], codes);
+        const Bytes magnitudes = where_negative(VECTOR(slli_epi16)(codes, 3), high, low);
+        const Bytes sign = VECTOR(slli_epi16)(codes, 2);
+        store(out, VECTOR(add_epi8)(plus, where_negative(sign, VECTOR(sub_epi8)(Bytes{}, magnitudes), magnitudes)));
+        out += kStepBytes;
+      }
+    }
+  }
+#if defined(__AVX512BW__)  // AVX512_VBMI looks up 64 codes, and reads them at any bit
+  Bytes table;
+
+  TARGET_VBMI NOINLINE void decode_vbmi(const u8* data, i64 stride, u8* out) const {
+    const Bytes bits = _mm512_set1_epi64(0x322C2620120C0600);
+    for (int half = 0; half < 2; ++half) {
+      Bytes columns[4];
+      load_triples(data, stride, half, _mm_setr_epi8(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11), columns);
+      for (const Bytes& triples : columns) {
+        store(out, _mm512_permutexvar_epi8(_mm512_multishift_epi64_epi8(bits, triples), table));
         out += kStepBytes;
       }
     }
@@ -193,7 +206,7 @@ template <>
 struct IntegerColumns<Int8> {
   static constexpr bool kSupported = true, kEvenOdd = false;
   static constexpr int kWideSums = 0, kRowsBeforeAmx = 16;
-  static constexpr int32_t shift = kCodeMantissa, offset = 128;
+  static constexpr int32_t shift = kCodeMantissa, offset = 128, most = 127;
   explicit IntegerColumns(const float*) {}
   bool fits(int) const { return true; }
   void decode(const u8* data, i64 stride, u8* out) const {

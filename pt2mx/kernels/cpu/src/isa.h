@@ -7,6 +7,12 @@
 
 #include "decode.h"
 
+namespace {
+
+constexpr i64 kNR = kGroup;  // columns of a micro-tile of the result, which are rows of the weight
+
+}  // namespace
+
 // Defined if the compiler targets AVX512 and supports AMX, AVX512_VNNI and AVX512_BF16, which functions enable by
 // attributes. The functions below check the processor at run time.
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
@@ -73,7 +79,7 @@ inline bool has_amx() {
 constexpr i64 kTileRows = 16;                   // rows of a tile register: each has 32 bfloat16 values, or 16 sums
 constexpr i64 kTileElems = kTileRows * kGroup;  // bfloat16 values of a tile register
 constexpr i64 kMR = 2 * kTileRows;              // rows of x of a micro-tile of the result
-constexpr i64 kNR = 2 * kTileRows;              // its columns, which are rows of the weight
+static_assert(kNR == 2 * kTileRows, "a micro-tile has two tile registers of columns");
 
 // Eight tile registers of 16 rows of 64 bytes. In static memory: GCC assumes that _tile_loadconfig reads only its first
 // bytes.

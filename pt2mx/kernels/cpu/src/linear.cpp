@@ -8,7 +8,7 @@
 //   up to 32 rows, AMX                 linear_amx.h      the weight is decoded to bfloat16 as it is multiplied
 //   up to 32 rows                      linear_fp32.h     any format, in fp32 vectors
 //   more rows in bfloat16              gemm_bf16.h       AMX or AVX512_BF16, some columns are decoded first
-//   more rows of integers times 2**n   gemm_vnni.h       AVX512_VNNI, codes of 8 bits
+//   more rows of integers * 2**n       gemm_int8.h       AVX2, AVX_VNNI or AVX512_VNNI, if there is no AMX
 //
 // One thread computes each sum, in one order, so results do not depend on the number of threads.
 
@@ -16,7 +16,7 @@
 
 #include "conv_small_channels.h"
 #include "gemm_bf16.h"
-#include "gemm_vnni.h"
+#include "gemm_int8.h"
 #include "gemv_bf16.h"
 #include "linear_amx.h"
 #include "linear_fp32.h"
@@ -39,18 +39,11 @@ bool supports_epilogue(const LinearCall& c) {
 // The kernels on matrix instructions return kUnsupported if they computed nothing. `many_rows`: more than kFewRows.
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 
-template <class Decoder>
-int32_t isa_for(const float* table) {
-  return (has_amx() ? AMX : 0) | (can_use_vnni<Decoder>(table) ? AVX512_VNNI : 0) |
-         (has_fast_avx512_bf16() ? AVX512_BF16 : 0);
-}
+int32_t bf16_isa() { return (has_amx() ? AMX : 0) | (has_fast_avx512_bf16() ? AVX512_BF16 : 0); }
 
 template <class Decoder>
-int32_t multiply_on_isa(Linear& linear, bool many_rows, ParallelFor parallel_for) {
-  const int32_t isa = linear.call.isa;
-  int32_t error = kUnsupported;
-  if (~isa & AMX && isa & AVX512_VNNI) error = gemm_vnni<Decoder>(linear, parallel_for);
-  if (error != kUnsupported || !(isa & (many_rows ? AMX | AVX512_BF16 : AMX))) return error;
+int32_t multiply_bf16(Linear& linear, bool many_rows, ParallelFor parallel_for) {
+  if (!(linear.call.isa & (many_rows ? AMX | AVX512_BF16 : AMX))) return kUnsupported;
   return many_rows ? gemm_bf16<Decoder>(linear, parallel_for) : linear_amx<Decoder>(linear, parallel_for);
 }
 
@@ -71,22 +64,27 @@ int32_t multiply_few_rows(Linear& linear, i64 tiles, i64 grain, ParallelFor para
 
 #else
 
+int32_t bf16_isa() { return 0; }
 template <class Decoder>
-int32_t isa_for(const float*) {
-  return 0;
-}
-template <class Decoder>
-int32_t multiply_on_isa(Linear&, bool, ParallelFor) {
+int32_t multiply_bf16(Linear&, bool, ParallelFor) {
   return kUnsupported;
 }
 template <class Decoder>
 int32_t multiply_few_rows(Linear& linear, i64 tiles, i64 grain, ParallelFor parallel_for) {
   return linear_nibbles<Decoder>(linear, tiles, grain, parallel_for);
 }
-bool merges_taps_of_row(const ConvolutionCall&) { return false; }
 int32_t conv_small_channels(const ConvolutionCall&, ParallelFor) { return kUnsupported; }
 
 #endif
+
+// Multiplies on INT8, which is slower than AMX, or on matrix instructions for bfloat16.
+template <class Decoder>
+int32_t multiply_on_isa(Linear& linear, bool many_rows, ParallelFor parallel_for) {
+  const int32_t isa = linear.call.isa;
+  const bool integers = ~isa & AMX && isa & INT8;
+  const int32_t error = integers ? gemm_int8<Decoder>(linear, parallel_for) : kUnsupported;
+  return error == kUnsupported ? multiply_bf16<Decoder>(linear, many_rows, parallel_for) : error;
+}
 
 // Multiplies a few rows of integers.
 template <class Decoder>
@@ -131,17 +129,15 @@ int32_t multiply(LinearCall call, ParallelFor parallel_for) {
 
 extern "C" {
 
-int32_t pt2mx_isa(int32_t format, const float* table) {
-  int32_t isa = 0;
-  with_register_decoder(format, [&](auto* decoder) { isa = isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
-  return isa;
-}
-
 int32_t pt2mx_integer_isa(int32_t format, const float* table) {
   int32_t isa = 0;
   with_register_decoder(format,
                         [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
   return isa;
+}
+
+int32_t pt2mx_isa(int32_t format, const float* table) {
+  return bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0);
 }
 
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) { return multiply(*call, parallel_for); }

@@ -13,6 +13,10 @@ constexpr int32_t kLeastUsual = (kBias - 60) << 23, kMostUsual = (kBias + 90) <<
 inline int32_t largest_lane(Ints v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(__m512i(v));
+#elif defined(__AVX2__)
+  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(__m256i(v)), _mm256_extracti128_si256(__m256i(v), 1));
+  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+  return std::max(_mm_cvtsi128_si32(half), _mm_extract_epi32(half, 1));
 #else
   int32_t lanes[kWidth], largest = 0;
   store(lanes, v);

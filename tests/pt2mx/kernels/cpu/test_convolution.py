@@ -10,7 +10,7 @@ from pt2mx.kernels.cpu import convolution, linear
 from pt2mx.kernels.select import run_kernel
 from tests.compare import relative_error
 
-ISAS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16, "none": 0}
+ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16, "none": 0}
 #: kernel, stride, padding, dilation, size of an image
 KERNELS = (
     ((3, 3), (1, 1), (1, 1), (1, 1), (9, 11)),
@@ -133,10 +133,10 @@ def test_many_channels_and_many_images(isa, name):
 @pytest.mark.parametrize("channels", [3, 64])
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp8_e5m2"])
 def test_which_isa_is_used(isa, dense_calls, name, channels):
-    """AVX512_VNNI does not support few channels."""
+    """The GEMM of integers does not support few channels."""
     available = linear.isa_for(MXSpec(name, 32), channels) & ISAS[isa]
     if channels == 3:
-        available &= ~linear.AVX512_VNNI
+        available &= ~linear.INT8
     check(quantized((1, 8, 8, channels), name), packed(32, (3, 3), channels, name), ((1, 1), (1, 1), (1, 1)))
     assert bool(dense_calls) != bool(available)
 

@@ -13,7 +13,7 @@ from tests.cpu_kernels import linear
 
 @pytest.fixture(params=["first", "without AMX", "AVX512_BF16"])
 def isa(request, monkeypatch):
-    """Let the kernels use the first instruction set of this machine; those without AMX, which is AVX512_VNNI for some
+    """Let the kernels use the first instruction set of this machine; those without AMX, which is INT8 for some
     elements; AVX512_BF16 alone. Where the machine has none, a dense matmul is computed."""
     isa_for = cpu_linear.isa_for
     allowed = {"first": -1, "without AMX": ~cpu_linear.AMX, "AVX512_BF16": cpu_linear.AVX512_BF16}[request.param]

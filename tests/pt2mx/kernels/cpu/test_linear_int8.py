@@ -91,16 +91,17 @@ def test_same_bits_as_exact_sums(name, of_x, with_isa):
                     assert relative_error(y, expected_rows[j % 2][:rows]) < 4e-7
 
 
-@pytest.mark.parametrize("name", ["fp4_e2m1", "int8"])
-def test_more_rows_have_the_same_bits(name, monkeypatch):
-    """The kernel for many rows adds in the same order."""
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("of_x", ["int8", "fp4_e2m1", "fp6_e2m3"])
+def test_more_rows_have_the_same_bits(name, of_x, monkeypatch):
+    """The kernels for many rows add in the same order."""
     isa_for = cpu_linear.isa_for
-    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.AVX512_VNNI)
-    x, w = quantized(40, 1000), weight(37, 1000, name)
-    if cpu_linear.isa_for(w[2], 1000):
+    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.INT8)
+    x, w, bits = quantized(40, 1000, of_x), weight(37, 1000, name), available(name)
+    for bit in bits:
+        monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k, bit=bit: bit)
         assert torch.equal(linear(x.bfloat16(), *w[:2], None, w[2], torch.float32), expected(x, *w))
-    y = linear(x[:3], *w[:2], None, w[2])
-    assert not available(name) or torch.equal(y, expected(x[:3], *w))
+        assert torch.equal(linear(x[:3], *w[:2], None, w[2]), expected(x[:3], *w))
 
 
 def test_largest_codes(with_isa):

@@ -7,7 +7,7 @@ from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear
 from pt2mx.kernels.select import run_kernel
 
-ISAS = {"amx": linear.AMX, "vnni": linear.AVX512_VNNI, "bf16": linear.AVX512_BF16}
+ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16}
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""GEMMs of integers times powers of two on AVX512_VNNI. Where the machine has none, a dense matmul is computed."""
+"""GEMMs of integers times powers of two. Where the machine has none of the instructions, a dense matmul is computed."""
 
 import pytest
 import torch
@@ -9,22 +9,26 @@ from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
 from tests.compare import relative_error, same
-from tests.cpu_kernels import linear
+from tests.cpu_kernels import environment, linear
 
 NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 
 
-@pytest.fixture
-def dense_calls(monkeypatch):
-    """Return the list of calls of the dense matmul, and let the kernels use only AVX512_VNNI."""
-    calls, isa_for, dense = [], cpu_linear.isa_for, dequantize_then_matmul.linear
-    monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.AVX512_VNNI)
+@pytest.fixture(params=["VPMADDUBSW", "VPDPBUSD"])
+def dense_calls(request, monkeypatch):
+    """Return the list of calls of the dense matmul, and let the kernels use only one instruction for integers."""
+    calls, isa_for, integer_isa_for = [], cpu_linear.isa_for, cpu_linear.integer_isa_for
+    bit, dense = getattr(cpu_linear, request.param), dequantize_then_matmul.linear
+    monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: integer_isa_for(spec, k) & bit)
+    monkeypatch.setattr(
+        cpu_linear, "isa_for", lambda s, k: isa_for(s, k) & cpu_linear.INT8 if integer_isa_for(s, k) & bit else 0
+    )
     monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
-def has_vnni():
-    return cpu_linear.isa_for(MXSpec("int8", 32), 32) & cpu_linear.AVX512_VNNI
+def has_int8():
+    return cpu_linear.isa_for(MXSpec("int8", 32), 32) & cpu_linear.INT8
 
 
 def weight(n, k, name, block=32, scales=(120, 134)):
@@ -51,7 +55,7 @@ def test_elements_that_are_integers():
     """Other elements have no codes of 8 bits; blocks are whole groups."""
     for name in NAMES:
         has_amx = bool(cpu_linear.isa_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
-        assert not has_vnni() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
+        assert not has_int8() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
     for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
         assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
     assert not cpu_linear.multiplies_integers(MXSpec("int8", 20), 64)
@@ -64,7 +68,7 @@ def test_a_block_is_exact(dense_calls, name, of_x):
     x, w = quantized(400, 32, of_x), weight(300, 32, name)
     got, exact = multiplied(x, w)
     assert torch.equal(got.double(), exact)
-    assert not dense_calls or not has_vnni()
+    assert not dense_calls or not has_int8()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp6_e2m3"])
@@ -81,7 +85,7 @@ def test_sizes_that_are_multiples_of_nothing(dense_calls, name, rows, n, k, bloc
         assert relative_error(got, exact) <= max(1.1 * relative_error(plain, exact), 4e-8)
     half, exact = multiplied(x, w, torch.bfloat16, bias.bfloat16())
     assert relative_error(half, exact.bfloat16().double()) < 1e-3
-    assert not dense_calls or not has_vnni()
+    assert not dense_calls or not has_int8()
 
 
 def test_a_long_row_is_as_exact(dense_calls):
@@ -89,7 +93,7 @@ def test_a_long_row_is_as_exact(dense_calls):
     got, exact = multiplied(x, w)
     # how exact a float32 matmul is depends on the machine: by a factor of 1.3 at least
     assert relative_error(got, exact) <= 2 * relative_error(F.linear(x.float(), w[-1]), exact)
-    assert not dense_calls or not has_vnni()
+    assert not dense_calls or not has_int8()
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1"])
@@ -103,7 +107,7 @@ def test_every_scale_counts(dense_calls, name, power, scale, supported):
     x, w = quantized(40, 32, name, power), weight(40, 32, name, scales=(scale, scale + 1))
     got, exact = multiplied(x, w)
     assert same(got, exact.float() if supported else F.linear(x.float(), w[-1]))
-    assert bool(dense_calls) != (supported and bool(has_vnni()))
+    assert bool(dense_calls) != (supported and bool(has_int8()))
 
 
 @pytest.mark.parametrize("largest", [100, 127])
@@ -112,7 +116,7 @@ def test_the_least_code(dense_calls, largest):
     x = torch.randint(-100, largest + 1, (40, 64)).bfloat16()
     x[:, 3], x[:, 40], x[::2, 41] = -128, -128, largest
     got, exact = multiplied(x * 2.0**-9, weight(50, 64, "int8_full", scales=(127, 128)))
-    assert torch.equal(got.double(), exact) and (not dense_calls or not has_vnni())
+    assert torch.equal(got.double(), exact) and (not dense_calls or not has_int8())
 
 
 def test_zeros(dense_calls):
@@ -124,7 +128,7 @@ def test_zeros(dense_calls):
     values = reference.dequantize(data, scale, spec, torch.float32, 128)
     got, exact = multiplied(x, (data, scale, spec, values))
     assert relative_error(got, exact) < 1e-7 and not got[7].any() and not got[:, 5].any()
-    assert not dense_calls or not has_vnni()
+    assert not dense_calls or not has_int8()
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -150,7 +154,7 @@ def test_other_activations_use_another_isa(monkeypatch):
     for x in (quantized(70, 320, "fp8_e4m3"), torch.randn(70, 320).bfloat16()):
         results = [multiplied(x, w)[0]]
         with monkeypatch.context() as patch:
-            patch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & ~cpu_linear.AVX512_VNNI)
+            patch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & ~cpu_linear.INT8)
             results.append(multiplied(x, w)[0])
         assert torch.equal(*results)
 
@@ -174,3 +178,10 @@ def test_any_number_of_threads(dense_calls, rows):
         finally:
             torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.slow
+def test_avx2(run_python, tmp_path):
+    """The kernels for processors without AVX-512."""
+    code = "import sys, pytest; assert pytest.main(['-q', '-x', '-m', 'not slow', sys.argv[1]]) == 0"
+    run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY="avx2"))
