@@ -27,18 +27,21 @@ def keep_heap(module: str) -> None:
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, **_ALLOCATOR})
 
 
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def timed(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def medians_in_turns(
-    calls: Sequence[Callable[[], object]], repeats: int, before: Callable[[], object] = lambda: None
+    calls: Sequence[Callable[[], object]],
+    repeats: int,
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Return the median time of each call. The calls take turns, so that other load affects all; `before` runs before
-    each, and its time does not count."""
-    rounds = [[(before(), timed(call))[1] for call in calls] for _ in range(repeats + 1)][1:]
+    """Return the median time of each call, in seconds of `clock`. The calls take turns, so that other load affects all;
+    `before` runs before each, and its time does not count."""
+    rounds = [[(before(), timed(call, clock))[1] for call in calls] for _ in range(repeats + 1)][1:]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
