@@ -32,7 +32,6 @@ struct ScaledTable<Nibbles> {
   static constexpr bool kSupported = true;
   __m512i table;      // 16 values, twice, because a look-up takes five bits
   __mmask32 nonzero;  // zeros have no exponent
-  int32_t exponents[kChunkGroups];
 
   explicit ScaledTable(const LinearCall& c) {
     u16 values[32];
@@ -40,26 +39,41 @@ struct ScaledTable<Nibbles> {
     table = _mm512_loadu_si512(values);
     nonzero = _mm512_test_epi16_mask(table, _mm512_set1_epi16(0x7FFF));
   }
-  // Sets the scales of a chunk. Returns false if there are fewer, or a value could be subnormal or out of range: values
-  // of the table are from 2**-24 to 2**8.
-  bool set(const u8* scales, i64 groups) {
-    if (groups != kChunkGroups) return false;
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
-    const __m128i nearest = _mm_min_epu8(_mm_max_epu8(bytes, _mm_set1_epi8(25)), _mm_set1_epi8(char(245)));
-    const __m256i scale = _mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(kBias));
-    store(exponents,
-          _mm256_or_si256(_mm256_slli_epi32(scale, 23), _mm256_srli_epi32(_mm256_slli_epi32(scale, 23), 16)));
-    return !(~_mm_movemask_epi8(_mm_cmpeq_epi8(nearest, bytes)) & 0xFF);
-  }
-  // The 32 values of group `i` in their order.
-  __m512i decode(const u8* data, i64 i) const {
+
+  // Decodes kChunkGroups whole groups of kNR rows, from `begin` on, as decode_chunk does. Returns false if a value
+  // could be subnormal or out of range, and is wrong: values of the table are from 2**-24 to 2**8.
+  NOINLINE bool decode_rows(const LinearCall& c, i64 row, i64 begin, u16* w) const {
+    const __m512i values = table;
     const __m512i spread = _mm512_add_epi8(
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3)),
         _mm512_set_epi32(0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x0C0C0C0C, 0x08080808, 0x08080808, 0x08080808, 0x08080808,
                          0x04040404, 0x04040404, 0x04040404, 0x04040404, 0, 0, 0, 0));
-    const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(data)), spread);
-    const __m512i scaled = _mm512_mask_add_epi16(table, nonzero, table, _mm512_set1_epi32(exponents[i]));
-    return _mm512_permutexvar_epi16(_mm512_srlv_epi16(bytes, _mm512_set1_epi32(4 << 16)), scaled);
+    const __m512i shifts = _mm512_set1_epi32(4 << 16);
+    const __mmask32 mask = nonzero;
+    __m128i least = _mm_set1_epi8(-1), most = _mm_setzero_si128();
+    for (i64 q = 0; q < kNR; ++q, w += kGroup) {
+      const i64 at = std::min(row + q, c.n - 1);
+      const u8* codes = c.data + at * c.row_bytes + begin * Nibbles::kBytes;
+      u8 expanded[kChunk];
+      const u8* scales =
+          scales_of_groups(c.scale + at * c.row_blocks, c.block / kGroup, begin, begin + kChunkGroups, expanded);
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales));
+      least = _mm_min_epu8(least, bytes);
+      most = _mm_max_epu8(most, bytes);
+      const __m256i scale = _mm256_sub_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_set1_epi32(kBias));
+      int32_t exponents[kChunkGroups];  // of two values
+      store(exponents,
+            _mm256_or_si256(_mm256_slli_epi32(scale, 23), _mm256_srli_epi32(_mm256_slli_epi32(scale, 23), 16)));
+      for (i64 b = 0; b < kChunkGroups * Nibbles::kBytes; b += 64) __builtin_prefetch(codes + kNR * c.row_bytes + b);
+      for (i64 i = 0; i < kChunkGroups; ++i) {
+        const __m512i pairs = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load128(codes + i * Nibbles::kBytes)), spread);
+        const __m512i scaled = _mm512_mask_add_epi16(values, mask, values, _mm512_set1_epi32(exponents[i]));
+        store(w + i * 2 * kTileElems, _mm512_permutexvar_epi16(_mm512_srlv_epi16(pairs, shifts), scaled));
+      }
+    }
+    const __m128i usual = _mm_and_si128(_mm_cmpeq_epi8(_mm_max_epu8(least, _mm_set1_epi8(25)), least),
+                                        _mm_cmpeq_epi8(_mm_min_epu8(most, _mm_set1_epi8(char(245))), most));
+    return !(~_mm_movemask_epi8(usual) & 0xFF);
   }
 };
 
@@ -68,24 +82,17 @@ struct ScaledTable<Nibbles> {
 // subnormal, which matrix instructions take for zero.
 template <class Decoder, bool kFloatScale>
 bool decode_chunk(const LinearCall& c, Decoder& decoder, i64 row, i64 begin, i64 end, u16* w) {
-  __mmask16 subnormal = 0;
+  if constexpr (ScaledTable<Decoder>::kSupported && !kFloatScale) {
+    const bool whole = end - begin == kChunkGroups && end * kGroup <= c.k;
+    if (whole && ScaledTable<Decoder>(c).decode_rows(c, row, begin, w)) return false;
+  }
   const i64 per_block = c.block / kGroup;
-  ScaledTable<Decoder> table(c);
+  __mmask16 subnormal = 0;
   for (i64 q = 0; q < kNR; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
     const u8* codes = c.data + at * c.row_bytes + begin * Decoder::kBytes;
     const u8* scale = c.scale + at * c.row_blocks;
     u16* out = w + q * kGroup;
-    if constexpr (ScaledTable<Decoder>::kSupported && !kFloatScale) {
-      u8 expanded[kChunk];
-      if (end * kGroup <= c.k && table.set(scales_of_groups(scale, per_block, begin, end, expanded), end - begin)) {
-        for (i64 i = 0; i < kChunkGroups; ++i, codes += Decoder::kBytes, out += 2 * kTileElems) {
-          __builtin_prefetch(codes + kNR * c.row_bytes);
-          store(out, table.decode(codes, i));
-        }
-        continue;
-      }
-    }
     u8 padded[Decoder::kBytes];
     HalfFactors halves[kChunkGroups];
     Scales scales;
