@@ -4,9 +4,9 @@ Weights are decoded exactly, and sums are in fp32, in an order that does not dep
 rows whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as
 integers (`src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows run on
 fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
-multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). Many rows are multiplied
-by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2 (`src/gemm_int8.h`), with the
-weight decoded first.
+multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). Other calls decode the weight first,
+and multiply by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2
+(`src/gemm_int8.h`).
 """
 
 from __future__ import annotations
