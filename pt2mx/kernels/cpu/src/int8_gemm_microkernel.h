@@ -24,7 +24,7 @@ namespace {
 
 constexpr i64 kInt8Rows = kWidth == 16 ? 5 : 3;  // rows of x of a micro-tile
 constexpr i64 kPanels = kNR / kWidth;            // vectors of columns of a micro-tile
-constexpr int kPair = 2;                         // vectors that are multiplied together, in registers
+constexpr int kVecs = 2;                         // vectors that are multiplied together, in registers
 
 // A kernel, and the groups that it reads.
 struct Int8Kernel {
@@ -44,9 +44,9 @@ struct Int8Kernel {
   }
 };
 
-// ---- the sums of a group, Bytes: (kInt8Rows, kPair) of 32 bits each ----
+// ---- the sums of a group, Bytes: (kInt8Rows, kVecs) of 32 bits each ----
 
-using Sums = Bytes[kInt8Rows][kPair];
+using Sums = Bytes[kInt8Rows][kVecs];
 
 // Keeps the order of additions: GCC would compute all products first, which do not fit the registers.
 inline __attribute__((always_inline)) void keep_order(Bytes& sum) { asm("" : "+v"(sum)); }
@@ -82,21 +82,21 @@ struct Vpmaddubsw {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       Sums wide;
       for (int r = 0; r < kInt8Rows; ++r) {
-        for (int h = 0; h < kPair; ++h) wide[r][h] = VECTOR(set1_epi32)(x[r]->offsets[chunk]);
+        for (int h = 0; h < kVecs; ++h) wide[r][h] = VECTOR(set1_epi32)(x[r]->offsets[chunk]);
       }
       for (int s = chunk * kLength; s < (chunk + 1) * kLength; ++s) {
-        Bytes codes[kPair];
-        for (int h = 0; h < kPair; ++h) codes[h] = load<Bytes>(w[h * panels].codes + s * kStepBytes);
+        Bytes codes[kVecs];
+        for (int h = 0; h < kVecs; ++h) codes[h] = load<Bytes>(w[h * panels].codes + s * kStepBytes);
         for (int r = 0; r < kInt8Rows; ++r) {
           const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r]->codes + 4 * s));
-          for (int h = 0; h < kPair; ++h) {
+          for (int h = 0; h < kVecs; ++h) {
             wide[r][h] = VECTOR(add_epi16)(wide[r][h], VECTOR(maddubs_epi16)(codes[h], values));
             keep_order(wide[r][h]);
           }
         }
       }
       for (int r = 0; r < kInt8Rows; ++r) {
-        for (int h = 0; h < kPair; ++h) {
+        for (int h = 0; h < kVecs; ++h) {
           const Bytes sum = VECTOR(madd_epi16)(wide[r][h], VECTOR(set1_epi16)(1));
           sums[r][h] = chunk ? VECTOR(add_epi32)(sums[r][h], sum) : sum;
         }
@@ -136,11 +136,11 @@ struct Vpmaddwd {
 
   inline __attribute__((always_inline)) static void multiply(const X* const* x, const W* w, i64 panels, Sums& sums) {
     for (int s = 0; s < 2 * kSteps; ++s) {
-      Bytes codes[kPair];
-      for (int h = 0; h < kPair; ++h) codes[h] = load<Bytes>(w[h * panels].codes[s]);
+      Bytes codes[kVecs];
+      for (int h = 0; h < kVecs; ++h) codes[h] = load<Bytes>(w[h * panels].codes[s]);
       for (int r = 0; r < kInt8Rows; ++r) {
         const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r]->codes + 2 * s));
-        for (int h = 0; h < kPair; ++h) {
+        for (int h = 0; h < kVecs; ++h) {
           const Bytes sum = VECTOR(madd_epi16)(codes[h], values);
           sums[r][h] = s ? VECTOR(add_epi32)(sums[r][h], sum) : sum;
           keep_order(sums[r][h]);
@@ -165,14 +165,14 @@ struct Vpdpbusd {
 
   TARGET_VNNI inline static void multiply(const X* const* x, const W* w, i64 panels, Sums& sums) {
     for (int r = 0; r < kInt8Rows; ++r) {
-      for (int h = 0; h < kPair; ++h) sums[r][h] = VECTOR(set1_epi32)(x[r]->offset);
+      for (int h = 0; h < kVecs; ++h) sums[r][h] = VECTOR(set1_epi32)(x[r]->offset);
     }
     for (int s = 0; s < kSteps; ++s) {
-      Bytes codes[kPair];
-      for (int h = 0; h < kPair; ++h) codes[h] = load<Bytes>(w[h * panels].codes + s * kStepBytes);
+      Bytes codes[kVecs];
+      for (int h = 0; h < kVecs; ++h) codes[h] = load<Bytes>(w[h * panels].codes + s * kStepBytes);
       for (int r = 0; r < kInt8Rows; ++r) {
         const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r]->codes + 4 * s));
-        for (int h = 0; h < kPair; ++h) sums[r][h] = DPBUSD(sums[r][h], codes[h], values);
+        for (int h = 0; h < kVecs; ++h) sums[r][h] = DPBUSD(sums[r][h], codes[h], values);
       }
     }
   }
@@ -189,16 +189,16 @@ inline __attribute__((always_inline)) void multiply_groups(const u8* const* rows
   using W = typename Kernel::W;
   const X* x[kInt8Rows];
   const W* w = reinterpret_cast<const W*>(panel);
-  for (i64 p = 0; p < kPanels; p += kPair, w += kPair * panels, strips += kPair * kWidth) {
-    Floats strip[kInt8Rows][kPair];
+  for (i64 p = 0; p < kPanels; p += kVecs, w += kVecs * panels, strips += kVecs * kWidth) {
+    Floats strip[kInt8Rows][kVecs];
     for (int r = 0; r < kInt8Rows; ++r) {
       x[r] = reinterpret_cast<const X*>(rows[r]);
-      for (int h = 0; h < kPair; ++h) strip[r][h] = load<Floats>(strips + r * kNR + h * kWidth);
+      for (int h = 0; h < kVecs; ++h) strip[r][h] = load<Floats>(strips + r * kNR + h * kWidth);
     }
     for (i64 g = 0; g < n; ++g) {
       Sums sums;
       Kernel::multiply(x, w + g, panels, sums);
-      for (int h = 0; h < kPair; ++h) {
+      for (int h = 0; h < kVecs; ++h) {
         const Ints powers = load<Ints>(w[g + h * panels].powers);
         for (int r = 0; r < kInt8Rows; ++r) {
           strip[r][h] = fma(Floats(VECTOR(cvtepi32_ps)(sums[r][h])), Floats(powers + x[r]->power), strip[r][h]);
@@ -207,7 +207,7 @@ inline __attribute__((always_inline)) void multiply_groups(const u8* const* rows
       for (int r = 0; r < kInt8Rows; ++r) ++x[r];
     }
     for (int r = 0; r < kInt8Rows; ++r) {
-      for (int h = 0; h < kPair; ++h) store(strips + r * kNR + h * kWidth, strip[r][h]);
+      for (int h = 0; h < kVecs; ++h) store(strips + r * kNR + h * kWidth, strip[r][h]);
     }
   }
 }
