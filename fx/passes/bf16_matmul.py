@@ -29,9 +29,11 @@ from pt2mx.kernels.cpu.linear import (
     AMX,
     AVX512_BF16,
     FEW_ROWS,
+    INT8,
     TABLE,
     VECTOR_ROWS,
     decoder_of,
+    integers_are_faster,
     isa_for,
     isa_supports,
     multiplies_integers,
@@ -63,10 +65,10 @@ def use_bf16_matmul(model: GraphModule) -> None:
     values are cast. The pass skips a rotated x, an x of few rows, and weights that the bfloat16 kernels do not decode.
     Gradients of x pass through bfloat16.
 
-    Where this machine multiplies the codes of both operands as integers, which is faster than any other kernel, the
-    pass also replaces matmuls of fewer rows, and bfloat16 matmuls. With AVX512_BF16 it also replaces bfloat16 matmuls,
-    because that kernel decodes the weight as it multiplies. With AMX it does not, because AMX kernels are no faster
-    than torch there.
+    Where this machine multiplies the codes of both operands as integers, the pass also replaces matmuls of fewer rows,
+    and bfloat16 matmuls. If it has only integers, small float32 matmuls stay, for which integers are slower. With
+    AVX512_BF16 it also replaces bfloat16 matmuls, because that kernel decodes the weight as it multiplies. With AMX it
+    does not, because AMX kernels are no faster than torch there.
     """
     matmuls_of: dict[Node, list[Node]] = defaultdict(list)
     for node, call in LinearMX.calls_in(model.graph):
@@ -138,11 +140,14 @@ def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
     x = MXSpec(quantization.element, quantization.block_size) if quantization else None
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     known = [n for n in rows if isinstance(n, int)]
-    if len(known) == len(rows) and math.prod(known) <= (VECTOR_ROWS if integers else FEW_ROWS):
+    count = math.prod(known) if len(known) == len(rows) else None
+    if count is not None and count <= (VECTOR_ROWS if integers else FEW_ROWS):
         return False
     is_supported = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
     if value.dtype == torch.bfloat16:  # takes as long as the dense matmul, which needs a decoded weight
         return integers or (is_supported and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
+    if x is not None and isa_for(weight, k) == INT8 and not integers_are_faster(x, weight, count, k, value.shape[-1]):
+        return False
     return value.dtype == torch.float32 and is_supported
 
 

@@ -40,6 +40,9 @@ VECTOR_ROWS, FEW_ROWS = 4, 32
 AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers the second
 VPMADDUBSW, VPDPBUSD = 1, 2
+#: fewest rows, K and N from which integers are faster than a decoded weight in float32: of codes whose sums of products
+#: fit 16 bits, or with VPDPBUSD; of other codes (tests/benchmarks/README.md)
+_LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
 #: what the C++ returns if it does not support a call
@@ -277,3 +280,13 @@ def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
     """Return False if the machine has only instructions for integers, and an operand does not consist of these."""
     integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     return integers or isa_for(weight, k) != INT8
+
+
+def integers_are_faster(x: MXSpec, weight: MXSpec, rows: int | None, k: int, n: int) -> bool:
+    """Return whether a float32 matmul, x: (rows, K) times a weight (N, K), is faster as integers than with the decoded
+    weight; `rows`: None for an unknown number. Few rows have a kernel of their own, which is faster."""
+    needs_32_bits = weight.element.bits == 8 and x.element.bits > 4 and not integer_isa_for(weight, k) & VPDPBUSD
+    least_rows, least_k, least_n = _LEAST_SIZES[needs_32_bits]
+    if rows is not None and rows < least_rows:
+        return rows <= FEW_ROWS
+    return k >= least_k and n >= least_n

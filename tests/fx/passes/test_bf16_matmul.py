@@ -27,6 +27,11 @@ def without_fused_activations(monkeypatch):
     monkeypatch.setattr(lower, "STEPS", steps)
 
 
+@pytest.fixture(autouse=True)
+def small_matmuls_on_every_machine(monkeypatch):
+    monkeypatch.setattr(bf16_matmul, "integers_are_faster", lambda *sizes: True)
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -228,3 +233,13 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
     low = lower_to_inductor(converted)
     assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}
     assert relative_error(low(x), converted(x)) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(32, torch.float32), (80, None)])
+def test_small_matmuls_stay_where_integers_are_slower(rows, dtype, monkeypatch):
+    monkeypatch.setattr(bf16_matmul, "integers_are_faster", linear_of_cpu.integers_are_faster)
+    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: INT8)
+    for module in (linear_of_cpu, bf16_matmul):
+        monkeypatch.setattr(module, "multiplies_integers", lambda spec, k: True)
+    low = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
+    assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}

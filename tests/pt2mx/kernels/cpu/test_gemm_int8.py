@@ -180,6 +180,19 @@ def test_any_number_of_threads(dense_calls, rows):
     assert all(torch.equal(result, results[0]) for result in results[1:])
 
 
+@pytest.mark.parametrize(
+    ("isa", "x", "name", "sizes", "faster"),
+    [("VPMADDUBSW", "int8", "int8", (512, 256, 256), True), ("VPMADDUBSW", "int8", "int8", (None, 384, 1536), True)]
+    + [("VPMADDUBSW", "int8", "int8", sizes, False) for sizes in ((511, 384, 384), (None, 255, 384), (None, 384, 96))]
+    + [("VPMADDUBSW", "int8", "int8", (32, 32, 32), True), ("VPDPBUSD", "int8", "int8", (33, 96, 96), True)]
+    + [("VPMADDUBSW", "fp4_e2m1", "int8", (33, 96, 96), True), ("VPMADDUBSW", "int8", "fp4_e2m1", (33, 96, 96), True)]
+    + [("VPDPBUSD", "int8", "int8", sizes, False) for sizes in ((33, 95, 96), (2048, 96, 64))],
+)
+def test_sizes_that_are_faster_as_integers(isa, x, name, sizes, faster, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: getattr(cpu_linear, isa))
+    assert cpu_linear.integers_are_faster(MXSpec(x, 32), MXSpec(name, 32), *sizes) == faster
+
+
 @pytest.mark.slow
 def test_avx2(run_python, tmp_path):
     """The kernels for processors without AVX-512."""
