@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <mutex>
 #include <type_traits>
@@ -187,13 +188,13 @@ inline bool are_moderate(const u8* scale, i64 n) {
   return !extreme;
 }
 
-// Writes kRows rows of the weight from `row` on times x to y: (m, kTiles * kRows). Returns false if a result is no
-// finite number: an Inf may come from a sum that is finite once scaled.
+// Writes Q rows of the weight from `row` on times x to y: (m, kTiles * kRows). computed: (Q / kRows), of which it
+// clears those whose results are no finite numbers: an Inf may come from a sum that is finite once scaled.
 template <int Q, class Span>
-bool multiply_tile(const LinearNibbles& nibbles, const Span& span, i64 row, float* y) {
+void multiply_tiles(const LinearNibbles& nibbles, const Span& span, i64 row, float* y, bool* computed) {
   const LinearCall& c = nibbles.linear.call;
-  // the last span of the weight may not be read past its end
-  const i64 whole = c.k / kSpanValues - (row + Q >= c.n && c.k % kSpanValues == 0);
+  i64 whole = c.k / kSpanValues;  // spans that are read in place; the weight may not be read past its end
+  if (row + Q >= c.n && whole && c.row_bytes < whole * kSpanBytes + kPastSpan) --whole;
   const u8 *codes[Q], *scales[Q];
   for (int q = 0; q < Q; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
@@ -208,24 +209,22 @@ bool multiply_tile(const LinearNibbles& nibbles, const Span& span, i64 row, floa
   };
   multiply(nibbles.x.data(), whole);
   if (whole < nibbles.spans) {
-    u8 last_codes[Q][kSpanBytes + kPastSpan] = {}, last_scales[Q][kSpanGroups] = {};
+    u8 last_codes[Q][2 * kSpanBytes + kPastSpan] = {}, last_scales[Q][2 * kSpanGroups] = {};
     for (int q = 0; q < Q; ++q) {
       std::memcpy(last_codes[q], codes[q] + whole * kSpanBytes, c.row_bytes - whole * kSpanBytes);
       std::memcpy(last_scales[q], scales[q] + whole * kSpanGroups, c.row_blocks - whole * kSpanGroups);
       codes[q] = last_codes[q];
       scales[q] = last_scales[q];
     }
-    multiply(nibbles.x.data() + whole * c.m * kSpanValues, 1);
+    multiply(nibbles.x.data() + whole * c.m * kSpanValues, nibbles.spans - whole);
   }
-  bool finite = true;
   for (i64 q = 0; q < Q; ++q) {
     for (i64 m = 0; m < c.m; ++m) {
       float& sum = y[m * kTiles * kRows + q];
       sum = sum_of_lanes(totals[(q / kShare * c.m + m) * kShare + q % kShare]);
-      finite &= std::abs(sum) < INFINITY;
+      computed[q / kRows] &= std::abs(sum) < INFINITY;
     }
   }
-  return finite;
 }
 
 // True for blocks of 32 with E8M0 scales, unless AMX is faster, or x has values below 2**-100 other than zero: a sum
@@ -243,19 +242,31 @@ void run_linear_nibbles(i64 begin, i64 end, void* context) {
   const Span span(c);
   const KeepSubnormals keep;
   for (i64 tile = begin; tile < end; tile += kTiles) {
-    const i64 count = std::min(kTiles, end - tile), row = tile * kRows, rows = std::min(count * kRows, c.n - row);
+    const i64 count = std::min(kTiles, end - tile), row = tile * kRows, band = c.m == 1 ? 1 : kBand / kRows;
+    const auto rows = [&](i64 i, i64 tiles) { return std::min(tiles * kRows, c.n - row - i * kRows); };
     float y[kFewRows * kTiles * kRows];
-    // the sum of a block without an extreme scale could lose precision
-    bool computed = are_moderate(c.scale + row * c.row_blocks, rows * c.row_blocks);
-    for (i64 q = 0; q < rows && computed; q += c.m == 1 ? kRows : kBand) {
-      computed &= (c.m == 1 ? multiply_tile<kRows, Span> : multiply_tile<kBand, Span>)(nibbles, span, row + q, y + q);
+    // for each tile alone, because threads divide tiles. A sum without an extreme scale could lose precision
+    bool computed[kTiles] = {};
+    for (i64 i = 0; i < count; ++i) {
+      computed[i] = are_moderate(c.scale + (row + i * kRows) * c.row_blocks, rows(i, 1) * c.row_blocks);
     }
-    if (!computed) {
-      prepare_once(nibbles.linear, Decoder::kEvenOdd);
-      (c.m == 1 ? run<Decoder, 1> : run<Decoder, 4>)(tile, tile + count, &nibbles.linear);
-      continue;
+    for (i64 i = 0; i < count; i += band) {
+      if (std::none_of(computed + i, computed + i + band, [](bool one) { return one; })) continue;
+      const auto multiply = c.m == 1 ? multiply_tiles<kRows, Span> : multiply_tiles<kBand, Span>;
+      multiply(nibbles, span, row + i * kRows, y + i * kRows, computed + i);
     }
-    for (i64 m = 0; m < c.m; ++m) { finish(nibbles.linear, m, row, rows, y + m * kTiles * kRows); }
+    for (i64 i = 0, next; i < count; i = next) {
+      for (next = i + 1; next < count && computed[next] == computed[i];) ++next;
+      if (computed[i]) {
+        float* from = y + i * kRows;
+        for (i64 m = 0; m < c.m; ++m, from += kTiles * kRows) {
+          finish(nibbles.linear, m, row + i * kRows, rows(i, next - i), from);
+        }
+      } else {
+        prepare_once(nibbles.linear, Decoder::kEvenOdd);
+        (c.m == 1 ? run<Decoder, 1> : run<Decoder, 4>)(tile + i, tile + next, &nibbles.linear);
+      }
+    }
   }
 }
 

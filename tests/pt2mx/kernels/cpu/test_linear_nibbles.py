@@ -1,0 +1,74 @@
+"""What linear_nibbles.h owes its callers: it reads no memory past a tensor, and threads do not change its bits."""
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from pt2mx import MXSpec, ops
+from tests.cpu_kernels import DTYPES, linear
+
+READ_WRITE, NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0
+
+
+@pytest.fixture
+def before_guard_page() -> Iterator[Callable[[Tensor], Tensor]]:
+    """A function that copies a tensor so that it ends where the memory of the process does."""
+    protect = ctypes.CDLL(None).mprotect
+    guards = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        size = tensor.nbytes
+        pages = -(-size // mmap.PAGESIZE)
+        memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+        end = pages * mmap.PAGESIZE
+        guard = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + end)
+        assert protect(guard, mmap.PAGESIZE, NO_ACCESS) == 0
+        guards.append(guard)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=end - size)
+        return flat.copy_(tensor.reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+
+    yield copied
+    for guard in guards:
+        protect(guard, mmap.PAGESIZE, READ_WRITE)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "int8"])
+def test_reads_nothing_past_a_tensor(name: str, rows: int, before_guard_page: Callable[[Tensor], Tensor]) -> None:
+    """Rows of the weight that end at a vector of codes, or one to three bytes after it."""
+    for n, k in ((1, 1), (1, 32), (1, 128), (1, 129), (5, 131), (3, 133), (17, 257)):
+        scale, data = ops.quantize_mx(torch.randn(n, k), name, 32, -1, "floor", "even")
+        for dtype in DTYPES:
+            operands = torch.randn(rows, k).to(dtype), data, scale, torch.randn(n).to(dtype)
+            expected = linear(*operands, MXSpec(name, 32, 1))
+            assert torch.equal(linear(*map(before_guard_page, operands), MXSpec(name, 32, 1)), expected), (n, k, dtype)
+
+
+@pytest.mark.parametrize("byte", [0, 5, 255])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_extreme_scales_and_threads(byte: int, rows: int) -> None:
+    """Rows of the weight with an extreme scale are multiplied otherwise; their neighbors are not, whichever thread
+    multiplies them."""
+    x, threads = torch.randn(rows, 2048), torch.get_num_threads()
+    scale, data = ops.quantize_mx(torch.randn(517, 2048), "fp4_e2m1", 32, -1, "floor", "even")
+    spec = MXSpec("fp4_e2m1", 32, 1)
+    usual = linear(x, data, scale, None, spec)
+    scale[13::90, 1] = byte
+    in_tile = torch.zeros(517, dtype=torch.bool)  # of four rows, which have one kernel
+    for row in range(13, 517, 90):
+        in_tile[row // 4 * 4 : row // 4 * 4 + 4] = True
+    results = []
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            results.append(linear(x, data, scale, None, spec))
+    finally:
+        torch.set_num_threads(threads)
+    for y in results:
+        assert torch.equal(y.nan_to_num(), results[0].nan_to_num())
+        assert torch.equal(y[:, ~in_tile], usual[:, ~in_tile])
+        assert y[:, 13::90].isnan().all() == (byte == 255)
