@@ -43,9 +43,10 @@ def test_reads_nothing_past_a_tensor(name: str, rows: int, before_guard_page: Ca
     for n, k in ((1, 1), (1, 32), (1, 128), (1, 129), (5, 131), (3, 133), (17, 257)):
         scale, data = ops.quantize_mx(torch.randn(n, k), name, 32, -1, "floor", "even")
         for dtype in DTYPES:
-            operands = torch.randn(rows, k).to(dtype), data, scale, torch.randn(n).to(dtype)
-            expected = linear(*operands, MXSpec(name, 32, 1))
-            assert torch.equal(linear(*map(before_guard_page, operands), MXSpec(name, 32, 1)), expected), (n, k, dtype)
+            x, bias, spec = torch.randn(rows, k).to(dtype), torch.randn(n).to(dtype), MXSpec(name, 32, 1)
+            expected = linear(x, data, scale, bias, spec)
+            x, *weight, bias = map(before_guard_page, (x, data, scale, bias))
+            assert torch.equal(linear(x, weight[0], weight[1], bias, spec), expected), (n, k, dtype)
 
 
 @pytest.mark.parametrize("byte", [0, 5, 255])
