@@ -177,7 +177,8 @@ def test_any_number_of_threads(dense_calls, rows):
             results += [multiplied(x, w)[0] for _ in range(4)]
         finally:
             torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results[1:])
+    same_bits = all(torch.equal(result, results[0]) for result in results[1:])
+    assert same_bits or (dense_calls and not has_int8())  # torch's matmul depends on the number of threads
 
 
 @pytest.mark.parametrize(
