@@ -30,15 +30,6 @@ inline Floats one_plus_exp(Floats x) {
   return fused(y, Floats((__builtin_convertvector(whole, Ints) + kBias) << 23), floats(1.0f));
 }
 
-// As torch computes it: -0 becomes 0 on AArch64 alone.
-inline Floats relu(Floats x) {
-#if defined(__aarch64__)
-  return x <= 0.0f ? floats(0.0f) : x;
-#else
-  return x < 0.0f ? floats(0.0f) : x;
-#endif
-}
-
 enum Activation { NONE, GELU, GELU_TANH, SILU, RELU };
 
 template <int A>
@@ -47,7 +38,7 @@ inline Floats activated(Floats x) {
     case GELU: return x * normal_distribution(x);
     case GELU_TANH: return x / one_plus_exp(x * fused(x * x, floats(-0.0713548163f), floats(-1.59576912f)));
     case SILU: return x / one_plus_exp(-x);
-    case RELU: return relu(x);
+    case RELU: return x < 0.0f ? floats(0.0f) : x;
     default: return x;
   }
 }
