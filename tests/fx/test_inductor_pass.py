@@ -39,7 +39,7 @@ def compiled(model, own, args, **options):
 
 
 def packed_calls(codes):
-    return len(re.findall(r"torch\.ops\.pt2mx\.linear_mx\.default\(", "".join(codes)))
+    return len(re.findall(r"^ +PreparedLinear_\w+\(|torch\.ops\.pt2mx\.linear_mx\.default\(", "".join(codes), re.M))
 
 
 def test_a_converted_model_gets_the_lowered_graph(converted, monkeypatch):
