@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pt2mx import MXQuantizer
-from tests.benchmarks import byte_limit, cpu_model, language, step
+from tests.benchmarks import byte_limit, cpu_decode, language, step
 from tests.benchmarks.random_gguf import write_random_llama
 from tests.language_models import quantized_decoder
 
@@ -73,7 +73,7 @@ def test_a_model_next_to_llama_cpp(tiny, tmp_path, capsys, compiler):
     program = tmp_path / "llama-bench"
     program.write_text(f"#!/bin/sh\ntest -s $2 && echo '{json.dumps(tests)}'\n")
     program.chmod(0o755)
-    cpu_model.main(
+    cpu_decode.main(
         ["--layers", "1", "--tokens", "4", "--prompt", "32", "--repeats", "1", "--threads", "1"]
         + ["--recipes", "mxfp4_weight_only", "--llama-bench", str(program), "--peers", "Q4_0"]
     )

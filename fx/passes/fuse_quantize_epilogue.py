@@ -128,8 +128,8 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     weight = MXSpec(call.element, call.block_size)
     if not isinstance(k, int) or not has_isa(weight, k):
         return None
-    if isa_for(weight, k) == INT8 and call.target_dtype is None:  # x may be no integers: `use_bf16_matmul` sets a dtype
-        return None
+    if isa_for(weight, k) == INT8 and call.target_dtype is None:
+        return None  # x may have other values: `use_bf16_matmul` sets a dtype where x consists of integers
     if not supports_epilogue(quantization.spec, (shape_of(matmul) or (None,))[-1], dtype_of(matmul)):
         return None
 

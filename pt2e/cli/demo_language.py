@@ -67,9 +67,7 @@ def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, obje
     print(f"\nSmolLM2-135M-Instruct by {recipe}: {float_size / 1e6:.0f} -> {size / 1e6:.0f} MB in {seconds:.0f} s")
     for prompt, text in texts.items():
         print(f"  {prompt}{text}".replace("\n", " "))
-    print(
-        f"about {rate:.0f} tokens a second; compiled {compiled_rate:.0f}. `pt2mx compile {target}` writes machine code"
-    )
+    print(f"about {rate:.0f} tokens a second, and {compiled_rate:.0f} compiled: `pt2mx compile {target}`")
     rates = {"tokens_per_second": rate, "compiled_tokens_per_second": compiled_rate}
     return {"folder": str(target), "bytes": size, "float_bytes": float_size, **rates, "texts": texts}
 

@@ -82,7 +82,8 @@ def _cpu_kernels() -> str:
         warnings.simplefilter("error")  # the reason for which they are not built
         build.load()
     available = linear.isa_for(MXSpec("int8", 32), 32)  # all instructions support this element
-    units = [name for name in ("AMX", "INT8", "AVX512_BF16") if available & getattr(linear, name)]
+    names = {linear.AMX: "AMX", linear.INT8: "8-bit integers", linear.AVX512_BF16: "AVX512_BF16"}
+    units = [name for bit, name in names.items() if available & bit]
     matmuls = f"matmuls of quantized activations on {', '.join(units)}, " if units else ""
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"built for {capability}, {matmuls}{threads} threads, {build.load()[0]._name}"

@@ -129,6 +129,8 @@ def attend(
     spec = spec.replace(axis=3)
     keys = run_kernel("dequantize_mx", *key, spec, query.dtype, query.shape[-1], key_tensor_scale)
     values = run_kernel("dequantize_mx", *value, spec, query.dtype, value_width, value_tensor_scale)
+    if not query.numel():  # torch's attention on a GPU returns None for no heads
+        return query.new_zeros((*query.shape[:3], value_width))
     grouped = query.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=grouped)
 

@@ -1,86 +1,116 @@
-"""linear_mx of a few rows of x on the CPU, in the shapes of a decoder, against the read bandwidth of the memory.
+"""Tokens a second of a language model on the CPU, next to llama.cpp's in turns.
 
-    python -m tests.benchmarks.cpu_decode [--shapes 8192x2048 ...] [--elements fp4_e2m1 ...] [--x bfloat16 ...]
-        [--m 1 4 16] [--repeats 7] [--cache MB] [--cpu-time]
+    python -m tests.benchmarks.cpu_decode [--shape 1b] [--recipes mxfp4_weight_only decoder_cpu] [--tokens 32]
+        [--threads N] [--repeats 5] [--llama-bench PATH] [--peers Q4_0 MXFP4] [--gguf FILE ...] [--prompt 0]
 
-`read` is the bandwidth of a sum of int64 values. `GB/s` counts the codes and the scales of the weight at M=1, and
-`share` is GB/s over `read`. `M=4` is the time with four rows of x over the time with one. x is bfloat16, float32, or
-mxint8: bfloat16 values that an MXINT8 activation has. A timing multiplies by copies of the weight that together take
---cache MB, which exceeds the last-level cache, and the sum reads as many bytes; both take turns, and a figure is the
-ratio of their medians. Calls are eager: a call's own time counts. With `--cpu-time`, and one thread, only the time on
-the processor counts, so that other processes take less part in the figures.
+A Llama of the shape with random weights, quantized by each recipe and compiled, generates tokens greedily.
+`--llama-bench` names a llama-bench of llama.cpp. Its side is a model of that shape with random codes (`--peers`), or
+the files of `--gguf`. `GB/s` counts the bytes of the weights and of the cache that a token reads, and `share` is GB/s
+over the bandwidth of a sum of int64 values. All sides take turns, and a figure is a median. With `--prompt`, the
+table has the tokens a second of a prompt of that many tokens, too.
 """
 
+from __future__ import annotations
+
 import argparse
-import time
-from collections.abc import Callable, Iterator
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from pt2mx import ops
-from pt2mx.ops.linear import linear_mx
-from tests.benchmarks.measure import Row, hardware, keep_heap, medians_in_turns, print_table
+from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+from tests.benchmarks import language
+from tests.benchmarks.byte_limit import bytes_of_step
+from tests.benchmarks.measure import Row, hardware, keep_heap, print_table, timed
+from tests.benchmarks.random_gguf import write_random_llama
 
-_BLOCK = 32
-_SHAPES = ("8192x2048", "2048x8192", "2048x2048")
-_ELEMENTS = ("fp4_e2m1", "fp6_e2m3", "int8", "fp8_e4m3")
-#: kind of x -> the activation of random values
-_X: dict[str, Callable[[Tensor], Tensor]] = {
-    "bfloat16": Tensor.bfloat16,
-    "float32": Tensor.float,
-    "mxint8": lambda x: ops.fake_quantize_mx(x, "int8", _BLOCK, -1, "floor", "even", None, "identity").bfloat16(),
-}
+#: values of the sum that measures the bandwidth
+_SUMMED = 1 << 26
+
+#: what a side measures: seconds a token, seconds a token of a prompt
+Times = tuple[float, float]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=_SHAPES, help="rows of the weight x values of a row")
-    parser.add_argument("--elements", nargs="+", default=_ELEMENTS)
-    parser.add_argument("--x", nargs="+", choices=_X, default=tuple(_X))
-    parser.add_argument("--m", type=int, nargs="+", default=(1, 4, 16), help="rows of x; the first are the baseline")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--cache", type=int, default=512, help="MB that the copies of a weight take; default: 512")
-    parser.add_argument("--cpu-time", action="store_true", help="count the time on the processor, of one thread")
-    args = parser.parse_args()
-    if args.cpu_time and torch.get_num_threads() > 1:
-        parser.error("--cpu-time needs OMP_NUM_THREADS=1")
-    keep_heap("tests.benchmarks.cpu_decode")
-    torch.manual_seed(0)
-    rows = list(measured(args))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
+    parser.add_argument("--shape", choices=language.SHAPES, default="1b")
+    parser.add_argument("--layers", type=int, help="of the model, for a shorter run")
+    parser.add_argument("--recipes", nargs="+", default=["mxfp4_weight_only", "decoder_cpu"])
+    parser.add_argument("--tokens", type=int, default=32, help="that a turn generates; default: 32")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt that is timed; default: none")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--llama-bench", type=Path, help="the program of llama.cpp")
+    parser.add_argument("--peers", nargs="*", default=["Q4_0", "MXFP4"], help="types of random GGUF files")
+    parser.add_argument("--gguf", nargs="*", type=Path, default=[], help="files instead of random ones")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        run(options, Path(folder))
 
 
 @torch.no_grad()
-def measured(args: argparse.Namespace) -> Iterator[Row]:
-    """A row for each shape, element and kind of x."""
-    clock = time.thread_time if args.cpu_time else time.perf_counter
-    for shape in args.shapes:
-        n, k = map(int, shape.split("x"))
-        for element in args.elements:
-            weight = ops.quantize_mx(torch.randn(n, k), element, _BLOCK, -1, "floor", "even")
-            bytes_of_weight = sum(part.nbytes for part in weight)
-            copies = [[part.clone() for part in weight] for _ in range(-(-args.cache * 2**20 // bytes_of_weight))]
-            total = bytes_of_weight * len(copies)
-            integers = torch.ones(total // 8, dtype=torch.int64)
-            for kind in args.x:
-                calls = [matmuls(_X[kind](torch.randn(m, k)), copies, element) for m in args.m]
-                read, first, *others = medians_in_turns([integers.sum, *calls], args.repeats, clock=clock)
-                row: Row = {"N x K": shape, "element": element, "x": kind, "read": total / read / 1e9}
-                row |= {"GB/s": total / first / 1e9, "share": read / first}
-                yield row | {f"M={m}": seconds / first for m, seconds in zip(args.m[1:], others, strict=True)}
+def run(options: argparse.Namespace, folder: Path) -> None:
+    """Make all sides, measure them in turns, and print a table."""
+    sides: dict[str, Callable[[], Times]] = {}
+    bytes_read: dict[str, int] = {}
+    slots = options.tokens + max(options.prompt, 1)
+    for recipe in options.recipes:
+        model = language.llama(options.shape, options.layers, "cpu")
+        quantizer = MXQuantizer.from_recipe(recipe).set_algorithms(None)  # of random weights
+        quantized = quantize_language_model(model, quantizer, [torch.randint(language.VOCABULARY, (1, 16))])
+        del model
+        quantized.compile()
+        sides[recipe] = partial(_generate, quantized, options.tokens, options.prompt)
+        bytes_read[recipe] = bytes_of_step(quantized, 1, slots)
+    if options.llama_bench:
+        files = list(options.gguf)
+        for kind in () if files else options.peers:
+            files.append(folder / f"{kind}.gguf")
+            write_random_llama(files[-1], kind, language.SHAPES[options.shape], options.layers, language.VOCABULARY)
+        for file in files:
+            name = f"llama.cpp {file.stem}"
+            sides[name] = partial(_run_llama_bench, options, file)
+            bytes_read[name] = file.stat().st_size
+    integers = torch.ones(_SUMMED, dtype=torch.int64)
+    rounds, reads = [], []
+    for _ in range(options.repeats + 1):
+        reads.append(integers.nbytes / timed(integers.sum))
+        rounds.append([call() for call in sides.values()])
+    bandwidth = statistics.median(reads[1:])
+    rows: list[Row] = []
+    for name, measured in zip(sides, zip(*rounds[1:], strict=True), strict=True):
+        token, of_prompt = (statistics.median(times) for times in zip(*measured, strict=True))
+        speed = bytes_read[name] / token
+        row: Row = {"": name, "tokens/s": 1 / token, "ms": 1e3 * token, "GB/s": speed / 1e9}
+        row |= {"share": speed / bandwidth}
+        rows.append(row | ({f"prompt of {options.prompt}, tokens/s": 1 / of_prompt} if options.prompt else {}))
+    print_table(rows, tuple(rows[0]))
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; {hardware()}")
 
 
-def matmuls(x: Tensor, copies: list[list[Tensor]], element: str) -> Callable[[], None]:
-    """Return a call that multiplies x by each copy of the weight."""
+def _generate(model: LanguageModel, tokens: int, prompt: int) -> Times:
+    def seconds(length: int, new: int) -> float:
+        ids = torch.randint(language.VOCABULARY, (1, length))
+        call = partial(model.generate, ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        return timed(call)
 
-    def call() -> None:
-        for scale, data in copies:
-            linear_mx(x, data, scale, None, element, _BLOCK, 0)
+    return seconds(1, tokens) / tokens, seconds(prompt, 1) / prompt if prompt else 0.0
 
-    return call
+
+def _run_llama_bench(options: argparse.Namespace, file: Path) -> Times:
+    command = [options.llama_bench, "-m", file, "-t", options.threads, "-r", 1, "-o", "json"]
+    command += ["-n", options.tokens, "-p", options.prompt]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
+    speeds = {bool(test["n_gen"]): 1 / test["avg_ts"] for test in json.loads(result.stdout)}
+    return speeds[True], speeds.get(False, 0.0)
 
 
 if __name__ == "__main__":
+    keep_heap("tests.benchmarks.cpu_decode")
     main()

@@ -65,9 +65,10 @@ class PreparedLinear:
             threads, call = self._call
             if threads != torch.get_num_threads():
                 threads, call = self._call = torch.get_num_threads(), self._call_for()
-            weight, of_bias = (data.data_ptr(), scale.data_ptr()), None if bias is None else bias.data_ptr()
-            pointers, (library, parallel_for) = (x.data_ptr(), *weight, of_bias, out.data_ptr()), load()
-            if linear.is_computed(library.pt2mx_linear_of(ctypes.addressof(call), *pointers, parallel_for)):
+            library, parallel_for = load()
+            operands = x.data_ptr(), data.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr()
+            error = library.pt2mx_linear_of(ctypes.addressof(call), *operands, out.data_ptr(), parallel_for)
+            if linear.is_computed(error):
                 return
         out.copy_(torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options))
 
@@ -138,9 +139,9 @@ class PreparedAttention:
         if value_width and is_available():
             keys = _meta(key, torch.uint8), _meta(key_scale, torch.uint8)
             values = _meta(value, torch.uint8), _meta(value_scale, torch.uint8)
-            of_mask = None if mask is None else _meta(mask, torch.bool)
+            masks = None if mask is None else _meta(mask, torch.bool)
             spec = MXSpec(element, block_size)
-            self._call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, of_mask, scale)
+            self._call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, masks, scale)
         self.is_supported = self._call is not None
 
     def __call__(
@@ -158,11 +159,8 @@ class PreparedAttention:
         tensors = query, key, key_scale, value, value_scale
         if self._call is not None:
             call = AttentionCall.from_buffer_copy(self._call)
-            call.query, call.out, call.mask = (
-                query.data_ptr(),
-                out.data_ptr(),
-                None if mask is None else mask.data_ptr(),
-            )
+            call.query, call.out = query.data_ptr(), out.data_ptr()
+            call.mask = None if mask is None else mask.data_ptr()
             call.key, call.key_scale, call.value, call.value_scale = (tensor.data_ptr() for tensor in tensors[1:])
             if attention.is_computed(call):
                 return

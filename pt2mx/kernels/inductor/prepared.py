@@ -101,9 +101,9 @@ def attention_mx(
     spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0")
     if shapes is None or not _is_plain(spec) or has_tensor_scale:
         return None
-    of_mask = None if mask is None else shapes[-1]
+    mask_shape = None if mask is None else shapes[-1]
     options = query.get_dtype(), element, block_size, value_width, None if scale is None else float(scale)
-    return _call(PreparedAttention, tensors, (*shapes[:5], of_mask, *options), (*shapes[0][:3], value_width))
+    return _call(PreparedAttention, tensors, (*shapes[:5], mask_shape, *options), (*shapes[0][:3], value_width))
 
 
 def _is_plain(spec: MXSpec) -> bool:

@@ -43,7 +43,7 @@ def test_versions_are_numbers(version, least, older):
 def test_the_kernels(monkeypatch):
     built = f"built for {torch.backends.cpu.get_cpu_capability()}, "
     assert LOOK["CPU kernels"]().startswith(built)
-    for units, names in ((0, ""), (1, "AMX"), (6, "INT8, AVX512_BF16")):
+    for units, names in ((0, ""), (1, "AMX"), (6, "8-bit integers, AVX512_BF16")):
         monkeypatch.setattr(linear, "isa_for", lambda spec, k, units=units: units)
         matmuls = f"matmuls of quantized activations on {names}, " if names else ""
         assert LOOK["CPU kernels"]().startswith(

@@ -19,8 +19,8 @@
 
 namespace {
 
-constexpr i64 kTilesOfPanel =
-    16;  // micro-tiles that are multiplied with a panel of columns while it is in the L1 cache
+// Micro-tiles that are multiplied with a panel of columns while it is in the L1 cache.
+constexpr i64 kTilesOfPanel = 16;
 
 // ---- x ----
 

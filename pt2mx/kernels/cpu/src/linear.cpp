@@ -137,7 +137,9 @@ int32_t pt2mx_integer_isa(int32_t format, const float* table) {
 }
 
 int32_t pt2mx_isa(int32_t format, const float* table) {
-  return bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0);
+  int32_t isa = 0;
+  with_register_decoder(format, [&](auto*) { isa = bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0); });
+  return isa;
 }
 
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) { return multiply(*call, parallel_for); }

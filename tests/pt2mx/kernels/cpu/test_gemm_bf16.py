@@ -1,5 +1,7 @@
 """linear_mx of many rows in bfloat16 on each instruction set, with results in fp32 and in 16 bits."""
 
+import ctypes
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,6 +9,8 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.cpu.build import load
+from pt2mx.kernels.cpu.decoders import TABLE, table_of
 from tests.compare import relative_error
 from tests.cpu_kernels import linear
 
@@ -131,3 +135,8 @@ def test_threads_compute_the_same_number_of_columns(threads):
         _, across = cpu_linear._task(n, n, k, threads)
         panels, tasks = n // 32, -(-n // across)
         assert -(-tasks // threads) * across // 32 == -(-panels // threads)
+
+
+def test_codes_that_are_looked_up_have_no_instructions():
+    """Callers other than Python, as programs in C++, ask the library."""
+    assert load()[0].pt2mx_isa(TABLE, ctypes.addressof(table_of("fp5_e2m2"))) == 0
