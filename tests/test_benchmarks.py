@@ -6,6 +6,7 @@ import re
 import gguf
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from pt2mx import MXQuantizer
 from tests.benchmarks import byte_limit, cpu_decode, language, step
@@ -84,7 +85,8 @@ def test_a_model_next_to_llama_cpp(tiny, tmp_path, capsys, compiler):
 
 
 def test_a_random_gguf_file(tmp_path):
-    write_random_llama(tmp_path / "random.gguf", "Q4_0", {**TINY, "num_hidden_layers": 2}, 1, 96)
+    config = LlamaConfig(**TINY, num_hidden_layers=1, vocab_size=96)
+    write_random_llama(tmp_path / "random.gguf", "Q4_0", config)
     tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "random.gguf").tensors}
     assert len(tensors) == 11 and tensors["token_embd.weight"].shape.tolist() == [TINY["hidden_size"], 96]
     values = gguf.dequantize(tensors["blk.0.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)

@@ -63,7 +63,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     for recipe in options.recipes:
         model = language.llama(options.shape, options.layers, "cpu")
         quantizer = MXQuantizer.from_recipe(recipe).set_algorithms(None)  # of random weights
-        quantized = quantize_language_model(model, quantizer, [torch.randint(language.VOCABULARY, (1, 16))])
+        config = model.config
+        quantized = quantize_language_model(model, quantizer, [torch.randint(config.vocab_size, (1, 16))])
         del model
         quantized.compile()
         sides[recipe] = partial(_generate, quantized, options.tokens, options.prompt)
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         files = list(options.gguf)
         for kind in () if files else options.peers:
             files.append(folder / f"{kind}.gguf")
-            write_random_llama(files[-1], kind, language.SHAPES[options.shape], options.layers, language.VOCABULARY)
+            write_random_llama(files[-1], kind, config)
         for file in files:
             name = f"llama.cpp {file.stem}"
             sides[name] = partial(_run_llama_bench, options, file)
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 
 def _generate(model: LanguageModel, tokens: int, prompt: int) -> Times:
     def seconds(length: int, new: int) -> float:
-        ids = torch.randint(language.VOCABULARY, (1, length))
+        ids = torch.randint(model.config.vocab_size, (1, length))
         call = partial(model.generate, ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
         return timed(call)
 

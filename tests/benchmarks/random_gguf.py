@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,23 +13,20 @@ from pt2mx.extras import import_extra
 _SCALES = {"MXFP4": bytes([121]), "Q4_0": np.float16(0.005).tobytes(), "Q8_0": np.float16(0.0005).tobytes()}
 
 
-def write_random_llama(path: Path, kind: str, fields: Mapping[str, int], layers: int | None, vocabulary: int) -> None:
+def write_random_llama(path: Path, kind: str, config: Any) -> None:
     """Write a file.
 
     Args:
         path: of the file.
         kind: the type of all matrices: MXFP4, Q4_0 or Q8_0.
-        fields: of transformers' `LlamaConfig`; the embedding is the head, too.
-        layers: how many; None: as the fields say.
-        vocabulary: rows of the embedding.
+        config: transformers' `LlamaConfig`; the embedding is the head, too.
     """
     gguf = import_extra("gguf", "gguf")
     block_type = gguf.GGMLQuantizationType[kind]
     values, size = gguf.GGML_QUANT_SIZES[block_type]
     random = np.random.default_rng(0)
-    hidden, inner, heads = (fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
-    key_heads, width = fields["num_key_value_heads"], fields.get("head_dim", hidden // heads)
-    layers = layers or fields["num_hidden_layers"]
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads, key_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(8192)
@@ -40,9 +37,9 @@ def write_random_llama(path: Path, kind: str, fields: Mapping[str, int], layers:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(5e5)
     writer.add_rope_dimension_count(width)
-    writer.add_vocab_size(vocabulary)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
-    matrices = {"token_embd": (vocabulary, hidden)}
+    matrices = {"token_embd": (config.vocab_size, hidden)}
     norms = ["output_norm"]
     for layer in range(layers):
         shapes = {
