@@ -26,7 +26,8 @@ iniconfig pygments
 """.split()
 LIBRARIES = ("libstdc++6", "libgomp1")
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
-TESTS = ("tests/pt2mx/kernels/cpu",)
+#: without those that start an interpreter of their own for other x86-64 processors
+TESTS = ("tests/pt2mx/kernels/cpu", "-k", "not other_processors and not test_prebuilt")
 
 
 def install_python(folder: Path) -> Path:

@@ -95,8 +95,8 @@ def test_activations_of_special_values(activation):
     spec = MXSpec("fp8_e4m3", 1, 1)
     got, want = cpu.activation_fake_quantize(x, activation, spec, x.dtype), ACTIVATIONS[activation](x)
     torch.testing.assert_close(got, want, rtol=0.07, atol=1e-6)
-    signs = want if activation == "relu" else x  # oneDNN's GELU of -0 is 0 on AVX2
-    assert torch.equal(got[:2].signbit(), signs[:2].signbit())
+    # of -0 torch's GELU is 0 on AVX2, and its ReLU on AArch64
+    assert torch.equal(got[:2].signbit(), x[:2].signbit())
     x = torch.tensor([[torch.nan], [torch.inf]])
     assert cpu.activation_fake_quantize(x, activation, spec, x.dtype).isnan().all()
 
