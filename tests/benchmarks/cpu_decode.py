@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", default=["Q4_0", "MXFP4"], help="types of random GGUF files")
     parser.add_argument("--gguf", nargs="*", type=Path, default=[], help="files instead of random ones")
     options = parser.parse_args(arguments)
+    for file in (options.llama_bench, *options.gguf):
+        if file is not None and not file.is_file():
+            parser.error(f"no file {file}")
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         run(options, Path(folder))
