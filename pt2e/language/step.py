@@ -6,6 +6,7 @@ No value of a step goes through Python. A GPU replays the step as one CUDA graph
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -196,7 +197,9 @@ class Step:
         try:
             with torch.cuda.stream(stream):
                 self._try()
-                torch.cuda.set_sync_debug_mode("error")
+                with warnings.catch_warnings():  # of torch, at the first use: the mode is a prototype
+                    warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+                    torch.cuda.set_sync_debug_mode("error")
                 self._try()
         except RuntimeError as error:
             if "synchronizing CUDA operation" not in str(error):
