@@ -143,7 +143,7 @@ def _step_programs(single: GraphModule) -> tuple[GraphModule, GraphModule]:
 def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool = False) -> Callable[..., Tensor]:
     """Return a compiled program. overlaps: Inductor's kernels begin while the kernel before ends (programmatic
     dependent launch)."""
-    compiled = torch.compile(program, **options)
+    compiled = torch.compile(program, **_unguarded(options))
     pdl = {"triton.enable_pdl": True} if overlaps else {}
 
     def call(**inputs: Any) -> Tensor:
@@ -152,6 +152,20 @@ def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool =
             return compiled(**inputs)
 
     return call
+
+
+def _unguarded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `torch.compile` for a program whose module never changes.
+
+    Guards on the module, hundreds of parameters, would take a tenth of a step on the CPU. Guards on the inputs stay, so
+    that the generated code need not check sizes again."""
+    if options.get("backend", "inductor") != "inductor":
+        return dict(options)
+    own = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
+    given = {name: value for name, value in options.items() if name not in ("mode", "options")}
+    # torch takes a mode or options
+    of_mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
+    return {**given, "options": {**own, **of_mode, **(options.get("options") or {})}}
 
 
 def _compiled_pair(

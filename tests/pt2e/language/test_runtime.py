@@ -1,5 +1,9 @@
+import copy
+
 import pytest
 import torch
+from torch import nn
+from torch.fx import symbolic_trace
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import decoder, runtime
@@ -65,3 +69,31 @@ def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
     with pytest.raises(MXError, match="crashes"):
         quantized.write_packages(tmp_path)
     assert not [*tmp_path.glob("*.aoti.pt2")]
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "default"}, {"options": {"max_fusion_size": 8}, "fullgraph": True}])
+def test_programs_without_guards_on_their_modules(options):
+    torch._dynamo.reset()
+    programs = [symbolic_trace(nn.Linear(3, 2)) for _ in range(2)]
+    given = copy.deepcopy(options)
+    compiled = [runtime._compiled(program, options) for program in programs]
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        for program, call in zip(programs, compiled, strict=True):
+            assert torch.allclose(call(input=x), program(x), atol=1e-6)
+            program.train(not program.training)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for program, call in zip(programs, compiled, strict=True):
+                assert torch.allclose(call(input=x), program(x), atol=1e-6)
+                with pytest.raises(RuntimeError, match="recompile"):
+                    call(input=x.double())
+        for other in (x[:3], x.mT.contiguous().mT):
+            assert torch.allclose(compiled[0](input=other), programs[0](other), atol=1e-6)
+    assert options == given
+
+
+def test_other_backends_and_unknown_modes():
+    program, x = symbolic_trace(nn.Linear(3, 2)), torch.randn(4, 3)
+    assert torch.equal(runtime._compiled(program, {"backend": "eager"})(input=x), program(x))
+    with pytest.raises(RuntimeError, match="quickly"):
+        runtime._compiled(program, {"mode": "quickly"})
