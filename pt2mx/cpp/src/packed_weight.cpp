@@ -9,13 +9,17 @@ namespace {
 
 constexpr int64_t kDecoded = 1 << 20;  // bytes of the weight that a thread decodes at a time, for a second-level cache
 constexpr int64_t kPanel = 32;         // columns of a panel
+// The most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones.
+constexpr int64_t kDecodedK = 2048, kWaitingRows = 1024;
 
 int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Sets how many rows and columns of the result one thread computes at a time: `_task` of linear.py.
 void set_task(LinearCall& call, int64_t k) {
   const int64_t threads = torch::stable::get_num_threads(), panels = parts(call.n, kPanel);
-  const int64_t most = std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * k) / kPanel));
+  const bool in_parts = call.isa & AMX && k > kDecodedK;
+  const int64_t most =
+      std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * (in_parts ? kDecodedK : k)) / kPanel));
   int64_t size = parts(panels, parts(panels, most)), down = std::max(threads, std::min(4 * threads, call.m / 128));
   if (call.m < 4 * call.n) {
     const auto of_one_thread = [&](int64_t columns) { return parts(parts(panels, columns), threads) * columns; };
@@ -25,6 +29,7 @@ void set_task(LinearCall& call, int64_t k) {
     }
     down = std::max<int64_t>(1, std::min(parts(threads, parts(panels, size)), call.m / 128));
   }
+  if (in_parts) down = std::max(down, parts(call.m, kWaitingRows));
   call.task_columns = size * kPanel;
   call.task_rows = parts(parts(call.m, down), kPanel) * kPanel;
 }

@@ -45,6 +45,8 @@ VPMADDUBSW, VPDPBUSD = 1, 2
 _LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
+#: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
+_DECODED_K, _WAITING_ROWS = 2048, 1024
 #: what the C++ returns if it does not support a call
 _UNSUPPORTED = -1
 
@@ -167,7 +169,7 @@ def call_of(
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    task = _task(rows, n, k * taps, torch.get_num_threads()) if isa else (0, 0)
+    task = _task(rows, n, k * taps, torch.get_num_threads(), bool(isa & AMX)) if isa else (0, 0)
     return LinearCall(
         table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
@@ -202,17 +204,20 @@ def is_computed(error: int) -> bool:
 
 
 @functools.lru_cache(1024)
-def _task(rows: int, n: int, k: int, threads: int) -> tuple[int, int]:
+def _task(rows: int, n: int, k: int, threads: int, amx: bool) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
-    columns stay in its L2 cache, decoded."""
-    groups = _parts(n, 32)
-    most = max(1, min(32, _DECODED // (2 * k) // 32))  # groups of 32 columns whose decoded weight fits
+    columns stay in its L2 cache, decoded; with AMX a part of K at a time."""
+    groups, in_parts = _parts(n, 32), amx and k > _DECODED_K
+    together = _DECODED_K if in_parts else k
+    most = max(1, min(32, _DECODED // (2 * together) // 32))  # groups of 32 columns whose decoded weight fits
     if rows >= 4 * n:  # decoding the weight in each thread is faster than gathering all rows in each
         size, down = _parts(groups, _parts(groups, most)), max(threads, min(4 * threads, rows // 128))
     else:
         sizes = range(most, 0, -1)
         size = min(sizes, key=lambda size: _parts(_parts(groups, size), threads) * size)  # what one thread computes
         down = max(1, min(_parts(threads, _parts(groups, size)), rows // 128))
+    if in_parts:
+        down = max(down, _parts(rows, _WAITING_ROWS))
     return _parts(_parts(rows, down), 32) * 32, size * 32
 
 

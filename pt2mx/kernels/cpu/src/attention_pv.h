@@ -95,15 +95,17 @@ class AttentionPV<u16> {
   }
 
   void add(const float* weights, i64 n, i64 first, i64 count, float* sums) {
-    const i64 groups = (count + kGroup - 1) / kGroup, stride = groups * kGroup;
+    const i64 groups = (count + kGroup - 1) / kGroup;
+    const StridesOfA strides(amx_, groups);
     const u16* rows[kMR];
     for (i64 r = 0; r < kMR; ++r) {
-      rows[r] = weights_.data() + r * stride;
-      if (r < n) narrow_weights(weights + r * kScores, count, weights_.data() + r * stride);
+      u16* const row = weights_.data() + r * strides.row;
+      rows[r] = row;
+      if (r < n) narrow_weights(weights + r * kScores, count, row, strides.group);
     }
     for (i64 i = 0; i < across_; i += kNR) {
       const u16* panel = values_.data() + i / kNR * panel_ + first / kGroup * 2 * kTileElems;
-      if (amx_) microkernel_32x32_amx(weights_.data(), stride, panel, groups, sums_.data(), kNR);
+      if (amx_) microkernel_32x32_amx(weights_.data(), panel, groups, sums_.data(), kNR);
       else microkernel_32x32_avx512(rows, n, panel, 1, groups * kGroup, sums_.data(), kNR);
       for (i64 r = 0; r < n; ++r) {
         float* total = sums + r * across_ + i;
@@ -113,12 +115,13 @@ class AttentionPV<u16> {
   }
 
  private:
-  // Rounds `count` weights to bfloat16, padded with zeros to a whole group.
-  __attribute__((target("avx512bf16"))) static void narrow_weights(const float* weights, i64 count, u16* out) {
-    for (i64 i = 0; i < count; i += kGroup) {
+  // Rounds `count` weights to bfloat16, padded with zeros to a whole group; groups are `stride` values apart.
+  __attribute__((target("avx512bf16"))) static void narrow_weights(const float* weights, i64 count, u16* out,
+                                                                   i64 stride) {
+    for (i64 i = 0; i < count; i += kGroup, out += stride) {
       const __m512 first = _mm512_maskz_loadu_ps(lanes(i, count), weights + i);
       const __m512 second = _mm512_maskz_loadu_ps(lanes(i + kTileRows, count), weights + i + kTileRows);
-      _mm512_storeu_si512(out + i, __m512i(_mm512_cvtne2ps_pbh(second, first)));
+      _mm512_storeu_si512(out, __m512i(_mm512_cvtne2ps_pbh(second, first)));
     }
   }
 

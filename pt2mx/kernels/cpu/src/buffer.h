@@ -26,7 +26,7 @@ class Buffer {
   std::vector<Line> lines_;
 };
 
-enum Use { OF_X, OF_WEIGHT };
+enum Use { OF_X, OF_WEIGHT, OF_SUMS };
 constexpr i64 kKept = 1 << 25;  // the most bytes that a thread keeps
 
 // Memory that a thread keeps for its next call, because page faults on fresh memory take longer than filling it.

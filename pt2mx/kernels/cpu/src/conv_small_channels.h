@@ -40,7 +40,7 @@ void pad_rows(i64 begin, i64 end, void* context) {
   const i64 values = c.size[1] * c.linear.k, padding = c.padding[1] * c.linear.k, length = values + 2 * padding;
   const u16* x = static_cast<const u16*>(c.linear.x) + begin * values;
   u16* out = gemm.padded.data() + begin * length;
-  gemm.update_min_exponent(x, (end - begin) * values);
+  gemm.update_min_exponent(min_exponent_of(x, (end - begin) * values));
   for (i64 row = begin; row < end; ++row, x += values, out += length) {
     u16 most = 0;
 #pragma omp simd reduction(max : most)
@@ -52,8 +52,8 @@ void pad_rows(i64 begin, i64 end, void* context) {
   }
 }
 
-// As `decode_rows`, for merged taps.
-bool decode_merged_taps(const GemmBf16& gemm, i64 row, i64 last, u16* w) {
+// As `decode_rows`, for merged taps, of which there are few: all are decoded together.
+bool decode_merged_taps(const GemmBf16& gemm, i64 row, i64 last, i64, i64, u16* w) {
   const Linear& linear = gemm.linear;
   const i64 channels = gemm.image->linear.k, wide = gemm.image->kernel[1], size = linear.tap_groups * 2 * kTileElems;
   i64 min_exponent = 2 * kBias;

@@ -64,7 +64,8 @@ class Head {
     values_.pack(at(c.value, c.value_stride, batch, key_head), c.value_stride[2], c.value_width, keys);
     for (i64 m = top; m < bottom; m += kMR) {
       const i64 n = std::min(kMR, bottom - m);
-      pack_rows(query + m * c.query_stride[2], c.query_stride[2], n, c.width, query_.data(), query_stats);
+      pack_rows(query + m * c.query_stride[2], c.query_stride[2], n, c.width, StridesOfA(amx_, groups_), query_.data(),
+                query_stats);
       std::fill(m_i_, m_i_ + kMR, -INFINITY);
       std::fill(l_i_, l_i_ + kMR, 0.0f);
       sums_.zero();
@@ -91,7 +92,7 @@ class Head {
     for (i64 i = 0; i < count; i += kNR) {
       const u16* keys = keys_.data() + (first + i) / kNR * panel();
       float* scores = scores_.data() + i;
-      if (amx_) microkernel_32x32_amx(query_.data(), groups_ * kGroup, keys, groups_, scores, kScores);
+      if (amx_) microkernel_32x32_amx(query_.data(), keys, groups_, scores, kScores);
       else microkernel_32x32_avx512(rows_, n, keys, 1, groups_ * kGroup, scores, kScores);
     }
   }

@@ -7,8 +7,9 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 
-#include "decode_bf16.h"
+#include "decode_panels_bf16.h"
 #include "epilogue.h"
 #include "gemm_microkernel.h"
 
@@ -18,19 +19,34 @@ namespace {
 
 struct GemmBf16;
 
-// Decodes rows [row, last) of the weight to panels w: (panels, groups, 2, kTileRows pairs of values, kTileRows columns,
-// 2). Returns false if products with them could be subnormal, or a code is invalid.
-typedef bool (*DecodeRows)(const GemmBf16& gemm, i64 row, i64 last, u16* w);
+// Copies the first `n` of 32 values, and zeros after them.
+inline void copy_group(const u16* values, i64 n, u16* out) {
+  const __mmask32 known = n < kGroup ? (u32(1) << n) - 1 : ~u32(0);
+  _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(known, values));
+}
+
+// Decodes groups [begin, end) of rows [row, last) of the weight to panels w: (panels, end - begin, 2, kTileRows pairs
+// of values, kTileRows columns, 2). Returns false if products with them could be subnormal, or a code is invalid.
+typedef bool (*DecodeRows)(const GemmBf16& gemm, i64 row, i64 last, i64 begin, i64 end, u16* w);
+
+constexpr i64 kDecodedBytes = 1 << 20;  // of the weight that are decoded at a time, for a second-level cache
+
+// Returns how many groups of `panels` panels are decoded at a time: whole strips, so that the order of sums stays.
+inline i64 decoded_groups(i64 groups, i64 panels) {
+  const i64 strips = kDecodedBytes / (panels * kStripGroups * kMicroGroup * i64(sizeof(u16)));
+  return std::min(groups, std::max<i64>(1, strips) * kStripGroups);
+}
 
 struct GemmBf16 {
   const Linear& linear;
   const DecodeRows decode;
   Tasks tasks;
-  const i64 width, stride;                 // values of a tap and of a row, each padded to whole groups
+  const i64 width;                         // values of a tap, padded to whole groups
   i64 pixel_stride;                        // values between pixels in memory
   const u16* x;                            // pixels
   const ConvolutionCall* image = nullptr;  // for conv_small_channels.h: the convolution before taps were merged
   Buffer<u16> padded, zeros;
+  std::optional<Scratch<OF_X>> packed;       // a matrix x for AMX: (m / kMR, groups, kMR, kGroup)
   std::atomic<i64> min_exponent{2 * kBias};  // of x
   std::atomic<bool> unsupported{false};
 
@@ -39,14 +55,15 @@ struct GemmBf16 {
         decode(decode),
         tasks(linear.call),
         width(linear.tap_groups * kGroup),
-        stride(linear.groups * kGroup),
         pixel_stride(width),
         x(static_cast<const u16*>(linear.call.x)) {
     zeros.resize(width);
   }
 
-  void update_min_exponent(const u16* values, i64 n) {
-    const i64 exponent = min_exponent_of(values, n);
+  // Where the group of rows of `packed` starts that has this row.
+  u16* packed_rows(i64 row) const { return reinterpret_cast<u16*>(packed->data()) + row / kMR * kMR * width; }
+
+  void update_min_exponent(i64 exponent) {
     for (i64 before = min_exponent; exponent < before && !min_exponent.compare_exchange_weak(before, exponent);) {}
   }
 
@@ -60,86 +77,100 @@ struct GemmBf16 {
     });
   }
 
-  // Returns these rows `stride` values apart, as AMX loads them: x itself, or a copy in `rows`, padded with zeros.
-  const u16* gather(const u16* const* pixels, i64 n, u16* rows) const {
-    if (linear.im2col.is_matrix() && n == kMR) return pixels[0];
-    for (i64 r = 0; r < n; ++r) {
-      for (i64 tap = 0; tap < linear.im2col.taps; ++tap) {
-        std::memcpy(rows + r * stride + tap * width, pixels[tap * kMR + r], 2 * linear.call.k);
-      }
+  // Copies groups [begin, end) of n rows to out: (end - begin, kMR, kGroup), padded with zeros.
+  void gather(const u16* const* pixels, i64 n, i64 begin, i64 end, u16* out) const {
+    for (i64 at = begin; at < end; ++at, out += kMicroGroup) {
+      const i64 tap = at / linear.tap_groups, i = at % linear.tap_groups * kGroup;
+      for (i64 r = 0; r < n; ++r) copy_group(pixels[tap * kMR + r] + i, linear.call.k - i, out + r * kGroup);
     }
-    return rows;
   }
 };
 
-// Finds the smallest exponent of pixels, and pads them with zeros to whole groups.
-void scan_and_pad(i64 begin, i64 end, void* context) {
+// Finds the smallest exponent of pixels. Packs the rows of a matrix for AMX, and pads other pixels with zeros to whole
+// groups.
+void scan_and_pack(i64 begin, i64 end, void* context) {
   GemmBf16& gemm = *static_cast<GemmBf16*>(context);
-  const i64 k = gemm.linear.call.k;
-  const u16* x = static_cast<const u16*>(gemm.linear.call.x);
-  gemm.update_min_exponent(x + begin * k, (end - begin) * k);
-  if (gemm.width == k) return;
-  for (i64 row = begin; row < end; ++row) {
-    u16* out = gemm.padded.data() + row * gemm.width;
-    std::memset(std::copy(x + row * k, x + (row + 1) * k, out), 0, 2 * (gemm.width - k));
+  const i64 k = gemm.linear.call.k, width = gemm.width;
+  const u16* x = static_cast<const u16*>(gemm.linear.call.x) + begin * k;
+  i64 min_exponent = 2 * kBias;
+  for (i64 row = begin; row < end; ++row, x += k) {
+    min_exponent = std::min(min_exponent, min_exponent_of(x, k));
+    if (gemm.packed) {
+      u16* out = gemm.packed_rows(row) + row % kMR * kGroup;
+      for (i64 i = 0; i < width; i += kGroup, out += kMicroGroup) copy_group(x + i, k - i, out);
+    } else if (width != k) {
+      for (i64 i = 0; i < width; i += kGroup) copy_group(x + i, k - i, gemm.padded.data() + row * width + i);
+    }
   }
+  gemm.update_min_exponent(min_exponent);
 }
 
 template <class Decoder>
-bool decode_rows(const GemmBf16& gemm, i64 row, i64 last, u16* w) {
+bool decode_rows(const GemmBf16& gemm, i64 row, i64 last, i64 begin, i64 end, u16* w) {
   const Linear& linear = gemm.linear;
   Decoder decoder(linear.call);
+  PanelDecoder<Decoder> panels(linear.call);
   i64 min_exponent = 2 * kBias;
   bool subnormal = false;
   for (; row < last; row += kNR) {
-    for (i64 tap = 0; tap < linear.im2col.taps; ++tap) {
+    for (i64 at = begin, count; at < end; at += count) {
+      const i64 tap = at / linear.tap_groups, g = at % linear.tap_groups;
+      count = std::min({kChunkGroups, linear.tap_groups - g, end - at});
       const LinearCall c = linear.call_of(tap);
-      for (i64 g = 0; g < linear.tap_groups; g += kChunkGroups) {
-        const i64 count = std::min(kChunkGroups, linear.tap_groups - g);
+      const i64 size = count * kMicroGroup;
+      if (!panels.decode(c, row, g, count, w)) {
         subnormal |= decode_chunk(c, decoder, row, g, g + count, w);
-        min_exponent = std::min(min_exponent, min_exponent_of(w, count * 2 * kTileElems));
-        for (const u16* end = w + count * 2 * kTileElems; w < end; w += kTileElems) transpose(w);
+        min_exponent = std::min(min_exponent, min_exponent_of(w, size));
+        for (i64 i = 0; i < size; i += kTileElems) transpose(w + i);
       }
+      w += size;
     }
   }
+  min_exponent = std::min(min_exponent, panels.min_exponent());
   return products_are_normal(gemm.min_exponent, min_exponent) && !subnormal && !decoder.invalid();
 }
 
 void run_gemm_bf16(i64, i64, void* context) {
   GemmBf16& gemm = *static_cast<GemmBf16*>(context);
   const LinearCall& c = gemm.linear.call;
-  const i64 groups = gemm.linear.groups, panel = groups * 2 * kTileElems;
   const KeepSubnormals keep;
-  const i64 panels = (c.task_columns + kNR - 1) / kNR;
-  const Scratch<OF_WEIGHT> scratch(2 * panels * panel);
-  u16* const w = reinterpret_cast<u16*>(scratch.data());
+  const bool amx = c.isa & AMX;
+  const i64 groups = gemm.linear.groups, panels = (c.task_columns + kNR - 1) / kNR;
+  const i64 depth = amx && !gemm.image ? decoded_groups(groups, panels) : groups;
+  const i64 kept_rows = depth < groups ? c.task_rows : kMR;  // whose sums wait for the next groups
+  const Scratch<OF_WEIGHT> w_scratch(sizeof(u16) * panels * depth * kMicroGroup);
+  const Scratch<OF_SUMS> sums_scratch(sizeof(float) * panels * kept_rows * kNR);
+  u16* const w = reinterpret_cast<u16*>(w_scratch.data());
+  float* const sums = reinterpret_cast<float*>(sums_scratch.data());
   std::vector<const u16*> pixels(gemm.linear.im2col.taps * kMR, gemm.x);
   i64 positions[kMR];
   Buffer<u16> gathered;
-  Buffer<float> sums;
-  const bool amx = c.isa & AMX;
-  if (amx) gathered.resize(kMR * gemm.stride);
-  sums.resize((panels + 1) * kMicroTile);
+  if (amx && !gemm.packed) gathered.resize(depth * kMicroGroup);
   if (amx) configure_amx();
   i64 decoded = -1;
-  for (Task task; !gemm.unsupported && gemm.tasks.take(task); decoded = task.first) {
+  for (Task task; !gemm.unsupported && gemm.tasks.take(task); decoded = depth < groups ? -1 : task.first) {
     const auto [top, bottom, first, last] = task;
-    if (decoded != first && !gemm.decode(gemm, first, last, w)) gemm.unsupported = true;
-    for (i64 m = top; m < bottom; m += kMR) {
-      const i64 rows = std::min(kMR, bottom - m);
-      gemm.find_pixels(m, rows, pixels.data(), positions);
-      if (amx) {
-        const u16* x = gemm.gather(pixels.data(), rows, gathered.data());
-        gemm_panels_amx(x, gemm.stride, w, groups, panels, sums.data());
-      }
-      for (i64 p = 0; p * kNR < last - first; ++p) {
-        float* micro_tile = sums.data() + p * kMicroTile;
-        if (!amx) {
-          microkernel_32x32_avx512(pixels.data(), rows, w + p * panel, gemm.linear.im2col.taps, c.k, micro_tile, kNR,
-                                   gemm.zeros.data());
+    for (i64 begin = 0; begin < groups && !gemm.unsupported; begin += depth) {
+      const i64 end = std::min(begin + depth, groups);
+      if (decoded != first && !gemm.decode(gemm, first, last, begin, end, w)) gemm.unsupported = true;
+      for (i64 m = top; m < bottom; m += kMR) {
+        const i64 rows = std::min(kMR, bottom - m);
+        float* const of_rows = depth < groups ? sums + (m - top) * panels * kNR : sums;
+        gemm.find_pixels(m, rows, pixels.data(), positions);
+        if (amx) {
+          const u16* x = gemm.packed ? gemm.packed_rows(m) + begin * kMicroGroup : gathered.data();
+          if (!gemm.packed) gemm.gather(pixels.data(), rows, begin, end, gathered.data());
+          gemm_panels_amx(x, w, end - begin, (last - first + kNR - 1) / kNR, of_rows, begin > 0);
         }
-        const i64 column = first + p * kNR;
-        finish_micro_tile(gemm.linear, positions, rows, column, std::min(kNR, last - column), micro_tile);
+        for (i64 p = 0; end == groups && p * kNR < last - first; ++p) {
+          float* micro_tile = of_rows + p * kMicroTile;
+          if (!amx) {
+            microkernel_32x32_avx512(pixels.data(), rows, w + p * groups * kMicroGroup, gemm.linear.im2col.taps, c.k,
+                                     micro_tile, kNR, gemm.zeros.data());
+          }
+          const i64 column = first + p * kNR;
+          finish_micro_tile(gemm.linear, positions, rows, column, std::min(kNR, last - column), micro_tile);
+        }
       }
     }
   }
@@ -155,11 +186,13 @@ template <class Decoder>
 int32_t gemm_bf16(Linear& linear, ParallelFor parallel_for) {
   const i64 k = linear.call.k, pixels = linear.im2col.pixels, grain = std::max<i64>(1, (1 << 16) / k);
   GemmBf16 gemm(linear, decode_rows<Decoder>);
-  if (gemm.width != k) {
+  if (linear.call.isa & AMX && linear.im2col.is_matrix()) {
+    gemm.packed.emplace((pixels + kMR - 1) / kMR * kMR * gemm.width * sizeof(u16));
+  } else if (gemm.width != k) {
     gemm.padded.resize(pixels * gemm.width);
     gemm.x = gemm.padded.data();
   }
-  if (const int32_t error = parallel_for(0, pixels, grain, scan_and_pad, &gemm)) return error;
+  if (const int32_t error = parallel_for(0, pixels, grain, scan_and_pack, &gemm)) return error;
   return multiply(gemm, parallel_for);
 }
 

@@ -21,6 +21,9 @@
 //             tmm5, rows 16..31 | tmm2 += 5 * 6  | tmm3 += 5 * 7  |
 //                               +----------------+----------------+
 //
+// AMX reads A as (groups, kMR, kGroup), AVX512_BF16 as (kMR, groups, kGroup): a tile register of rows that are a power
+// of two apart would come from few sets of the first-level cache, which evict each other.
+//
 // Both instruction sets treat subnormal numbers as zero. If the smallest values of both operands could have a subnormal
 // product (`products_are_normal`), the caller uses another kernel.
 
@@ -33,22 +36,28 @@
 
 namespace {
 
-constexpr i64 kMicroTile = kMR * kNR;  // sums of a micro-tile
+constexpr i64 kMicroTile = kMR * kNR;      // sums of a micro-tile
+constexpr i64 kMicroGroup = kMR * kGroup;  // values of a group of A, and of a panel
 
-// sums: (kMR, kNR), rows `across` values apart, = x: kMR rows of `groups` groups, rows `stride` values apart, times a
-// panel w: (groups, 2, kTileRows pairs of values, kTileRows columns, 2).
-__attribute__((target("amx-tile,amx-bf16"))) NOINLINE void microkernel_32x32_amx(const u16* x, i64 stride, const u16* w,
-                                                                                 i64 groups, float* sums, i64 across) {
-  const u16* below = x + kTileRows * stride;
-  const i64 bytes = 2 * stride, row = 4 * across;
+// Values from a row of A to the next one, and from a group of a row to the next one.
+struct StridesOfA {
+  i64 row, group;
+  StridesOfA(bool amx, i64 groups) : row(amx ? kGroup : groups * kGroup), group(amx ? kMicroGroup : kGroup) {}
+};
+
+// sums: (kMR, kNR), rows `across` values apart, = x: (groups, kMR, kGroup) times a panel w: (groups, 2, kTileRows pairs
+// of values, kTileRows columns, 2).
+__attribute__((target("amx-tile,amx-bf16"))) NOINLINE void microkernel_32x32_amx(const u16* x, const u16* w, i64 groups,
+                                                                                 float* sums, i64 across) {
+  const i64 row = 4 * across;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (i64 g = 0; g < groups; ++g, x += kGroup, below += kGroup, w += 2 * kTileElems) {
-    _tile_loadd(4, x, bytes);
+  for (i64 g = 0; g < groups; ++g, x += kMicroGroup, w += kMicroGroup) {
+    _tile_loadd(4, x, 64);
     _tile_loadd(6, w, 64);
-    _tile_loadd(5, below, bytes);
+    _tile_loadd(5, x + kTileElems, 64);
     _tile_loadd(7, w + kTileElems, 64);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
@@ -61,17 +70,17 @@ __attribute__((target("amx-tile,amx-bf16"))) NOINLINE void microkernel_32x32_amx
   _tile_stored(3, sums + kTileRows * across + kTileRows, row);
 }
 
-// sums: (panels, kMR, kNR), with room for one more, = x as above, times w: (panels, groups, ..). A strip of x stays in
-// the first-level cache.
-inline void gemm_panels_amx(const u16* x, i64 stride, const u16* w, i64 groups, i64 panels, float* sums) {
-  float* strip = sums + panels * kMicroTile;
+// sums: (panels, kMR, kNR) = x as above, times w: (panels, groups, ..); or sums += that, if they have `earlier` groups.
+// A strip of x stays in the first-level cache.
+inline void gemm_panels_amx(const u16* x, const u16* w, i64 groups, i64 panels, float* sums, bool earlier = false) {
+  alignas(64) float strip[kMicroTile];
   for (i64 g = 0; g < groups; g += kStripGroups) {
     const i64 depth = std::min(kStripGroups, groups - g);
     for (i64 p = 0; p < panels; ++p) {
       float* total = sums + p * kMicroTile;
-      microkernel_32x32_amx(x + g * kGroup, stride, w + (p * groups + g) * 2 * kTileElems, depth, g ? strip : total,
-                            kNR);
-      for (i64 i = 0; g && i < kMicroTile; ++i) total[i] += strip[i];
+      microkernel_32x32_amx(x + g * kMicroGroup, w + (p * groups + g) * kMicroGroup, depth,
+                            g || earlier ? strip : total, kNR);
+      for (i64 i = 0; (g || earlier) && i < kMicroTile; ++i) total[i] += strip[i];
     }
   }
 }

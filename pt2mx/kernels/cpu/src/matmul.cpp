@@ -47,10 +47,11 @@ void run_matmul(i64 begin, i64 end, void* context) {
   Buffer<float> sums;
   w.resize(panels * groups * 2 * kTileElems);
   x.resize(kMR * width);
-  sums.resize((panels + 1) * kMicroTile);
+  sums.resize(panels * kMicroTile);
   const u16* x_rows[kMR];
   for (i64 r = 0; r < kMR; ++r) x_rows[r] = x.data() + r * width;
   const bool amx = c.isa & AMX;
+  const StridesOfA strides(amx, groups);
   if (amx) configure_amx();
   for (i64 task = begin; task < end && !matmul.unsupported; ++task) {
     const i64 matrix = task / (matmul.across * matmul.down), i = matrix / c.second, j = matrix % c.second;
@@ -65,8 +66,8 @@ void run_matmul(i64 begin, i64 end, void* context) {
     }
     for (i64 m = top; m < bottom; m += kMR) {
       const i64 n = std::min(kMR, bottom - m);
-      pack_rows(from + m * c.x_stride[2], c.x_stride[2], n, c.k, x.data(), x_stats);
-      if (amx) gemm_panels_amx(x.data(), width, w.data(), groups, count, sums.data());
+      pack_rows(from + m * c.x_stride[2], c.x_stride[2], n, c.k, strides, x.data(), x_stats);
+      if (amx) gemm_panels_amx(x.data(), w.data(), groups, count, sums.data());
       for (i64 p = 0; p < count; ++p) {
         float* micro_tile = sums.data() + p * kMicroTile;
         if (!amx)

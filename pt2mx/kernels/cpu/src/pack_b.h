@@ -66,13 +66,14 @@ inline __m512i upper_halves(const u16* values, __mmask16 known, ValueStats&) {
   return _mm512_castps_si512(known_values(values, known));
 }
 
-// Packs `n` rows of `k` values each as A, out: (kMR, groups * kGroup), padded with zeros.
+// Packs `n` rows of `k` values each as A, padded with zeros.
 template <class T>
-void pack_rows(const T* x, i64 stride, i64 n, i64 k, u16* out, ValueStats& stats) {
-  const i64 width = (k + kGroup - 1) / kGroup * kGroup;
+void pack_rows(const T* x, i64 stride, i64 n, i64 k, StridesOfA strides, u16* out, ValueStats& stats) {
   for (i64 r = 0; r < kMR; ++r) {
     const i64 known = r < n ? k : 0;
-    for (i64 i = 0; i < width; i += kGroup, out += kGroup) put_group(x + r * stride + i, known - i, out, stats);
+    for (i64 i = 0; i < k; i += kGroup) {
+      put_group(x + r * stride + i, known - i, out + r * strides.row + i / kGroup * strides.group, stats);
+    }
   }
 }
 

@@ -7,10 +7,12 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import dequantize_then_matmul, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu.build import load
 from pt2mx.kernels.cpu.decoders import TABLE, table_of
+from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
 from tests.cpu_kernels import linear
 
@@ -123,16 +125,53 @@ def test_strides_and_dimensions(isa):
     assert torch.equal(got, want.view(3, 100, 40).transpose(0, 1))
 
 
-def test_tasks_cover_the_result():
+@pytest.mark.parametrize(
+    "name", [name for name, element in FORMATS.items() if element.bits == 4] + ["int4", "fp6_e2m3"]
+)
+@pytest.mark.parametrize("block", [32, 64])
+def test_every_code_with_every_scale(isa, name, block):
+    """Rows of the identity give the decoded weight, to the bit, of scales that all values are normal with."""
+    k, n = 320, 77  # the last groups are part of a chunk of eight
+    size = packed_length(k, ELEMENTS[name].bits)
+    data = torch.randint(0, 256, (n, size)).to(torch.uint8)
+    scale = torch.randint(60, 200, (n, k // block)).to(torch.uint8)
+    spec = MXSpec(name, block, 1)
+    weight = reference.dequantize(data, scale, spec, torch.float32, k)
+    for tiny in (0, 1):  # a scale with subnormal values in one group
+        scale[5, -1], scale[70, 1] = (0, 1) if tiny else (100, 150)
+        weight = reference.dequantize(data, scale, spec, torch.float32, k)
+        got = linear(torch.eye(k).bfloat16(), data, scale, None, spec, dtype=torch.float32)
+        assert torch.equal(got, weight.T)
+
+
+@pytest.mark.parametrize("k", [2080, 4128, 5000])
+def test_long_rows_are_summed_exactly(isa, k):
+    """Sums of small integers are exact in any order, so parts of K give the bits of the definition."""
+    x, values = torch.randint(-2, 3, (100, k)).bfloat16(), torch.randint(-2, 3, (300, k)).float()
+    for name in ("fp4_e2m1", "int8"):
+        scale, data = ops.quantize_mx(values, name, 32, -1, "floor", "even")
+        got = linear(x, data, scale, None, MXSpec(name, 32, 1), dtype=torch.float32)
+        assert torch.equal(got, F.linear(x.double(), values.double()).float())
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_tasks_cover_the_result(amx):
     for rows, n, k in ((65, 32, 64), (2048, 1536, 384), (100_000, 33, 4096), (70, 128_256, 2048)):
-        down, across = cpu_linear._task(rows, n, k, 2)
+        down, across = cpu_linear._task(rows, n, k, 2, amx)
         assert down % 32 == across % 32 == 0 and 32 <= across <= 1024 and 32 <= down <= rows + 31
+
+
+def test_amx_keeps_few_sums_of_a_part_of_k():
+    for rows, n in ((512, 2048), (4096, 2048), (100_000, 64)):
+        down, across = cpu_linear._task(rows, n, 8192, 2, True)
+        assert down <= 1024 and across <= 256
+        assert across == min(n, cpu_linear._task(rows, n, 2048, 2, True)[1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_compute_the_same_number_of_columns(threads):
     for n, k in ((512, 4608), (384, 1536), (1536, 384), (2048, 2048)):
-        _, across = cpu_linear._task(n, n, k, threads)
+        _, across = cpu_linear._task(n, n, k, threads, False)
         panels, tasks = n // 32, -(-n // across)
         assert -(-tasks // threads) * across // 32 == -(-panels // threads)
 
