@@ -78,7 +78,9 @@ inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) 
   out[3] = VECTOR(unpackhi_epi64)(high[0], high[1]);
 }
 
-// ---- the weight: a decoder writes the codes of a group of kWidth rows, as integers plus `offset` ----
+// ---- the weight: a decoder writes the codes of a group of kWidth rows, as integers plus `offset`; or those of one
+// row,
+//      in kRowVectors vectors as they lie ----
 //
 //   kWideSums        vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
 //   kRowsBeforeAmx   the most rows of x in bfloat16 for which AMX takes longer
@@ -118,7 +120,7 @@ struct IntegerTable {
 template <>
 struct IntegerColumns<Nibbles> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = true;
-  static constexpr int kWideSums = 4, kRowsBeforeAmx = 8;
+  static constexpr int kWideSums = 4, kRowsBeforeAmx = 8, kRowVectors = 2;
   Bytes table;
 
   explicit IntegerColumns(const float* values) : IntegerTable(values, 16) {
@@ -136,13 +138,19 @@ struct IntegerColumns<Nibbles> : IntegerTable {
       out += 2 * kStepBytes;
     }
   }
+  // The lower and the upper nibbles.
+  void decode_row(const u8* data, Bytes* out) const {
+    const Bytes mask = VECTOR(set1_epi8)(15), pairs = load<Bytes>(data);
+    out[0] = VECTOR(shuffle_epi8)(table, pairs & mask);
+    out[1] = VECTOR(shuffle_epi8)(table, VECTOR(srli_epi16)(pairs, 4) & mask);
+  }
 };
 
 // Floats of 6 bits. Four codes take three bytes, which are moved to each 32 bits and split.
 template <>
 struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 1, kRowsBeforeAmx = 16;
+  static constexpr int kWideSums = 1, kRowsBeforeAmx = 16, kRowVectors = 1;
 
   // Reads 12 of the 24 bytes of a group in each row, three of them to each 32 bits, in this order.
   static void load_triples(const u8* data, i64 stride, int half, __m128i order, Bytes* columns) {
@@ -165,25 +173,36 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
     table = load<Bytes>(codes);
 #endif
   }
+  // Where `split` expects the 12 bytes of 16 codes: the lower and the upper two codes of three bytes.
+  const __m128i kOrder = _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11);
+  Bytes split(Bytes words) const {  // a shift of each 16 bits, as in split_pairs
+    const Bytes even = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 10 | 1 << 22)), 10);
+    const Bytes odd = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 4 | 1 << 16)), 2);
+    const Bytes codes = even | (odd & VECTOR(set1_epi16)(0x3F00));
+    const Bytes low = VECTOR(shuffle_epi8)(tables[0], codes), high = VECTOR(shuffle_epi8)(tables[1], codes);
+    const Bytes magnitudes = where_negative(VECTOR(slli_epi16)(codes, 3), high, low);
+    const Bytes signed_codes =
+        where_negative(VECTOR(slli_epi16)(codes, 2), VECTOR(sub_epi8)(Bytes{}, magnitudes), magnitudes);
+    return VECTOR(add_epi8)(signed_codes, VECTOR(set1_epi8)(char(offset)));
+  }
+  // Reads 12 bytes to each 16 bytes, and four more.
+  static Bytes load_parts(const u8* data) { return load_quarters(data, 12 / 4); }
+
   void decode(const u8* data, i64 stride, u8* out) const {
 #if defined(__AVX512BW__)
     if (has_avx512_vbmi()) return decode_vbmi(data, stride, out);
 #endif
-    const Bytes plus = VECTOR(set1_epi8)(char(offset));
     for (int half = 0; half < 2; ++half) {
       Bytes columns[4];
-      load_triples(data, stride, half, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11), columns);
-      for (const Bytes& words : columns) {  // a shift of each 16 bits, as in split_pairs
-        const Bytes even = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 10 | 1 << 22)), 10);
-        const Bytes odd = VECTOR(srli_epi16)(VECTOR(mullo_epi16)(words, VECTOR(set1_epi32)(1 << 4 | 1 << 16)), 2);
-        const Bytes codes = even | (odd & VECTOR(set1_epi16)(0x3F00));
-        const Bytes low = VECTOR(shuffle_epi8)(tables[0], codes), high = VECTOR(shuffle_epi8)(tables[1], codes);
-        const Bytes magnitudes = where_negative(VECTOR(slli_epi16)(codes, 3), high, low);
-        const Bytes sign = VECTOR(slli_epi16)(codes, 2);
-        store(out, VECTOR(add_epi8)(plus, where_negative(sign, VECTOR(sub_epi8)(Bytes{}, magnitudes), magnitudes)));
+      load_triples(data, stride, half, kOrder, columns);
+      for (const Bytes& words : columns) {
+        store(out, split(words));
         out += kStepBytes;
       }
     }
+  }
+  void decode_row(const u8* data, Bytes* out) const {
+    *out = split(VECTOR(shuffle_epi8)(load_parts(data), in_each_half(kOrder)));
   }
 #if defined(__AVX512BW__)  // AVX512_VBMI looks up 64 codes, and reads them at any bit
   Bytes table;
@@ -205,7 +224,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
 template <>
 struct IntegerColumns<Int8> {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 0, kRowsBeforeAmx = 16;
+  static constexpr int kWideSums = 0, kRowsBeforeAmx = 16, kRowVectors = 1;
   static constexpr int32_t shift = kCodeMantissa, offset = 128, most = 127;
   explicit IntegerColumns(const float*) {}
   bool fits(int) const { return true; }
@@ -219,6 +238,7 @@ struct IntegerColumns<Int8> {
       }
     }
   }
+  void decode_row(const u8* data, Bytes* out) const { *out = load<Bytes>(data) ^ VECTOR(set1_epi8)(char(128)); }
 };
 
 // A group of kWidth rows of the weight.

@@ -1,4 +1,4 @@
-// linear_mx of up to 32 rows of x whose values, like the weight's, are 8-bit integers times one power of two per group:
+// linear_mx of 5 to 32 rows of x whose values, like the weight's, are 8-bit integers times one power of two per group:
 // by vpmaddubsw of AVX2 and AVX-512, or by vpdpbusd of AVX_VNNI and AVX512_VNNI.
 //
 // Codes are decoded once for all rows of x, a strip of groups at a time. Sums of a group are exact, one multiply-add a
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <mutex>
 
+#include "dot_int8.h"
 #include "int8_microkernel.h"
 #include "int8_strip.h"
 #include "linear.h"
@@ -103,6 +104,7 @@ int32_t linear_int8(const Linear& linear, ParallelFor parallel_for) {
   if constexpr (IntegerColumns<Decoder>::kSupported) {
     const LinearCall& c = linear.call;
     if (c.isa & AMX && c.dtype == BF16 && c.m > IntegerColumns<Decoder>::kRowsBeforeAmx) return kUnsupported;
+    if (c.m <= kDotRows) return dot_int8<Decoder>(linear, parallel_for);
     LinearInt8 int8(linear);
     encode_rows<IntegerColumns<Decoder>>(0, 1, &int8);  // if the first row has no codes, no thread starts
     if (!int8.unsupported && c.m > 1) {

@@ -1,0 +1,325 @@
+// linear_mx of up to 4 rows of x whose values, like the weight's, are 8-bit integers times one power of two per group.
+// Rows of the weight are multiplied as they lie in memory, which takes fewer instructions than moving their codes to
+// columns (int8_columns.h): the memory limits it.
+//
+// A span is the codes whose products make kLanes sums of 32 bits, which are exact: lanes of group 0, of group 1, and so
+// on. One multiply-add applies both scales, and each lane adds its sums in fp32 span by span. Then the lanes are added.
+// So a sum has one order with every instruction set.
+
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "int8_microkernel.h"
+#include "int8_strip.h"
+#include "linear.h"
+
+#if defined(PT2MX_HAVE_INT8)
+
+namespace {
+
+constexpr i64 kDotRows = 4;                     // most rows of x
+constexpr i64 kLanes = 16;                      // sums of a span
+constexpr int kSpanParts = kLanes / kWidth;     // vectors of sums
+constexpr i64 kDotTile = 4;                     // rows of the weight that are multiplied together
+constexpr i64 kDotTiles = 16;                   // whose results are stored together
+constexpr i64 kPastCodes = 4, kPastScales = 3;  // bytes after a span that are read
+
+template <class Decoder>
+struct DotInt8 {
+  using Columns = IntegerColumns<Decoder>;
+  static constexpr i64 kVectors = Columns::kRowVectors;           // of 4 * kLanes codes in a span
+  static constexpr i64 kGroups = kVectors * 4 * kLanes / kGroup;  // of a span
+  static constexpr i64 kGroupLanes = kLanes / kGroups;
+  static constexpr i64 kBytes = kGroups * Decoder::kBytes;
+
+  struct Span {  // of a row of x
+    u8 codes[kVectors][4 * kLanes];
+    int32_t offsets[kLanes];  // initial values of sums, as in CodeGroup
+    int32_t powers[kLanes];   // as in CodeGroup, without the weight's shift
+  };
+
+  const Linear& linear;
+  const Columns columns;
+  const i64 spans;          // of a row
+  Buffer<Span> x;           // (spans, m)
+  ExponentRange exponents;  // of x
+  std::atomic<bool> unsupported{false};
+
+  explicit DotInt8(const Linear& linear)
+      : linear(linear), columns(linear.call.table), spans((linear.groups + kGroups - 1) / kGroups) {
+    x.resize(spans * linear.call.m);
+    for (i64 m = 0; m < linear.call.m && !unsupported; ++m) encode(m);
+  }
+
+  // Converts a row of x to codes; zeros follow it.
+  void encode(i64 m) {
+    const LinearCall& c = linear.call;
+    const KeepSubnormals keep;
+    CodeGroup group{};
+    for (i64 s = 0; s < spans; ++s) {
+      Span& span = x.data()[s * c.m + m];
+      const i64 first = s * kGroups * kGroup;
+      float values[kGroups * kGroup] = {};
+      get_floats(c.x, m * c.k + first, std::min(kGroups * kGroup, c.k - first), c.dtype, values);
+      for (i64 g = 0; g < kGroups; ++g) {
+        if (first + g * kGroup < c.k) {
+          int32_t exponent;
+          if (!to_codes(values + g * kGroup, &group, &exponent)) unsupported = true;
+          exponents.add(exponent);
+        } else {
+          std::memset(group.codes, 0, kGroup);
+        }
+        const int32_t power = group.power - columns.shift * (1 << 23);
+        std::fill_n(span.powers + g * kGroupLanes, kGroupLanes, power);
+        put(load256(group.codes), span, g);
+      }
+      for (int p = 0; p < kSpanParts; ++p) {
+        Bytes sums{};
+        for (int v = 0; v < kVectors; ++v) {
+          const Bytes codes = load<Bytes>(span.codes[v] + 4 * p * kWidth);
+          sums = VECTOR(add_epi16)(sums, VECTOR(maddubs_epi16)(VECTOR(set1_epi8)(1), codes));
+        }
+        store(span.offsets + p * kWidth, VECTOR(madd_epi16)(sums, VECTOR(set1_epi16)(int16_t(-columns.offset))));
+      }
+    }
+  }
+
+ private:
+  // Stores codes of a group; of two vectors, the second one has every second code.
+  static void put(__m256i codes, Span& span, i64 group) {
+    if constexpr (kVectors == 1) {
+      store(span.codes[0] + group * kGroup, codes);
+    } else {
+      const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+      const __m256i parts = _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
+      const __m256i halves = _mm256_permute4x64_epi64(parts, 0xD8);
+      store(span.codes[0] + group * kGroup / 2, _mm256_castsi256_si128(halves));
+      store(span.codes[1] + group * kGroup / 2, _mm256_extracti128_si256(halves, 1));
+    }
+  }
+};
+
+// sum: plus the products of codes of the weight, as many vectors as x has, 4 * kLanes codes apart.
+template <class Columns, bool kVnni>
+inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const u8* x) {
+  constexpr int kVectors = Columns::kRowVectors;
+  const Bytes ones = VECTOR(set1_epi16)(1);
+  Bytes wide{}, upper{};
+  for (int v = 0; v < kVectors; ++v) {
+    const Bytes values = load<Bytes>(x + v * 4 * kLanes);
+    if constexpr (kVnni) {  // in assembly, so that one function serves both instructions
+#if defined(__AVX512BW__)
+      asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w[v]), "vm"(values));
+#else
+      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w[v]), "xm"(values));
+#endif
+    } else if constexpr (Columns::kWideSums >= kVectors) {
+      wide = VECTOR(add_epi16)(wide, VECTOR(maddubs_epi16)(w[v], values));
+    } else {  // the lower seven bits of a code, and the eighth
+      const Bytes eighth = VECTOR(srli_epi16)(w[v], 7) & VECTOR(set1_epi8)(1);
+      wide = VECTOR(maddubs_epi16)(w[v] & VECTOR(set1_epi8)(127), values);
+      upper = VECTOR(madd_epi16)(VECTOR(maddubs_epi16)(eighth, values), VECTOR(set1_epi16)(128));
+      sum = VECTOR(add_epi32)(sum, upper);
+    }
+  }
+  return kVnni ? sum : VECTOR(add_epi32)(sum, VECTOR(madd_epi16)(wide, ones));
+}
+
+// totals: (kDotTile, R, kSpanParts) += `spans` spans of kDotTile rows of the weight times R rows of x.
+template <class Decoder, bool kVnni, int R>
+NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, const u8* const* scales, i64 first,
+                       i64 spans, Floats* totals) {
+  using Sizes = DotInt8<Decoder>;
+  using Columns = typename Sizes::Columns;
+  constexpr int Q = kWidth == 16 || R == 1 ? kDotTile : R == 2 ? 2 : 1;  // rows whose totals fit in registers
+  constexpr i64 kPartBytes = Sizes::kBytes / kSpanParts, kPartGroups = Sizes::kGroups / kSpanParts;
+  alignas(64) u8 order[4 * kWidth];  // of scales, which move to the top of their lanes
+  for (i64 i = 0; i < 4 * kWidth; ++i) order[i] = i % 4 == 3 ? u8(i / 4 / Sizes::kGroupLanes) : 0x80;
+  const Bytes to_top = load<Bytes>(order);
+  const Columns decoder = int8.columns;  // a copy stays in registers
+  for (int top = 0; top < kDotTile; top += Q) {
+    Floats total[Q][R][kSpanParts];
+    const auto each = [&](auto body) {
+      for (int q = 0; q < Q; ++q) {
+        for (int r = 0; r < R; ++r) {
+          for (int p = 0; p < kSpanParts; ++p) body(total[q][r][p], totals[((top + q) * R + r) * kSpanParts + p]);
+        }
+      }
+    };
+    each([](Floats& own, const Floats& given) { own = given; });
+    const typename Sizes::Span* x = int8.x.data() + first * R;
+    for (i64 s = 0; s < spans; ++s, x += R) {
+      for (int q = 0; q < Q; ++q) {
+        const u8 *data = codes[top + q] + s * Sizes::kBytes, *scale = scales[top + q] + s * Sizes::kGroups;
+        __builtin_prefetch(data + kAhead);
+        for (int p = 0; p < kSpanParts; ++p) {
+          Bytes w[Sizes::kVectors];
+          decoder.decode_row(data + p * kPartBytes, w);
+          const Bytes bytes = VECTOR(set1_epi32)(load<int32_t>(scale + p * kPartGroups));
+          const Ints powers = Ints(VECTOR(srli_epi32)(VECTOR(shuffle_epi8)(bytes, to_top), 1));
+          for (int r = 0; r < R; ++r) {
+            const Bytes sums =
+                dot<Columns, kVnni>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
+            const Ints factors = powers + load<Ints>(x[r].powers + p * kWidth);
+            total[q][r][p] = fma(Floats(VECTOR(cvtepi32_ps)(sums)), Floats(factors), total[q][r][p]);
+          }
+        }
+      }
+    }
+    each([](const Floats& own, Floats& given) { given = own; });
+  }
+}
+
+template <class Decoder>
+using DotKernel = void (*)(const DotInt8<Decoder>&, const u8* const*, const u8* const*, i64, i64, Floats*);
+
+template <class Decoder, bool kVnni>
+DotKernel<Decoder> dot_kernel(i64 rows) {
+  static constexpr DotKernel<Decoder> kernels[] = {dot_rows<Decoder, kVnni, 1>, dot_rows<Decoder, kVnni, 2>,
+                                                   dot_rows<Decoder, kVnni, 3>, dot_rows<Decoder, kVnni, 4>};
+  return kernels[rows - 1];
+}
+
+// Writes the sums of the lanes of kDotTile rows, `stride` vectors apart.
+inline void sum_lanes(const Floats* totals, i64 stride, float* y) {
+  __m128 row[kDotTile];
+  for (int q = 0; q < kDotTile; ++q) {
+    const Floats* total = totals + q * stride;
+#if defined(__AVX512BW__)
+    const __m512 both = __m512(total[0]);
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm512_extractf32x8_ps(both, 1));
+#else
+    const __m256 half = __m256(total[0] + total[1]);
+#endif
+    row[q] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+  const __m128 low = _mm_add_ps(_mm_unpacklo_ps(row[0], row[1]), _mm_unpackhi_ps(row[0], row[1]));
+  const __m128 high = _mm_add_ps(_mm_unpacklo_ps(row[2], row[3]), _mm_unpackhi_ps(row[2], row[3]));
+  _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
+}
+
+// Copies of codes and scales of a tile that cannot be used as they are: at the end of the weight, or with scales of
+// larger blocks, or out of range.
+template <class Decoder>
+struct TileCopy {
+  std::vector<u8> codes, scales;
+
+  // Copies the spans from `first` on to `codes_of` and `scales_of`: (kDotTile). Returns false if the scale of other
+  // codes than zeros is out of range.
+  bool read(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, i64 first, const u8** codes_of,
+            const u8** scales_of) {
+    using Sizes = DotInt8<Decoder>;
+    const LinearCall& c = int8.linear.call;
+    const i64 begin = first * Sizes::kBytes, first_group = first * Sizes::kGroups;
+    const i64 bytes = (int8.spans - first) * Sizes::kBytes + kPastCodes;
+    const i64 groups = (int8.spans - first) * Sizes::kGroups + kPastScales;
+    codes.assign(kDotTile * bytes, 0);
+    scales.assign(kDotTile * groups, u8(kBias + int8.columns.shift));
+    for (i64 q = 0; q < kDotTile; ++q) {
+      const i64 at = std::min(row + q, c.n - 1);
+      u8 *data = codes.data() + q * bytes, *scale = scales.data() + q * groups;
+      std::memcpy(data, c.data + at * c.row_bytes + begin, std::min(bytes, c.row_bytes - begin));
+      for (i64 g = 0; g < int8.linear.groups - first_group; ++g) {
+        const u8 byte = c.scale[at * c.row_blocks + (first_group + g) * kGroup / c.block];
+        if (byte >= range.least && byte <= range.most) scale[g] = byte;
+        else if (byte == 255 || !are_zeros(int8, data + g * Decoder::kBytes, row_values(c, first_group + g)))
+          return false;
+      }
+      codes_of[q] = data;
+      scales_of[q] = scale;
+    }
+    return true;
+  }
+
+ private:
+  static i64 row_values(const LinearCall& c, i64 group) { return std::min(kGroup, c.k - group * kGroup); }
+
+  // True if the first n codes of a group are zeros.
+  static bool are_zeros(const DotInt8<Decoder>& int8, const u8* data, i64 n) {
+    using Sizes = DotInt8<Decoder>;
+    u8 group[Sizes::kBytes + kPastCodes] = {};
+    std::memcpy(group, data, (n * int8.linear.call.bits + 7) / 8);
+    if (const i64 rest = n * int8.linear.call.bits % 8) group[n * int8.linear.call.bits / 8] &= (1 << rest) - 1;
+    Bytes w[Sizes::kVectors];
+    int8.columns.decode_row(group, w);
+    bool all = true;
+    for (const Bytes& codes : w) {
+      u8 bytes[sizeof(Bytes)];
+      store(bytes, codes);
+      for (const u8 code : bytes) all &= code == int8.columns.offset;
+    }
+    return all;
+  }
+};
+
+// True if the scales from row `row` on, and those that a span reads after them, are in range.
+template <class Decoder>
+bool are_usual(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, i64 rows) {
+  const LinearCall& c = int8.linear.call;
+  if (c.block != kGroup) return false;
+  const i64 past = int8.spans * DotInt8<Decoder>::kGroups - c.row_blocks;
+  const u8* scale = c.scale + row * c.row_blocks;
+  const i64 n = std::min((c.n - row) * c.row_blocks, rows * c.row_blocks + past);
+  const u8 least = u8(range.least), width = u8(range.most - range.least);
+  u8 other = range.most < range.least;
+#pragma omp simd reduction(| : other)
+  for (i64 i = 0; i < n; ++i) other |= u8(scale[i] - least) > width;
+  return !other;
+}
+
+template <class Decoder>
+void run_dot_int8(i64 begin, i64 end, void* context) {
+  using Sizes = DotInt8<Decoder>;
+  Sizes& int8 = *static_cast<Sizes*>(context);
+  const LinearCall& c = int8.linear.call;
+  const auto kernel = c.integer_isa & VPDPBUSD ? dot_kernel<Decoder, true>(c.m) : dot_kernel<Decoder, false>(c.m);
+  const ScaleRange range(int8.columns.shift, int8.exponents);
+  const KeepSubnormals keep;
+  TileCopy<Decoder> copy;
+  for (i64 tile = begin; tile < end && !int8.unsupported; tile += kDotTiles) {
+    const i64 top = tile * kDotTile, bottom = std::min(std::min(tile + kDotTiles, end) * kDotTile, c.n);
+    const bool usual = are_usual(int8, range, top, bottom - top);
+    float y[kDotRows][kDotTiles * kDotTile];
+    for (i64 row = top; row < bottom; row += kDotTile) {
+      const u8 *codes[kDotTile], *scales[kDotTile];
+      for (i64 q = 0; q < kDotTile; ++q) {
+        const i64 at = std::min(row + q, c.n - 1);
+        codes[q] = c.data + at * c.row_bytes;
+        scales[q] = c.scale + at * c.row_blocks;
+      }
+      // spans that are read in place: a weight may not be read past its end
+      const i64 rows = std::max<i64>(1, c.n - row - kDotTile + 1);
+      const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - kPastCodes) / Sizes::kBytes;
+      const i64 of_scales = std::max<i64>(0, rows * c.row_blocks - kPastScales) / Sizes::kGroups;
+      const i64 whole = usual ? std::min({int8.spans, of_codes, of_scales}) : 0;
+      Floats totals[kDotTile * kDotRows * kSpanParts] = {};
+      kernel(int8, codes, scales, 0, whole, totals);
+      if (whole < int8.spans) {
+        if (!copy.read(int8, range, row, whole, codes, scales)) {
+          int8.unsupported = true;
+          return;
+        }
+        kernel(int8, codes, scales, whole, int8.spans - whole, totals);
+      }
+      for (i64 m = 0; m < c.m; ++m) sum_lanes(totals + m * kSpanParts, c.m * kSpanParts, y[m] + (row - top));
+    }
+    for (i64 m = 0; m < c.m; ++m) finish(int8.linear, m, top, bottom - top, y[m]);
+  }
+}
+
+// Returns kUnsupported, and computes nothing, for values without codes.
+template <class Decoder>
+int32_t dot_int8(const Linear& linear, ParallelFor parallel_for) {
+  const LinearCall& c = linear.call;
+  DotInt8<Decoder> int8(linear);
+  if (int8.unsupported) return kUnsupported;
+  const i64 grain = std::max<i64>(1, (1 << 18) / (kDotTile * c.m * c.k));
+  const int32_t error = parallel_for(0, (c.n + kDotTile - 1) / kDotTile, grain, run_dot_int8<Decoder>, &int8);
+  return error ? error : int8.unsupported ? kUnsupported : 0;
+}
+
+}  // namespace
+
+#endif
