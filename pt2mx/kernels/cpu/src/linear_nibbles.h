@@ -193,8 +193,10 @@ inline bool are_moderate(const u8* scale, i64 n) {
 template <int Q, class Span>
 void multiply_tiles(const LinearNibbles& nibbles, const Span& span, i64 row, float* y, bool* computed) {
   const LinearCall& c = nibbles.linear.call;
-  i64 whole = c.k / kSpanValues;  // spans that are read in place; the weight may not be read past its end
-  if (row + Q >= c.n && whole && c.row_bytes < whole * kSpanBytes + kPastSpan) --whole;
+  // spans that are read in place: x is zero past the end of a row, but the weight may not be read past its end
+  const i64 rows_left = std::max<i64>(1, c.n - row - Q + 1);
+  const i64 of_codes = std::max<i64>(0, rows_left * c.row_bytes - kPastSpan) / kSpanBytes;
+  const i64 whole = std::min({nibbles.spans, of_codes, rows_left * c.row_blocks / kSpanGroups});
   const u8 *codes[Q], *scales[Q];
   for (int q = 0; q < Q; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
@@ -248,7 +250,10 @@ void run_linear_nibbles(i64 begin, i64 end, void* context) {
     // for each tile alone, because threads divide tiles. A sum without an extreme scale could lose precision
     bool computed[kTiles] = {};
     for (i64 i = 0; i < count; ++i) {
-      computed[i] = are_moderate(c.scale + (row + i * kRows) * c.row_blocks, rows(i, 1) * c.row_blocks);
+      // with those that the last span reads after a row
+      const i64 first = row + i * kRows, past = nibbles.spans * kSpanGroups - c.row_blocks;
+      const i64 left = (c.n - first) * c.row_blocks;
+      computed[i] = are_moderate(c.scale + first * c.row_blocks, std::min(left, rows(i, 1) * c.row_blocks + past));
     }
     for (i64 i = 0; i < count; i += band) {
       if (std::none_of(computed + i, computed + i + band, [](bool one) { return one; })) continue;
