@@ -209,3 +209,17 @@ def test_a_larger_score_comes_later(unit, dtype):
         got = bf16_matmul.attention(query, key, value, None, False, None, dtype)
         want = F.scaled_dot_product_attention(query, key, value)
         torch.testing.assert_close(got.float(), want, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("hidden", [-100.0, -103.9, -104.1, -200.0, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_with_tiny_or_no_weight_add_nothing(unit, dtype, hidden):
+    """e**-104 is 0 in float32: smaller scores are not computed."""
+    torch.manual_seed(0)
+    query, key, value = values(1, 2, 40, 64), values(1, 2, 70, 64), values(1, 2, 70, 64)
+    mask = torch.full((1, 1, 40, 70), hidden)
+    seen = torch.randint(70, (40,))
+    mask[0, 0, torch.arange(40), seen] = 0
+    query = query * 2.0**-20  # scores are those of the mask
+    got = bf16_matmul.attention(*(t.to(dtype) for t in (query, key, value)), mask.to(dtype), False, None, dtype)
+    assert torch.equal(got, value[:, :, seen].to(dtype))
