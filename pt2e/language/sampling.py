@@ -6,6 +6,7 @@ themselves. The others get functions here, which read a record of fixed shape in
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
@@ -108,24 +109,35 @@ def _repetition(processor: Any) -> Processor | None:
 
 
 def _no_end_before(least: int, ends: Tensor) -> Processor:
+    columns = _columns_of(ends)
+
     def suppress(scores: Tensor, history: History) -> Tensor:
-        return torch.where(_is_one_of(ends, scores) & (history.length < least), -math.inf, scores)
+        at = columns(scores.shape[-1], scores.device)
+        return scores.index_copy(-1, at, torch.where(history.length < least, -math.inf, scores[:, at]))
 
     return Processor(("no end before", least, *ends.tolist()), suppress)
 
 
 def _suppressed(processor: Any) -> Processor:
-    tokens = processor.suppress_tokens
+    columns = _columns_of(processor.suppress_tokens)
 
     def suppress(scores: Tensor, history: History) -> Tensor:
-        return torch.where(_is_one_of(tokens, scores), -math.inf, scores)
+        return scores.index_fill(-1, columns(scores.shape[-1], scores.device), -math.inf)
 
-    return Processor(("suppressed", *tokens.tolist()), suppress)
+    return Processor(("suppressed", *processor.suppress_tokens.tolist()), suppress)
 
 
-def _is_one_of(tokens: Tensor, scores: Tensor) -> Tensor:
-    """Return (vocabulary,) bool, True at `tokens`. A GPU would wait for the sort in `torch.isin`."""
-    return (torch.arange(scores.shape[-1], device=scores.device)[:, None] == tokens.to(scores.device)).any(1)
+def _columns_of(tokens: Tensor) -> Callable[[int, torch.device], Tensor]:
+    """Return a function of the size of a vocabulary and of a device: those of `tokens` that are in the vocabulary.
+
+    It makes the tensor once, because a GPU would wait for the copy."""
+
+    @functools.cache
+    def columns(vocabulary: int, device: torch.device) -> Tensor:
+        known = sorted({token for token in tokens.tolist() if 0 <= token < vocabulary})
+        return torch.tensor(known, dtype=torch.long, device=device)
+
+    return columns
 
 
 #: class of transformers -> the function of a processor

@@ -6,7 +6,7 @@ import torch
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from tests.language_models import transformers
 
-ENDS = torch.tensor([7, 900])  # the second one is outside of the vocabulary
+ENDS = torch.tensor([7, 900, 7, -1])  # the second and the last one are outside of the vocabulary
 #: class of transformers -> arguments
 CASES = {
     "TemperatureLogitsWarper": (0.7,),
