@@ -9,18 +9,20 @@ threads may call an object at the same time. Where the machine has no kernel, th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pt2mx.kernels.cpu import activations, attention, linear
 from pt2mx.kernels.cpu.build import is_available, load
-from pt2mx.kernels.cpu.calls import ActivationCall, AttentionCall, LinearCall
 from pt2mx.spec import MXSpec
 
 __all__ = ["PreparedActivation", "PreparedAttention", "PreparedLinear"]
 
 Shape = tuple[int, ...]
+#: pointers to tensors -> 0, or an error
+Kernel = Callable[..., int]
 
 
 class PreparedLinear:
@@ -51,26 +53,24 @@ class PreparedLinear:
         #: True where the C++ kernels take the call
         self.is_supported = 0 < rows <= most and 0 not in (x[-1], data[0]) and is_available()
         self._isa = linear.matrix_isa_for(self._spec, rows, x[-1], x_dtype) if self.is_supported else 0
-        #: a number of threads, and the call that divides the result among them
-        self._call = torch.get_num_threads(), self._call_for()
+        #: a number of threads, and the kernel that divides the result among them
+        self._run = torch.get_num_threads(), self._kernel()
 
-    def _call_for(self) -> LinearCall:
+    def _kernel(self) -> Kernel | None:
+        if not self.is_supported:
+            return None
         call = linear.call_of(*self._tensors, self._spec, self._isa)
         call.rotation = self._options[2]
-        return call
+        return _kernel("pt2mx_linear_of", call)
 
     def __call__(self, x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
         """Multiply x by a weight."""
-        if self.is_supported:
-            threads, call = self._call
-            if threads != torch.get_num_threads():
-                threads, call = self._call = torch.get_num_threads(), self._call_for()
-            library, parallel_for = load()
-            operands = x.data_ptr(), data.data_ptr(), scale.data_ptr(), None if bias is None else bias.data_ptr()
-            error = library.pt2mx_linear_of(ctypes.addressof(call), *operands, out.data_ptr(), parallel_for)
-            if linear.is_computed(error):
-                return
-        out.copy_(torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options))
+        threads, run = self._run
+        if threads != torch.get_num_threads():
+            threads, run = self._run = torch.get_num_threads(), self._kernel()
+        of_bias = None if bias is None else bias.data_ptr()
+        if run is None or run(x.data_ptr(), data.data_ptr(), scale.data_ptr(), of_bias, out.data_ptr()):
+            out.copy_(torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options))
 
 
 class PreparedActivation:
@@ -95,20 +95,17 @@ class PreparedActivation:
     ) -> None:
         self._options = activation, element, block_size, scale_mode, rounding, dtype
         self.is_supported = 0 not in x and is_available()
-        self._call = None
+        self._run = None
         if self.is_supported:
             spec = MXSpec(element, block_size, -1, scale_mode, rounding)
             number = activations.ACTIVATIONS.index(activation)
-            self._call = activations.call_of(_meta(x, x_dtype), _meta(x, dtype), spec, activation=number)
+            call = activations.call_of(_meta(x, x_dtype), _meta(x, dtype), spec, activation=number)
+            self._run = _kernel("pt2mx_quantize_activation_of", call)
 
     def __call__(self, x: Tensor, *, out: Tensor) -> None:
         """Quantize the activation of x."""
-        if self._call is None:
+        if self._run is None or self._run(x.data_ptr(), out.data_ptr()):
             out.copy_(torch.ops.pt2mx.activation_fake_quantize_mx(x, *self._options))
-            return
-        call = ActivationCall.from_buffer_copy(self._call)
-        call.x, call.out = x.data_ptr(), out.data_ptr()
-        activations.run(call)
 
 
 class PreparedAttention:
@@ -135,14 +132,15 @@ class PreparedAttention:
         scale: float | None,
     ) -> None:
         self._options, self._scale = (element, block_size, value_width), scale
-        self._call = None
+        call = None
         if value_width and is_available():
             keys = _meta(key, torch.uint8), _meta(key_scale, torch.uint8)
             values = _meta(value, torch.uint8), _meta(value_scale, torch.uint8)
             masks = None if mask is None else _meta(mask, torch.bool)
             spec = MXSpec(element, block_size)
-            self._call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, masks, scale)
-        self.is_supported = self._call is not None
+            call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, masks, scale)
+        self._run = None if call is None else _kernel("pt2mx_attention_of", call)
+        self.is_supported = call is not None
 
     def __call__(
         self,
@@ -156,15 +154,20 @@ class PreparedAttention:
         out: Tensor,
     ) -> None:
         """Attend over codes."""
-        tensors = query, key, key_scale, value, value_scale
-        if self._call is not None:
-            call = AttentionCall.from_buffer_copy(self._call)
-            call.query, call.out = query.data_ptr(), out.data_ptr()
-            call.mask = None if mask is None else mask.data_ptr()
-            call.key, call.key_scale, call.value, call.value_scale = (tensor.data_ptr() for tensor in tensors[1:])
-            if attention.is_computed(call):
+        if self._run is not None:
+            keys, values = (key.data_ptr(), key_scale.data_ptr()), (value.data_ptr(), value_scale.data_ptr())
+            of_mask = None if mask is None else mask.data_ptr()
+            if not self._run(query.data_ptr(), *keys, *values, of_mask, out.data_ptr()):
                 return
+        tensors = query, key, key_scale, value, value_scale
         out.copy_(torch.ops.pt2mx.attention_mx(*tensors, *self._options, mask, self._scale))
+
+
+def _kernel(name: str, call: ctypes.Structure) -> Kernel:
+    """Return the function of the library for a call. Only pointers are arguments; it returns 0 where it computed."""
+    library, parallel_for = load()
+    function, pointer, on_threads = getattr(library, name), ctypes.pointer(call), parallel_for.value
+    return lambda *pointers: function(pointer, *pointers, on_threads)
 
 
 def _meta(shape: Shape, dtype: torch.dtype) -> Tensor:

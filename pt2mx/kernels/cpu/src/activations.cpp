@@ -197,4 +197,11 @@ int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parall
   return pt2mx_run(&quantization, parallel_for);
 }
 
+int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for) {
+  ActivationCall own = *call;  // other threads may share the call
+  own.x = x;
+  own.out = out;
+  return pt2mx_quantize_activation(&own, parallel_for);
+}
+
 }  // extern "C"

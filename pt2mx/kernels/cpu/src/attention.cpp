@@ -40,4 +40,19 @@ int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for) {
   return error;
 }
 
+int32_t pt2mx_attention_of(const AttentionCall* call, const void* query, const uint8_t* key, const uint8_t* key_scale,
+                           const uint8_t* value, const uint8_t* value_scale, const uint8_t* mask, void* out,
+                           ParallelFor parallel_for) {
+  AttentionCall own = *call;  // other threads may share the call
+  own.query = query;
+  own.key = key;
+  own.key_scale = key_scale;
+  own.value = value;
+  own.value_scale = value_scale;
+  own.mask = mask;
+  own.out = out;
+  const int32_t error = pt2mx_attention(&own, parallel_for);
+  return own.invalid ? kUnsupported : error;
+}
+
 }  // extern "C"

@@ -128,7 +128,7 @@ class HeadsAmx {
     float l_i[kMaxRowsAmx];
     for (i64 r = 0; r < a.rows; ++r) {
       float* scores = scores_.data() + r * stride_;
-      l_i[r] = softmax(scores, stride_, largest_score(scores, stride_));
+      l_i[r] = softmax(scores, end_, largest_score(scores, end_));
     }
     if (!add_values(pair)) return false;
     for (i64 r = 0; r < a.rows; ++r) store_row(pair, r, l_i[r]);
@@ -164,6 +164,7 @@ class HeadsAmx {
     const u8* masks[kMaxRowsAmx];
     for (i64 r = 0; r < a.rows; ++r) masks[r] = a.mask_of(pair, r);
     std::fill(scores_.data(), scores_.data() + a.rows * stride_, -INFINITY);
+    end_ = 0;
     for (i64 begin = 0; begin < c.slots;) {
       u32 visible[kBlocks][kMaxRowsAmx];
       i64 blocks = 0, at[kBlocks];
@@ -177,6 +178,7 @@ class HeadsAmx {
         u16* keys = keys_.data() + blocks * groups_ * 2 * kTileElems;
         if (!decode_keys(rows, pair * c.slots + begin, any, keys)) return false;
         at[blocks++] = begin;
+        end_ = begin + kSlots;
       }
       score_amx(keys_.data(), queries_.data(), blocks, groups_, tiles_, tile_scores_.data());
       for (i64 b = 0; b < blocks; ++b)
@@ -233,9 +235,9 @@ class HeadsAmx {
   bool add_values(i64 pair) {
     const Rows rows(a.values, scales_);
     sums_.zero();
-    for (i64 first = 0; first < c.slots; first += kBlocks * kSlots) {
+    for (i64 first = 0; first < end_; first += kBlocks * kSlots) {
       i64 blocks = 0;
-      for (i64 at = first; at < std::min(first + kBlocks * kSlots, c.slots); at += kSlots) {
+      for (i64 at = first; at < std::min(first + kBlocks * kSlots, end_); at += kSlots) {
         u32 used = 0;
         for (i64 r = 0; r < a.rows; ++r) used |= used_slots(scores_.data() + r * stride_ + at);
         if (!used) continue;
@@ -304,6 +306,7 @@ class HeadsAmx {
 
  private:
   const i64 weight_rows_, stride_;
+  i64 end_ = 0;  // of the blocks with slots that a query sees
   const RowScales scales_;
   std::vector<float> row_;
   Buffer<u16> queries_, keys_, weights_, values_;

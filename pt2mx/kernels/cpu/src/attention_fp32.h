@@ -45,16 +45,18 @@ class HeadFp32 {
 
   void run() {
     score();
+    const i64 end = whole_vectors(end_);
     for (i64 r = 0; r < rows_; ++r) {
       float* scores = scores_.data() + r * stride();
-      sums_[r] = softmax(scores, stride(), largest_score(scores, stride()));
+      sums_[r] = softmax(scores, end, largest_score(scores, end));
     }
     add_values();
     if (decoder_.invalid()) c.invalid = 1;
   }
 
  private:
-  i64 stride() const { return (c.slots + kWidth - 1) / kWidth * kWidth; }
+  static i64 whole_vectors(i64 slots) { return (slots + kWidth - 1) / kWidth * kWidth; }
+  i64 stride() const { return whole_vectors(c.slots); }
 
   void score() {
     const i64 vectors = c.width / kGroup * kVectors;
@@ -66,6 +68,8 @@ class HeadFp32 {
       const i64 count = std::min(kTile, c.slots - first);
       u32 visible[kMaxRows], any = 0;
       for (i64 r = 0; r < rows_; ++r) any |= visible[r] = a.visible(masks[r], first, count);
+      if (!any) continue;
+      end_ = first + count;
       for (i64 t = 0; t < count; ++t) {
         if (any >> t & 1) decode_row(a.keys, decoder_, pair_ * c.slots + first + t, keys + t * vectors);
       }
@@ -99,7 +103,7 @@ class HeadFp32 {
     const i64 vectors = c.value_width / kGroup * kVectors;
     Floats values[kTile * kMaxVectors];
     std::vector<float> sums(rows_ * c.value_width), row(c.value_width);
-    for (i64 first = 0; first < c.slots; first += kTile) {
+    for (i64 first = 0; first < end_; first += kTile) {
       for (i64 t = 0; t < std::min(kTile, c.slots - first); ++t) {
         bool is_used = false;
         for (i64 r = 0; r < rows_ && !is_used; ++r) is_used = scores_[r * stride() + first + t] != 0.0f;
@@ -140,6 +144,7 @@ class HeadFp32 {
   const PackedAttention& a;
   AttentionCall& c;
   const i64 pair_, first_, rows_;
+  i64 end_ = 0;  // of the slots that a query sees
   Decoder decoder_;
   std::vector<float> query_, scores_;
   float sums_[kMaxRows];

@@ -180,10 +180,15 @@ int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for)
 int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
 int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
+// The same with other pointers; kUnsupported if a code cannot be decoded.
+int32_t pt2mx_attention_of(const AttentionCall* call, const void* query, const uint8_t* key, const uint8_t* key_scale,
+                           const uint8_t* value, const uint8_t* value_scale, const uint8_t* mask, void* out,
+                           ParallelFor parallel_for);
 int32_t pt2mx_bf16_isa();  // bits of Isa that the next two can use
 int32_t pt2mx_matmul(const MatmulCall* call, ParallelFor parallel_for);
 int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for);
+int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 
 }  // extern "C"
