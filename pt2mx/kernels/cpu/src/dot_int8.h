@@ -274,7 +274,10 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
   using Sizes = DotInt8<Decoder>;
   Sizes& int8 = *static_cast<Sizes*>(context);
   const LinearCall& c = int8.linear.call;
-  const auto kernel = c.integer_isa & VPDPBUSD ? dot_kernel<Decoder, true>(c.m) : dot_kernel<Decoder, false>(c.m);
+  auto kernel = dot_kernel<Decoder, false>(c.m);
+#if defined(PT2MX_HAVE_VNNI)  // an older assembler lacks the instruction
+  if (c.integer_isa & VPDPBUSD) kernel = dot_kernel<Decoder, true>(c.m);
+#endif
   const ScaleRange range(int8.columns.shift, int8.exponents);
   const KeepSubnormals keep;
   TileCopy<Decoder> copy;
