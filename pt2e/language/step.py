@@ -256,7 +256,7 @@ class Step:
 
 def _argmax(weights: Tensor, parts: int) -> Tensor:
     """Return the index of the largest value of each row, (B,), the first one of equals."""
-    if parts == 1 and weights.is_cpu:  # numpy's takes a tenth of the time of torch's, and finds NaN as well
+    if parts == 1 and weights.is_cpu:  # by NumPy, which finds the first NaN as well
         return torch.from_numpy(weights.float().numpy().argmax(-1))
     if parts == 1:
         return weights.argmax(-1)
