@@ -53,16 +53,15 @@ inline int32_t sum_of_codes(__m256i codes) {
   return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 1);
 }
 
-// Stores integers of up to 8 bits as bytes.
-inline void store_bytes(const Ints* v, u8* out) {
+// Returns the integers of a group, of up to 8 bits, as bytes.
+inline __m256i to_bytes(const Ints* v) {
 #if defined(__AVX512F__)
-  for (int i = 0; i < kVectors; ++i)
-    _mm_storeu_si128((__m128i*)(out + i * kWidth), _mm512_cvtepi32_epi8(__m512i(v[i])));
+  return _mm256_set_m128i(_mm512_cvtepi32_epi8(__m512i(v[1])), _mm512_cvtepi32_epi8(__m512i(v[0])));
 #else
   const __m256i low = _mm256_packs_epi32(__m256i(v[0]), __m256i(v[1]));
   const __m256i high = _mm256_packs_epi32(__m256i(v[2]), __m256i(v[3]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  store(out, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+  return _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
 #endif
 }
 
@@ -89,9 +88,10 @@ inline bool to_codes(const float* x, CodeGroup* out, int32_t* exponent, int32_t 
     codes[v] = __builtin_convertvector(values * inverse, Ints);
     wrong |= Ints(__builtin_convertvector(codes[v], Floats) * factor != values);
   }
-  store_bytes(codes, out->codes);
+  const __m256i bytes = to_bytes(codes);
+  store(out->codes, bytes);
   out->power = *exponent * (1 << 23);
-  out->offset = sum_of_codes(load256(out->codes));
+  out->offset = sum_of_codes(bytes);
   return !any_bit(wrong);
 }
 
