@@ -12,7 +12,7 @@ from pt2mx.kernels.packing import pack
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, environment, linear
 
-NAMES = ("fp4_e2m1", "int4", "fp6_e2m3", "int8", "int8_full")
+NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
 ISAS = (cpu_linear.VPMADDUBSW, cpu_linear.VPDPBUSD)
 
 
@@ -163,6 +163,42 @@ def test_extreme_scales(byte, with_isa):
             is_supported = (byte, power) in {(0, 60), (1, 60), (250, -100)}
             other = expected(*args, spec) if is_supported else with_isa(0, *args, None, spec)
             assert torch.equal(y.view(torch.int32), other.view(torch.int32)), (byte, power)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_reads_nothing_past_a_tensor(name, rows, with_isa, before_guard_page):
+    """Rows of the weight are read up to the end of a vector, and so into the next rows, but not past the last row."""
+    for n, k in ((1, 1), (2, 31), (3, 33), (4, 65), (5, 127), (17, 129), (6, 256)):
+        for block in (32, 96):
+            x, (data, scale, spec), bias = quantized(rows, k), weight(n, k, name, block), torch.randn(n)
+            guarded = [before_guard_page(t) for t in (x, data, scale, bias)]
+            for bit in available(name):
+                assert torch.equal(with_isa(bit, *guarded, spec), expected(x, data, scale, spec, bias)), (n, k, bit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block", [32, 64])
+def test_scales_of_the_rows_after_change_nothing(name, block, with_isa):
+    """A NaN in a row of the weight makes that result NaN and no other, however short the rows are."""
+    for k in (20, 33, 100, 130):
+        x, (data, scale, spec) = quantized(4, k), weight(140, k, name, block)
+        scale[1::2, 0] = 255
+        for bit in available(name):
+            y = with_isa(bit, x, data, scale, None, spec)
+            assert y[:, 1::2].isnan().all()
+            assert relative_error(y[:, ::2], expected(x, data[::2], scale[::2], spec)) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_with_any_scale_in_larger_blocks(name, with_isa):
+    """Scales of every third block are out of range, as are those of blocks of zeros."""
+    x, (data, scale, spec) = quantized(3, 500), weight(70, 500, name, 64)
+    for block in range(0, 8, 3):
+        width = 8 * spec.element.bits
+        data[::2, block * width : (block + 1) * width], scale[::2, block] = 0, 254 * (block % 2)
+    for bit in available(name):
+        assert torch.equal(with_isa(bit, x, data, scale, None, spec), expected(x, data, scale, spec))
 
 
 @pytest.mark.parametrize("value", [2.0**-20, 129 / 64, torch.inf, -torch.inf, torch.nan, 2.0**-133])

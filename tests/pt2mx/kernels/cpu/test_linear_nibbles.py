@@ -1,8 +1,6 @@
 """What linear_nibbles.h owes its callers: it reads no memory past a tensor, and threads do not change its bits."""
 
-import ctypes
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,30 +8,6 @@ from torch import Tensor
 
 from pt2mx import MXSpec, ops
 from tests.cpu_kernels import DTYPES, linear
-
-READ_WRITE, NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0
-
-
-@pytest.fixture
-def before_guard_page() -> Iterator[Callable[[Tensor], Tensor]]:
-    """A function that copies a tensor so that it ends where the memory of the process does."""
-    protect = ctypes.CDLL(None).mprotect
-    guards = []
-
-    def copied(tensor: Tensor) -> Tensor:
-        size = tensor.nbytes
-        pages = -(-size // mmap.PAGESIZE)
-        memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
-        end = pages * mmap.PAGESIZE
-        guard = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + end)
-        assert protect(guard, mmap.PAGESIZE, NO_ACCESS) == 0
-        guards.append(guard)
-        flat = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=end - size)
-        return flat.copy_(tensor.reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
-
-    yield copied
-    for guard in guards:
-        protect(guard, mmap.PAGESIZE, READ_WRITE)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
