@@ -53,7 +53,7 @@ struct DotInt8 {
     for (i64 m = 0; m < linear.call.m && !unsupported; ++m) encode(m);
   }
 
-  // Converts a row of x to codes; zeros follow it.
+  // Converts a row of x to codes, up to a value without one; zeros follow it.
   void encode(i64 m) {
     const LinearCall& c = linear.call;
     const KeepSubnormals keep;
@@ -66,7 +66,10 @@ struct DotInt8 {
       for (i64 g = 0; g < kGroups; ++g) {
         if (first + g * kGroup < c.k) {
           int32_t exponent;
-          if (!to_codes(values + g * kGroup, &group, &exponent)) unsupported = true;
+          if (!to_codes(values + g * kGroup, &group, &exponent)) {
+            unsupported = true;
+            return;
+          }
           exponents.add(exponent);
         } else {
           std::memset(group.codes, 0, kGroup);
@@ -101,6 +104,15 @@ struct DotInt8 {
   }
 };
 
+// sum += products of codes, four in each lane. In assembly, so that one function serves both instructions.
+inline __attribute__((always_inline)) void dpbusd(Bytes& sum, Bytes w, Bytes x) {
+#if defined(PT2MX_HAVE_VNNI) && defined(__AVX512BW__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "vm"(x));
+#elif defined(PT2MX_HAVE_VNNI)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "xm"(x));
+#endif
+}
+
 // sum: plus the products of codes of the weight, as many vectors as x has, 4 * kLanes codes apart.
 template <class Columns, bool kVnni>
 inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const u8* x) {
@@ -109,12 +121,8 @@ inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const
   Bytes wide{}, upper{};
   for (int v = 0; v < kVectors; ++v) {
     const Bytes values = load<Bytes>(x + v * 4 * kLanes);
-    if constexpr (kVnni) {  // in assembly, so that one function serves both instructions
-#if defined(__AVX512BW__)
-      asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w[v]), "vm"(values));
-#else
-      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w[v]), "xm"(values));
-#endif
+    if constexpr (kVnni) {
+      dpbusd(sum, w[v], values);
     } else if constexpr (Columns::kWideSums >= kVectors) {
       wide = VECTOR(add_epi16)(wide, VECTOR(maddubs_epi16)(w[v], values));
     } else {  // the lower seven bits of a code, and the eighth
@@ -200,35 +208,58 @@ inline void sum_lanes(const Floats* totals, i64 stride, float* y) {
   _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
 }
 
-// Copies of codes and scales of a tile that cannot be used as they are: at the end of the weight, or with scales of
-// larger blocks, or out of range.
+// True if n scales are in range.
+inline bool are_in_range(const ScaleRange& range, const u8* scale, i64 n) {
+  const u8 least = u8(range.least), width = u8(range.most - range.least);
+  u8 other = range.most < range.least;
+#pragma omp simd reduction(| : other)
+  for (i64 i = 0; i < n; ++i) other |= u8(scale[i] - least) > width;
+  return !other;
+}
+
+// Copies of codes and scales of a tile that cannot be read in place: at the end of the weight; scales of larger blocks,
+// or out of range, too.
 template <class Decoder>
 struct TileCopy {
+  using Sizes = DotInt8<Decoder>;
   std::vector<u8> codes, scales;
 
-  // Copies the spans from `first` on to `codes_of` and `scales_of`: (kDotTile). Returns false if the scale of other
-  // codes than zeros is out of range.
-  bool read(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, i64 first, const u8** codes_of,
-            const u8** scales_of) {
-    using Sizes = DotInt8<Decoder>;
+  // Copies the codes from span `first` on, and points codes_of: (kDotTile) to them.
+  void read_codes(const DotInt8<Decoder>& int8, i64 row, i64 first, const u8** codes_of) {
     const LinearCall& c = int8.linear.call;
-    const i64 begin = first * Sizes::kBytes, first_group = first * Sizes::kGroups;
-    const i64 bytes = (int8.spans - first) * Sizes::kBytes + kPastCodes;
-    const i64 groups = (int8.spans - first) * Sizes::kGroups + kPastScales;
+    const i64 begin = first * Sizes::kBytes, bytes = (int8.spans - first) * Sizes::kBytes + kPastCodes;
     codes.assign(kDotTile * bytes, 0);
-    scales.assign(kDotTile * groups, u8(kBias + int8.columns.shift));
     for (i64 q = 0; q < kDotTile; ++q) {
-      const i64 at = std::min(row + q, c.n - 1);
-      u8 *data = codes.data() + q * bytes, *scale = scales.data() + q * groups;
-      std::memcpy(data, c.data + at * c.row_bytes + begin, std::min(bytes, c.row_bytes - begin));
-      for (i64 g = 0; g < int8.linear.groups - first_group; ++g) {
-        const u8 byte = c.scale[at * c.row_blocks + (first_group + g) * kGroup / c.block];
-        if (byte >= range.least && byte <= range.most) scale[g] = byte;
-        else if (byte == 255 || !are_zeros(int8, data + g * Decoder::kBytes, row_values(c, first_group + g)))
-          return false;
+      u8* out = codes.data() + q * bytes;
+      std::memcpy(out, c.data + std::min(row + q, c.n - 1) * c.row_bytes + begin, std::min(bytes, c.row_bytes - begin));
+      codes_of[q] = out;
+    }
+  }
+
+  // Copies the scales, and points scales_of: (kDotTile) to them. Returns false if the scale of other codes than zeros
+  // is out of range.
+  bool read_scales(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, const u8** scales_of) {
+    const LinearCall& c = int8.linear.call;
+    const i64 stride = int8.spans * Sizes::kGroups + kPastScales, per_block = c.block / kGroup;
+    const u8 usual = u8(kBias + int8.columns.shift);
+    scales.assign(kDotTile * stride, usual);
+    for (i64 q = 0; q < kDotTile; ++q) {
+      const i64 at = std::min(row + q, c.n - 1), groups = int8.linear.groups;
+      const u8* byte = c.scale + at * c.row_blocks;
+      u8* out = scales.data() + q * stride;
+      scales_of[q] = out;
+      if (per_block == 1) std::memcpy(out, byte, groups);
+      // a division for each group would take as long as the matmul
+      for (i64 g = 0, last = 0; per_block > 1 && g < groups; ++byte) {
+        for (last = std::min(groups, last + per_block); g < last; ++g) out[g] = *byte;
       }
-      codes_of[q] = data;
-      scales_of[q] = scale;
+      if (are_in_range(range, out, groups)) continue;
+      for (i64 g = 0; g < groups; ++g) {
+        if (out[g] >= range.least && out[g] <= range.most) continue;
+        const u8* data = c.data + at * c.row_bytes + g * Decoder::kBytes;
+        if (out[g] == 255 || !are_zeros(int8, data, row_values(c, g))) return false;
+        out[g] = usual;
+      }
     }
     return true;
   }
@@ -238,19 +269,14 @@ struct TileCopy {
 
   // True if the first n codes of a group are zeros.
   static bool are_zeros(const DotInt8<Decoder>& int8, const u8* data, i64 n) {
-    using Sizes = DotInt8<Decoder>;
     u8 group[Sizes::kBytes + kPastCodes] = {};
     std::memcpy(group, data, (n * int8.linear.call.bits + 7) / 8);
     if (const i64 rest = n * int8.linear.call.bits % 8) group[n * int8.linear.call.bits / 8] &= (1 << rest) - 1;
     Bytes w[Sizes::kVectors];
     int8.columns.decode_row(group, w);
-    bool all = true;
-    for (const Bytes& codes : w) {
-      u8 bytes[sizeof(Bytes)];
-      store(bytes, codes);
-      for (const u8 code : bytes) all &= code == int8.columns.offset;
-    }
-    return all;
+    Bytes others{};
+    for (const Bytes& codes : w) others |= codes ^ VECTOR(set1_epi8)(char(int8.columns.offset));
+    return !any_bit(Ints(others));
   }
 };
 
@@ -262,11 +288,7 @@ bool are_usual(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, i
   const i64 past = int8.spans * DotInt8<Decoder>::kGroups - c.row_blocks;
   const u8* scale = c.scale + row * c.row_blocks;
   const i64 n = std::min((c.n - row) * c.row_blocks, rows * c.row_blocks + past);
-  const u8 least = u8(range.least), width = u8(range.most - range.least);
-  u8 other = range.most < range.least;
-#pragma omp simd reduction(| : other)
-  for (i64 i = 0; i < n; ++i) other |= u8(scale[i] - least) > width;
-  return !other;
+  return are_in_range(range, scale, n);
 }
 
 template <class Decoder>
@@ -296,14 +318,16 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
       const i64 rows = std::max<i64>(1, c.n - row - kDotTile + 1);
       const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - kPastCodes) / Sizes::kBytes;
       const i64 of_scales = std::max<i64>(0, rows * c.row_blocks - kPastScales) / Sizes::kGroups;
-      const i64 whole = usual ? std::min({int8.spans, of_codes, of_scales}) : 0;
+      const i64 whole = usual ? std::min({int8.spans, of_codes, of_scales}) : std::min(int8.spans, of_codes);
+      if (!(usual && whole == int8.spans) && !copy.read_scales(int8, range, row, scales)) {
+        int8.unsupported = true;
+        return;
+      }
       Floats totals[kDotTile * kDotRows * kSpanParts] = {};
       kernel(int8, codes, scales, 0, whole, totals);
       if (whole < int8.spans) {
-        if (!copy.read(int8, range, row, whole, codes, scales)) {
-          int8.unsupported = true;
-          return;
-        }
+        copy.read_codes(int8, row, whole, codes);
+        for (const u8*& scale : scales) scale += whole * Sizes::kGroups;
         kernel(int8, codes, scales, whole, int8.spans - whole, totals);
       }
       for (i64 m = 0; m < c.m; ++m) sum_lanes(totals + m * kSpanParts, c.m * kSpanParts, y[m] + (row - top));
