@@ -1,12 +1,11 @@
 """Linear layers with packed weights on the CPU, in C++ (`src/linear.cpp`), which decodes the weight in registers.
 
-Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. A few
-rows whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as
-integers (`src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows run on
-fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
+Weights are decoded exactly, and sums are in fp32, in an order that does not depend on the number of threads. A few rows
+whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as integers
+(`src/dot_int8.h`, `src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows
+run on fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
 multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). Other calls decode the weight first,
-and multiply by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2
-(`src/gemm_int8.h`).
+and multiply by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2 (`src/gemm_int8.h`).
 """
 
 from __future__ import annotations

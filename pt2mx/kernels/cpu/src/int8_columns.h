@@ -78,13 +78,13 @@ inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) 
   out[3] = VECTOR(unpackhi_epi64)(high[0], high[1]);
 }
 
-// ---- the weight: a decoder writes the codes of a group of kWidth rows, as integers plus `offset`; or those of one
-// row,
-//      in kRowVectors vectors as they lie ----
+// ---- the weight: `decode` writes the codes of a group of kWidth rows in columns, `decode_row` the codes of one row as
+// they lie, both as integers plus `offset` ----
 //
 //   kWideSums        vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
 //   kRowsBeforeAmx   the most rows of x in bfloat16 for which AMX takes longer
 //   kEvenOdd         true if a step has every second code of eight
+//   kRowVectors      the vectors that `decode_row` writes
 //   shift            the integers are values times 2**shift; 8 if they are no integers
 
 template <class Decoder>
