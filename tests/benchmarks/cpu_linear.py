@@ -7,8 +7,8 @@
 `share` is GB/s over `read`. `M=4` is the time with four rows of x over the time with one. x is bfloat16, float32, or
 mxint8: bfloat16 values that an MXINT8 activation has. A timing multiplies by copies of the weight that together take
 --cache MB, which exceeds the last-level cache, and the sum reads as many bytes; both take turns, and a figure is the
-ratio of their medians. Calls are eager: a call's own time counts. With `--cpu-time`, and one thread, only the time on
-the processor counts, so that other processes take less part in the figures.
+ratio of their medians. Calls are those of compiled code (`pt2mx.kernels.cpu.prepared`). With `--cpu-time`, and one
+thread, only the time on the processor counts, so that other processes take less part in the figures.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pt2mx import ops
-from pt2mx.ops.linear import linear_mx
+from pt2mx.kernels.cpu.prepared import PreparedLinear
 from tests.benchmarks.measure import Row, hardware, keep_heap, medians_in_turns, print_table
 
 _BLOCK = 32
@@ -74,10 +74,13 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
 
 def matmuls(x: Tensor, copies: list[list[Tensor]], element: str) -> Callable[[], None]:
     """Return a call that multiplies x by each copy of the weight."""
+    scale, data = copies[0]
+    multiply = PreparedLinear(tuple(x.shape), data.shape, scale.shape, x.dtype, x.dtype, element, _BLOCK, 0)
+    out = x.new_empty(len(x), len(data))
 
     def call() -> None:
         for scale, data in copies:
-            linear_mx(x, data, scale, None, element, _BLOCK, 0)
+            multiply(x, data, scale, out=out)
 
     return call
 
