@@ -161,7 +161,7 @@ NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, con
     for (i64 s = 0; s < spans; ++s, x += R) {
       for (int q = 0; q < Q; ++q) {
         const u8 *data = codes[top + q] + s * Sizes::kBytes, *scale = scales[top + q] + s * Sizes::kGroups;
-        __builtin_prefetch(data + kAhead);
+        __builtin_prefetch(data + 2 * kAhead, 0, 1);  // to L2, which takes more prefetches
         for (int p = 0; p < kSpanParts; ++p) {
           Bytes w[Sizes::kVectors];
           decoder.decode_row(data + p * kPartBytes, w);
