@@ -157,13 +157,12 @@ def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool =
 def _unguarded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of `torch.compile` for a program whose module never changes.
 
-    Guards on the module, hundreds of parameters, would take a tenth of a step on the CPU. Guards on the inputs stay, so
-    that the generated code need not check sizes again."""
+    Guards on hundreds of parameters take a tenth of a step on the CPU. Guards on the inputs stay, so the generated code
+    need not check sizes again. torch takes a mode or options: the mode becomes options."""
     if options.get("backend", "inductor") != "inductor":
         return dict(options)
     own = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
     given = {name: value for name, value in options.items() if name not in ("mode", "options")}
-    # torch takes a mode or options
     of_mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
     return {**given, "options": {**own, **of_mode, **(options.get("options") or {})}}
 
