@@ -62,14 +62,9 @@ struct PanelDecoder<Nibbles> {
       std::memset(scales[q], bytes[0], kChunkGroups);
       std::memcpy(scales[q], bytes, count);
     }
-    u8 least = 255, most = 0;
-#pragma omp simd reduction(min : least) reduction(max : most)
-    for (i64 i = 0; i < kNR * kChunkGroups; ++i) {
-      least = std::min(least, scales[0][i]);
-      most = std::max(most, scales[0][i]);
-    }
-    if (least < lowest_ || most > highest_) return false;
-    least_scale_ = std::min<i64>(least_scale_, least);
+    const ByteRange range(scales[0], kNR * kChunkGroups);
+    if (!range.is_within(lowest_, highest_)) return false;
+    least_scale_ = std::min<i64>(least_scale_, range.min);
     for (i64 h = 0; h < 2; ++h) decode_tiles(codes + h * kTileRows, scales[h * kTileRows], count, w + h * kTileElems);
     return true;
   }

@@ -208,15 +208,6 @@ inline void sum_lanes(const Floats* totals, i64 stride, float* y) {
   _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
 }
 
-// True if n scales are in range.
-inline bool are_in_range(const ScaleRange& range, const u8* scale, i64 n) {
-  const u8 least = u8(range.least), width = u8(range.most - range.least);
-  u8 other = range.most < range.least;
-#pragma omp simd reduction(| : other)
-  for (i64 i = 0; i < n; ++i) other |= u8(scale[i] - least) > width;
-  return !other;
-}
-
 // Copies of codes and scales of a tile that cannot be read in place: at the end of the weight; scales of larger blocks,
 // or out of range, too.
 template <class Decoder>
@@ -253,7 +244,7 @@ struct TileCopy {
       for (i64 g = 0, last = 0; per_block > 1 && g < groups; ++byte) {
         for (last = std::min(groups, last + per_block); g < last; ++g) out[g] = *byte;
       }
-      if (are_in_range(range, out, groups)) continue;
+      if (ByteRange(out, groups).is_within(range.least, range.most)) continue;
       for (i64 g = 0; g < groups; ++g) {
         if (out[g] >= range.least && out[g] <= range.most) continue;
         const u8* data = c.data + at * c.row_bytes + g * Decoder::kBytes;
@@ -285,10 +276,8 @@ template <class Decoder>
 bool are_usual(const DotInt8<Decoder>& int8, const ScaleRange& range, i64 row, i64 rows) {
   const LinearCall& c = int8.linear.call;
   if (c.block != kGroup) return false;
-  const i64 past = int8.spans * DotInt8<Decoder>::kGroups - c.row_blocks;
-  const u8* scale = c.scale + row * c.row_blocks;
-  const i64 n = std::min((c.n - row) * c.row_blocks, rows * c.row_blocks + past);
-  return are_in_range(range, scale, n);
+  const i64 next = int8.spans * DotInt8<Decoder>::kGroups - c.row_blocks;
+  return scales_of_rows(c, row, rows, next).is_within(range.least, range.most);
 }
 
 template <class Decoder>
@@ -301,6 +290,7 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
   if (c.integer_isa & VPDPBUSD) kernel = dot_kernel<Decoder, true>(c.m);
 #endif
   const ScaleRange range(int8.columns.shift, int8.exponents);
+  const SpanBytes bytes{Sizes::kBytes, kPastCodes, Sizes::kGroups, kPastScales};
   const KeepSubnormals keep;
   TileCopy<Decoder> copy;
   for (i64 tile = begin; tile < end && !int8.unsupported; tile += kDotTiles) {
@@ -314,11 +304,7 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
         codes[q] = c.data + at * c.row_bytes;
         scales[q] = c.scale + at * c.row_blocks;
       }
-      // spans that are read in place: a weight may not be read past its end
-      const i64 rows = std::max<i64>(1, c.n - row - kDotTile + 1);
-      const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - kPastCodes) / Sizes::kBytes;
-      const i64 of_scales = std::max<i64>(0, rows * c.row_blocks - kPastScales) / Sizes::kGroups;
-      const i64 whole = usual ? std::min({int8.spans, of_codes, of_scales}) : std::min(int8.spans, of_codes);
+      const i64 whole = bytes.in_place(c, row + kDotTile - 1, int8.spans);
       if (!(usual && whole == int8.spans) && !copy.read_scales(int8, range, row, scales)) {
         int8.unsupported = true;
         return;

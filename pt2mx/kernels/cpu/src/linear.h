@@ -107,6 +107,41 @@ inline const u8* scales_of_groups(const u8* scale, i64 per_block, i64 begin, i64
   return expanded;
 }
 
+// The least and the largest of scale bytes.
+struct ByteRange {
+  u8 min = 255, max = 0;
+
+  ByteRange(const u8* bytes, i64 n) {
+    u8 least = min, most = max;
+#pragma omp simd reduction(min : least) reduction(max : most)
+    for (i64 i = 0; i < n; ++i) {  // std::min would not become a vector instruction
+      least = bytes[i] < least ? bytes[i] : least;
+      most = bytes[i] > most ? bytes[i] : most;
+    }
+    min = least;
+    max = most;
+  }
+  bool is_within(i64 least, i64 most) const { return min >= least && max <= most; }
+};
+
+// Returns the range of the scales of rows of the weight, and of the next ones, which a kernel reads past a row.
+inline ByteRange scales_of_rows(const LinearCall& c, i64 row, i64 rows, i64 next = 0) {
+  return {c.scale + row * c.row_blocks, std::min(rows * c.row_blocks + next, (c.n - row) * c.row_blocks)};
+}
+
+// The bytes of a span, and those after it that are read with it.
+struct SpanBytes {
+  i64 codes, next_codes, scales, next_scales;
+
+  // Returns how many of `spans` spans of the rows up to `last` are read in place: not past the end of the weight.
+  i64 in_place(const LinearCall& c, i64 last, i64 spans) const {
+    const i64 rows = std::max<i64>(1, c.n - last);
+    const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - next_codes) / codes;
+    const i64 of_scales = std::max<i64>(0, rows * c.row_blocks - next_scales) / scales;
+    return std::min({spans, of_codes, of_scales});
+  }
+};
+
 // The factors of up to kChunk groups of a row.
 struct Scales {
   float one[kChunk];
@@ -117,14 +152,8 @@ struct Scales {
   void set(const u8* scale, i64 per_block, i64 begin, i64 end, int32_t shift) {
     u8 expanded[kChunk];
     const u8* bytes = scales_of_groups(scale, per_block, begin, end, expanded);
-    u8 min = 255, max = 0;
-#pragma omp simd reduction(min : min) reduction(max : max)
-    for (i64 i = 0; i < end - begin; ++i) {
-      one[i] = from_bits(u32(bytes[i] + shift) << 23);
-      min = std::min(min, bytes[i]);
-      max = std::max(max, bytes[i]);
-    }
-    ordinary = min + shift > 24 && max + std::max(shift, 0) < 255;
+    for (i64 i = 0; i < end - begin; ++i) one[i] = from_bits(u32(bytes[i] + shift) << 23);
+    ordinary = ByteRange(bytes, end - begin).is_within(25 - shift, 254 - std::max(shift, 0));
   }
 
   // Sets `two`, if a row is not ordinary.

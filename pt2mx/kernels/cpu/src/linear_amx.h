@@ -85,13 +85,7 @@ struct LinearAmx {
   bool supports_scales(i64 row) const {
     const LinearCall& c = linear.call;
     if (parts == 1) return true;
-    const i64 rows = std::min(kNR, c.n - row);
-    u8 outside = 0;
-#pragma omp simd reduction(| : outside)
-    for (i64 i = row * c.row_blocks; i < (row + rows) * c.row_blocks; ++i) {
-      outside |= u8(c.scale[i] - kMinExponent) > kMaxExponent - kMinExponent;
-    }
-    return !outside;
+    return scales_of_rows(c, row, std::min(kNR, c.n - row)).is_within(kMinExponent, kMaxExponent);
   }
 };
 

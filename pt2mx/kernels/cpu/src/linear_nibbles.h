@@ -180,23 +180,14 @@ NOINLINE void multiply_rows(const Span& span, const u8* const* codes, const u8* 
   }
 }
 
-// Returns true if the scales of the blocks are from 2**-64 to 2**64.
-inline bool are_moderate(const u8* scale, i64 n) {
-  u8 extreme = 0;
-#pragma omp simd reduction(| : extreme)
-  for (i64 i = 0; i < n; ++i) extreme |= u8(scale[i] - (kBias - 64)) > 128;
-  return !extreme;
-}
-
 // Writes Q rows of the weight from `row` on times x to y: (m, kTiles * kRows). computed: (Q / kRows), of which it
 // clears those whose results are no finite numbers: an Inf may come from a sum that is finite once scaled.
 template <int Q, class Span>
 void multiply_tiles(const LinearNibbles& nibbles, const Span& span, i64 row, float* y, bool* computed) {
   const LinearCall& c = nibbles.linear.call;
-  // spans that are read in place: x is zero past the end of a row, but the weight may not be read past its end
-  const i64 rows_left = std::max<i64>(1, c.n - row - Q + 1);
-  const i64 of_codes = std::max<i64>(0, rows_left * c.row_bytes - kPastSpan) / kSpanBytes;
-  const i64 whole = std::min({nibbles.spans, of_codes, rows_left * c.row_blocks / kSpanGroups});
+  // x is zero past the end of a row
+  const SpanBytes bytes{kSpanBytes, kPastSpan, kSpanGroups, 0};
+  const i64 whole = bytes.in_place(c, row + Q - 1, nibbles.spans);
   const u8 *codes[Q], *scales[Q];
   for (int q = 0; q < Q; ++q) {
     const i64 at = std::min(row + q, c.n - 1);
@@ -250,10 +241,8 @@ void run_linear_nibbles(i64 begin, i64 end, void* context) {
     // for each tile alone, because threads divide tiles. A sum without an extreme scale could lose precision
     bool computed[kTiles] = {};
     for (i64 i = 0; i < count; ++i) {
-      // with those that the last span reads after a row
-      const i64 first = row + i * kRows, past = nibbles.spans * kSpanGroups - c.row_blocks;
-      const i64 left = (c.n - first) * c.row_blocks;
-      computed[i] = are_moderate(c.scale + first * c.row_blocks, std::min(left, rows(i, 1) * c.row_blocks + past));
+      const i64 next = nibbles.spans * kSpanGroups - c.row_blocks;  // that the last span of a row reads
+      computed[i] = scales_of_rows(c, row + i * kRows, rows(i, 1), next).is_within(kBias - 64, kBias + 64);
     }
     for (i64 i = 0; i < count; i += band) {
       if (std::none_of(computed + i, computed + i + band, [](bool one) { return one; })) continue;
