@@ -1,7 +1,9 @@
 """The benchmarks of a step of decoding, on a tiny model on the CPU."""
 
+import argparse
 import json
 import re
+from pathlib import Path
 
 import gguf
 import pytest
@@ -68,12 +70,23 @@ def test_a_tiny_language_model(tiny, capsys, compiler):
             assert abs(ratio / expected - 1) < 0.02
 
 
+@pytest.fixture
+def llama_bench(tmp_path):
+    """Return a function that writes a program of the shell in the place of llama-bench."""
+
+    def write(text, mode=0o755):
+        program = tmp_path / "llama-bench"
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(mode)
+        return program
+
+    return write
+
+
 @pytest.mark.slow
-def test_a_model_next_to_llama_cpp(tiny, tmp_path, capsys, compiler):
+def test_a_model_next_to_llama_cpp(tiny, llama_bench, capsys, compiler):
     tests = [{"n_gen": 4, "avg_ts": 80.0}, {"n_gen": 0, "avg_ts": 500.0}]
-    program = tmp_path / "llama-bench"
-    program.write_text(f"#!/bin/sh\ntest -s $2 && echo '{json.dumps(tests)}'\n")
-    program.chmod(0o755)
+    program = llama_bench(f"test $1 = --help || test -s $2 && echo '{json.dumps(tests)}'")
     cpu_decode.main(
         ["--layers", "1", "--tokens", "4", "--prompt", "32", "--repeats", "1", "--threads", "1"]
         + ["--recipes", "mxfp4_weight_only", "--llama-bench", str(program), "--peers", "Q4_0"]
@@ -82,6 +95,30 @@ def test_a_model_next_to_llama_cpp(tiny, tmp_path, capsys, compiler):
     assert header == ["", "tokens/s", "ms", "GB/s", "share", "prompt of 32, tokens/s"]
     assert own[0] == "mxfp4_weight_only" and all(float(value) > 0 for value in own[1:])
     assert peer[:3] == ["llama.cpp Q4_0", "80.0", "12.5"] and peer[-1] == "500"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("exit 1", 0o755, "{} ended with exit status 1 (no message): give --llama-bench a llama-bench of"),
+        ("echo a >&2; echo 'no lib' >&2; exit 127", 0o755, "{} ended with exit status 127 (no lib): give"),
+        ("kill -9 $$", 0o755, "{} ended with signal 9 (no message): give"),
+        ("exit 0", 0o644, "cannot run {} (Permission denied): give"),
+    ],
+)
+def test_a_llama_bench_that_fails_ends_the_benchmark(text, mode, message, llama_bench):
+    program = llama_bench(text, mode)
+    with pytest.raises(SystemExit) as error:
+        cpu_decode.main(["--llama-bench", str(program)])
+    assert str(error.value).startswith(message.format(program)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("printed", ["", "usage", "[]", "5", '[{"n_gen": 4}]'])
+def test_a_llama_bench_that_prints_no_times(printed, llama_bench):
+    program = llama_bench(f"echo '{printed}'")
+    options = argparse.Namespace(llama_bench=program, threads=1, tokens=4, prompt=0)
+    with pytest.raises(SystemExit, match=f"^{program} printed no times of some.gguf: give --llama-bench"):
+        cpu_decode._run_llama_bench(options, Path("some.gguf"))
 
 
 def test_a_random_gguf_file(tmp_path):

@@ -32,6 +32,9 @@ from tests.benchmarks.random_gguf import write_random_llama
 #: values of the sum that measures the bandwidth
 _SUMMED = 1 << 26
 
+#: the end of every error about the program of llama.cpp
+_WANTED = "give --llama-bench a llama-bench of llama.cpp that runs here and reads the files of --peers or --gguf"
+
 #: what a side measures: seconds a token, seconds a token of a prompt
 Times = tuple[float, float]
 
@@ -52,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for file in (options.llama_bench, *options.gguf):
         if file is not None and not file.is_file():
             parser.error(f"no file {file}")
+    if options.llama_bench:
+        _printed_by(options.llama_bench, "--help")  # a program that cannot run ends this one before models are made
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         run(options, Path(folder))
@@ -109,10 +114,26 @@ def _generate(model: LanguageModel, tokens: int, prompt: int) -> Times:
 
 def _run_llama_bench(options: argparse.Namespace, file: Path) -> Times:
     command = [options.llama_bench, "-m", file, "-t", options.threads, "-r", 1, "-o", "json"]
-    command += ["-n", options.tokens, "-p", options.prompt]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    speeds = {bool(test["n_gen"]): 1 / test["avg_ts"] for test in json.loads(result.stdout)}
-    return speeds[True], speeds.get(False, 0.0)
+    text = _printed_by(*command, "-n", options.tokens, "-p", options.prompt)
+    try:
+        speeds = {bool(test["n_gen"]): 1 / test["avg_ts"] for test in json.loads(text)}
+        return speeds[True], speeds.get(False, 0.0)
+    except (ValueError, TypeError, KeyError):
+        raise SystemExit(f"{options.llama_bench} printed no times of {file.name}: {_WANTED}") from None
+
+
+def _printed_by(program: Path, *arguments: object) -> str:
+    """Return what a llama-bench prints. Where it fails, end this process with one line that says how."""
+    command = [program.absolute(), *map(str, arguments)]  # a name without a folder would be looked for on PATH
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise SystemExit(f"cannot run {program} ({error.strerror}): {_WANTED}") from None
+    if code := done.returncode:
+        ended = f"signal {-code}" if code < 0 else f"exit status {code}"
+        *_, reason = ["no message", *done.stderr.strip().splitlines()]
+        raise SystemExit(f"{program} ended with {ended} ({reason}): {_WANTED}")
+    return done.stdout
 
 
 if __name__ == "__main__":
