@@ -97,11 +97,12 @@ def own_program_in(folder: str | os.PathLike[str]) -> str:
     """Return the file name of the program for this process, after joining the other ranks of a sharded model.
 
     Raises:
-        MXError: where there is no program, or the folder is for another number of ranks.
+        MXError: where there is no folder or no program, or the folder is for another number of ranks.
     """
     names = programs_in(folder)
     if not names:
-        raise MXError(f"{str(folder)!r} holds no program.pt2: give the folder that `pt2mx quantize` wrote")
+        fault = f"{str(folder)!r} holds no program.pt2" if Path(folder).is_dir() else f"no folder {str(folder)!r}"
+        raise MXError(f"{fault}: give the folder that `pt2mx quantize` wrote")
     if sharded := _RANKS.findall(names[0]):
         join(int(sharded[0]))
     return program_file(bool(sharded))

@@ -138,6 +138,8 @@ def test_a_folder_holds_all(llama, saved, tmp_path):
     assert "fp4_e2m1" in pt2mx.provenance_of(saved / "program.pt2").recipe
     with pytest.raises(MXError, match=r"holds no program\.pt2"):
         LanguageModel.from_pretrained(tmp_path)
+    with pytest.raises(MXError, match="no folder 'nowhere': give the folder that `pt2mx quantize` wrote"):
+        LanguageModel.from_pretrained("nowhere")
     with pytest.raises(MXError, match="cannot write to"):
         llama.save_pretrained(saved / "config.json")
 
