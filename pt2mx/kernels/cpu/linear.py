@@ -4,8 +4,9 @@ Weights are decoded exactly, and sums are in fp32, in an order that does not dep
 whose values are 8-bit integers times a power of two a block, as MXINT8 activations have, are multiplied as integers
 (`src/dot_int8.h`, `src/linear_int8.h`). One other row runs on fp32 vectors or AVX512_BF16; other calls with a few rows
 run on fp32 vectors, or in bfloat16 on AMX (which treats subnormal values of x as zero, as torch's own matmul does). AMX
-multiplies an fp32 value as the sum of three bfloat16 values (`src/linear_amx.h`). Other calls decode the weight first,
-and multiply by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor with AVX2 (`src/gemm_int8.h`).
+multiplies fp32 values that bfloat16 does not represent as sums of three bfloat16 values (`src/linear_amx.h`). Other
+calls decode the weight first, and multiply by AMX or AVX512_BF16 (`src/gemm_bf16.h`), or as integers on every processor
+with AVX2 (`src/gemm_int8.h`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits;
 #: INT8: any of those below, for values that are integers times a power of two a block
 AMX, INT8, AVX512_BF16 = 1, 2, 4
-#: bits of the instructions for integers, as in C++, which prefers the second
-VPMADDUBSW, VPDPBUSD = 1, 2
+#: bits of the instructions for integers, as in C++, which prefers the last; TDPBSSD, of AMX, is for 8 to 32 rows
+VPMADDUBSW, VPDPBUSD, TDPBSSD = 1, 2, 4
 #: fewest rows, K and N from which integers are faster than a decoded weight in float32: of codes whose sums of products
 #: fit 16 bits, or with VPDPBUSD; of other codes (tests/benchmarks/README.md)
 _LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)

@@ -82,7 +82,6 @@ inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) 
 // they lie, both as integers plus `offset` ----
 //
 //   kWideSums        vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
-//   kRowsBeforeAmx   the most rows of x in bfloat16 for which AMX takes longer
 //   kEvenOdd         true if a step has every second code of eight
 //   kRowVectors      the vectors that `decode_row` writes
 //   shift            the integers are values times 2**shift; 8 if they are no integers
@@ -102,7 +101,7 @@ struct IntegerTable {
  protected:
   int32_t integer(float value) const { return int32_t(value * float(1 << shift)); }
 
-  IntegerTable(const float* table, int n) {
+  IntegerTable(const float* table, int n, bool is_signed) {
     while (shift < 8 && !std::all_of(
                             table, table + n,
                             [&](float value) {
@@ -113,17 +112,17 @@ struct IntegerTable {
     }
     if (shift == 8) return;
     most = integer(*std::max_element(table, table + n));
-    offset = -integer(*std::min_element(table, table + n));
+    if (!is_signed) offset = -integer(*std::min_element(table, table + n));
   }
 };
 
 template <>
 struct IntegerColumns<Nibbles> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = true;
-  static constexpr int kWideSums = 4, kRowsBeforeAmx = 8, kRowVectors = 2;
+  static constexpr int kWideSums = 4, kRowVectors = 2;
   Bytes table;
 
-  explicit IntegerColumns(const float* values) : IntegerTable(values, 16) {
+  explicit IntegerColumns(const float* values, bool is_signed = false) : IntegerTable(values, 16, is_signed) {
     u8 codes[16];
     for (int i = 0; i < 16; ++i) codes[i] = u8(offset + integer(values[i]));
     table = in_each_half(load128(codes));
@@ -150,7 +149,7 @@ struct IntegerColumns<Nibbles> : IntegerTable {
 template <>
 struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 1, kRowsBeforeAmx = 16, kRowVectors = 1;
+  static constexpr int kWideSums = 1, kRowVectors = 1;
 
   // Reads 12 of the 24 bytes of a group in each row, three of them to each 32 bits, in this order.
   static void load_triples(const u8* data, i64 stride, int half, __m128i order, Bytes* columns) {
@@ -161,7 +160,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
   // The lower five bits of a code choose a magnitude of two tables, the sixth is the sign.
   Bytes tables[2];
 
-  explicit IntegerColumns(const float* values) : IntegerTable(values, 64) {
+  explicit IntegerColumns(const float* values, bool is_signed = false) : IntegerTable(values, 64, is_signed) {
     for (int t = 0; t < 2; ++t) {
       u8 codes[16];
       for (int i = 0; i < 16; ++i) codes[i] = u8(integer(values[16 * t + i]));
@@ -224,21 +223,22 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
 template <>
 struct IntegerColumns<Int8> {
   static constexpr bool kSupported = true, kEvenOdd = false;
-  static constexpr int kWideSums = 0, kRowsBeforeAmx = 16, kRowVectors = 1;
-  static constexpr int32_t shift = kCodeMantissa, offset = 128, most = 127;
-  explicit IntegerColumns(const float*) {}
+  static constexpr int kWideSums = 0, kRowVectors = 1;
+  static constexpr int32_t shift = kCodeMantissa, most = 127;
+  const int32_t offset;
+  explicit IntegerColumns(const float*, bool is_signed = false) : offset(is_signed ? 0 : 128) {}
   bool fits(int) const { return true; }
   void decode(const u8* data, i64 stride, u8* out) const {
     for (int half = 0; half < 2; ++half) {
       Bytes columns[4];
       load_columns(data + 16 * half, stride, columns, [](Bytes row) { return row; });
       for (const Bytes& codes : columns) {
-        store(out, codes ^ VECTOR(set1_epi8)(char(128)));
+        store(out, codes ^ VECTOR(set1_epi8)(char(offset)));
         out += kStepBytes;
       }
     }
   }
-  void decode_row(const u8* data, Bytes* out) const { *out = load<Bytes>(data) ^ VECTOR(set1_epi8)(char(128)); }
+  void decode_row(const u8* data, Bytes* out) const { *out = load<Bytes>(data) ^ VECTOR(set1_epi8)(char(offset)); }
 };
 
 // A group of kWidth rows of the weight.

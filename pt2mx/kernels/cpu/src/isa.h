@@ -76,6 +76,15 @@ inline bool has_amx() {
 #endif
 }
 
+// The same of AMX's instructions for 8-bit integers.
+inline bool has_amx_int8() {
+  static const bool available = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return has_amx() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 25 & 1);
+  }();
+  return available;
+}
+
 constexpr i64 kTileRows = 16;                   // rows of a tile register: each has 32 bfloat16 values, or 16 sums
 constexpr i64 kTileElems = kTileRows * kGroup;  // bfloat16 values of a tile register
 constexpr i64 kMR = 2 * kTileRows;              // rows of x of a micro-tile of the result
@@ -90,9 +99,19 @@ struct TileConfig {
 };
 const TileConfig kTileConfig;
 
-__attribute__((target("amx-tile"))) NOINLINE void configure_amx() { _tile_loadconfig(&kTileConfig); }
+// A kernel configures the registers again for each few rows of the weight: now and then AMX's instructions take up to
+// twice as long until the next configuration, as measured.
+__attribute__((target("amx-tile"))) NOINLINE void configure_amx(const TileConfig& config = kTileConfig) {
+  _tile_loadconfig(&config);
+}
 __attribute__((target("amx-tile"))) NOINLINE void release_amx() { _tile_release(); }
 
+}  // namespace
+
+#else
+
+namespace {
+inline bool has_amx_int8() { return false; }
 }  // namespace
 
 #endif

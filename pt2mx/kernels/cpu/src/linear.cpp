@@ -3,7 +3,7 @@
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
 //   up to 4 rows of integers * 2**n    dot_int8.h        AVX2, AVX_VNNI or AVX512_VNNI
-//   up to 32 rows of these             linear_int8.h     AVX2, AVX_VNNI or AVX512_VNNI
+//   up to 32 rows of these             linear_int8.h     AVX2, AVX_VNNI, AVX512_VNNI or AMX
 //   1 row in bfloat16, AVX512_BF16     gemv_bf16.h       codes of 4 and 6 bits become bfloat16 by a table
 //   up to 32 rows                      linear_nibbles.h  codes of 4 bits become fp32 by a table
 //   up to 32 rows, AMX                 linear_amx.h      the weight is decoded to bfloat16 as it is multiplied

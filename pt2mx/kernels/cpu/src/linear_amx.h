@@ -1,6 +1,6 @@
 // linear_mx of up to 32 rows of x in bfloat16 or fp32 by AMX: 32 rows of the weight are decoded to bfloat16 a chunk at
 // a time and multiplied with all of x, with sums in fp32. A value in fp32 is the sum of three bfloat16 values, of its
-// leading, middle and last eight bits, so x has three times as many rows.
+// leading, middle and last eight bits, so x has three times as many rows, unless bfloat16 represents all of its values.
 //
 // AMX treats subnormal numbers as zero, as torch's own bfloat16 matmul does. linear_fp32.h multiplies rows of the
 // weight with such values, and rows with codes that have to be looked up. For x in fp32 no product may be subnormal:
@@ -28,7 +28,7 @@ struct LinearAmx {
 
   explicit LinearAmx(Linear& linear)
       : linear(linear),
-        parts(linear.call.dtype == FP32 ? 3 : 1),
+        parts(linear.call.dtype == FP32 && !are_bfloats(linear.call) ? 3 : 1),
         panels((linear.call.m * parts + kMR - 1) / kMR),
         panel(linear.groups * 2 * kTileElems) {
     const LinearCall& c = linear.call;
@@ -36,8 +36,8 @@ struct LinearAmx {
     x.resize(panels * panel);
     std::vector<u16> values(3 * stride);
     for (i64 m = 0; m < c.m; ++m) {
-      if (parts == 1) std::memcpy(values.data(), static_cast<const u16*>(c.x) + m * c.k, 2 * c.k);
-      else split(static_cast<const float*>(c.x) + m * c.k, c.k, values.data(), stride);
+      if (c.dtype == FP32) split(static_cast<const float*>(c.x) + m * c.k, c.k, values.data(), stride);
+      else std::memcpy(values.data(), static_cast<const u16*>(c.x) + m * c.k, 2 * c.k);
       for (i64 p = 0; p < parts; ++p) {
         const u16* pair = values.data() + p * stride;
         for (u16* out = row_of(p * c.m + m); pair < values.data() + (p + 1) * stride; out += kTileElems) {
@@ -45,6 +45,14 @@ struct LinearAmx {
         }
       }
     }
+  }
+
+  // True if bfloat16 represents all of x, in fp32.
+  static bool are_bfloats(const LinearCall& c) {
+    u32 last = 0;
+#pragma omp simd reduction(| : last)
+    for (i64 i = 0; i < c.m * c.k; ++i) last |= bits_of(static_cast<const float*>(c.x)[i]) & 0xFFFF;
+    return !last;
   }
 
   // Writes the three bfloat16 values, `stride` apart, of each of n values in fp32.
@@ -84,7 +92,7 @@ struct LinearAmx {
   // True if all scales of kNR rows of the weight from `row` on fit the values of x.
   bool supports_scales(i64 row) const {
     const LinearCall& c = linear.call;
-    if (parts == 1) return true;
+    if (c.dtype == BF16) return true;
     return scales_of_rows(c, row, std::min(kNR, c.n - row)).is_within(kMinExponent, kMaxExponent);
   }
 };
@@ -140,11 +148,11 @@ void run_linear_amx(i64 begin, i64 end, void* context) {
   Buffer<float> sums;  // (panels, 2, 2, kTileRows rows of the weight, kTileRows rows of x)
   w.resize(kChunkGroups * 2 * kTileElems);
   sums.resize(amx.panels * kNR * kMR);
-  configure_amx();
   for (i64 row = begin * kNR; row < std::min(end * kNR, c.n); row += kNR) {
     Decoder decoder(c);
     bool unsupported = !amx.supports_scales(row);
     sums.zero();
+    configure_amx();
     for (i64 g = 0; g < groups && !unsupported; g += kChunkGroups) {
       const i64 count = std::min(kChunkGroups, groups - g);
       unsupported = decode_chunk(c, decoder, row, g, g + count, w.data());

@@ -74,6 +74,18 @@ def test_all_bits_of_float32_count(power):
             assert torch.equal(doubled, 2 * x[:rows])
 
 
+@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2"])
+def test_float32_that_bfloat16_represents(name):
+    """The same bits as x in bfloat16, and as next to a row for which all values become sums of three."""
+    data, scale, spec = packed(70, 300, name, 32)
+    x = ops.fake_quantize_mx(torch.randn(32, 300), "fp8_e4m3", 32, -1, "floor", "even", None, "identity")
+    for rows in (12, 16, 17, 32):
+        y = linear(x[:rows], data, scale, None, spec)
+        assert torch.equal(y, linear(x[:rows].bfloat16(), data, scale, None, spec, torch.float32))
+        other = torch.cat([x[: rows - 1], torch.full((1, 300), 1 + 2.0**-20)])
+        assert torch.equal(linear(other, data, scale, None, spec)[:-1], y[:-1])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_exact_sums(name):
     """Sums of small integers times one scale are exact in any order, so each kernel gives the bits of the definition:
