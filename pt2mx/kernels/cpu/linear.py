@@ -38,8 +38,9 @@ VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits;
 #: INT8: any of those below, for values that are integers times a power of two a block
 AMX, INT8, AVX512_BF16 = 1, 2, 4
-#: bits of the instructions for integers, as in C++, which prefers the last; TDPBSSD, of AMX, is for 8 to 32 rows
-VPMADDUBSW, VPDPBUSD, TDPBSSD = 1, 2, 4
+#: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
+#: of AArch64 is for up to 4 rows
+VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
 #: fewest rows, K and N from which integers are faster than a decoded weight in float32: of codes whose sums of products
 #: fit 16 bits, or with VPDPBUSD; of other codes (tests/benchmarks/README.md)
 _LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)

@@ -50,6 +50,12 @@ struct Decoded {
   bool invalid() const { return false; }
 };
 
+// Decoders for vectors of AVX2 and AVX-512. On AArch64, dot_int8_neon.h defines their kBytes alone.
+struct Nibbles;
+template <int ExponentBits, int MantissaBits, bool Nan>
+struct Halves;
+struct Int8;
+
 #if defined(__AVX512BW__) || defined(__AVX2__)
 
 inline __m128i load128(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
@@ -204,18 +210,28 @@ struct Int8 {
 inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
-// Calls body(decoder) with a null pointer of the decoder's type. `format`: the number that ../linear.py gives a format
-// with blocks of whole groups; 0 for all others.
+// Calls body(decoder) with a null pointer of the decoder's type, if codes of the format are integers of 8 bits times a
+// power of two. `format`: the number that ../linear.py gives a format with blocks of whole groups; 0 for all others.
+template <class Body>
+void with_integer_decoder(int32_t format, Body body) {
+  switch (format) {
+    case 1: return body((Nibbles*)nullptr);
+    case 5: return body((Halves<2, 3, false>*)nullptr);
+    case 6: return body((Int8*)nullptr);
+  }
+}
+
+// The same for every format.
 template <class Body>
 void with_decoder(int32_t format, Body body) {
   switch (format) {
 #if defined(__AVX512BW__) || defined(__AVX2__)
-    case 1: return body((Nibbles*)nullptr);
+    case 1:
+    case 5:
+    case 6: return with_integer_decoder(format, body);
     case 2: return body((Halves<4, 3, true>*)nullptr);
     case 3: return body((Halves<5, 2, false>*)nullptr);
     case 4: return body((Halves<3, 2, false>*)nullptr);
-    case 5: return body((Halves<2, 3, false>*)nullptr);
-    case 6: return body((Int8*)nullptr);
 #endif
     default: return body((Decoded*)nullptr);
   }

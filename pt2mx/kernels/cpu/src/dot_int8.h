@@ -11,18 +11,20 @@
 #include <atomic>
 #include <vector>
 
-#include "int8_microkernel.h"
-#include "int8_strip.h"
+#include "dot_int8_neon.h"
+#include "dot_int8_x86.h"
 #include "linear.h"
-
-#if defined(PT2MX_HAVE_INT8)
 
 namespace {
 
-constexpr i64 kDotRows = 4;                     // most rows of x
-constexpr i64 kLanes = 16;                      // sums of a span
-constexpr int kSpanParts = kLanes / kWidth;     // vectors of sums
-constexpr i64 kDotTile = 4;                     // rows of the weight that are multiplied together
+constexpr i64 kDotRows = 4;  // most rows of x
+
+}  // namespace
+
+#if defined(PT2MX_HAVE_DOT_INT8)
+
+namespace {
+
 constexpr i64 kDotTiles = 16;                   // whose results are stored together
 constexpr i64 kPastCodes = 4, kPastScales = 3;  // bytes after a span that are read
 
@@ -33,6 +35,11 @@ struct DotInt8 {
   static constexpr i64 kGroups = kVectors * 4 * kLanes / kGroup;  // of a span
   static constexpr i64 kGroupLanes = kLanes / kGroups;
   static constexpr i64 kBytes = kGroups * Decoder::kBytes;
+
+  // Returns the group of the first lane of a part of a span.
+  static constexpr i64 part_group(int part) {
+    return kWidth < kGroupLanes ? part / (kGroupLanes / kWidth) : part * (kWidth / kGroupLanes);
+  }
 
   struct Span {  // of a row of x
     u8 codes[kVectors][4 * kLanes];
@@ -76,76 +83,31 @@ struct DotInt8 {
         }
         const int32_t power = group.power - columns.shift * (1 << 23);
         std::fill_n(span.powers + g * kGroupLanes, kGroupLanes, power);
-        put(load256(group.codes), span, g);
+        if constexpr (kVectors == 1) {
+          std::memcpy(span.codes[0] + g * kGroup, group.codes, kGroup);
+        } else {
+          split_even_odd(group.codes, span.codes[0] + g * kGroup / 2, span.codes[1] + g * kGroup / 2);
+        }
       }
       for (int p = 0; p < kSpanParts; ++p) {
-        Bytes sums{};
-        for (int v = 0; v < kVectors; ++v) {
-          const Bytes codes = load<Bytes>(span.codes[v] + 4 * p * kWidth);
-          sums = VECTOR(add_epi16)(sums, VECTOR(maddubs_epi16)(VECTOR(set1_epi8)(1), codes));
-        }
-        store(span.offsets + p * kWidth, VECTOR(madd_epi16)(sums, VECTOR(set1_epi16)(int16_t(-columns.offset))));
+        Bytes ones[kVectors];
+        for (Bytes& codes : ones) codes = each_byte(1);
+        const Ints sums = Ints(dot<Columns, kLeastIsa>(Bytes{}, ones, span.codes[0] + 4 * p * kWidth));
+        store(span.offsets + p * kWidth, sums * -columns.offset);
       }
-    }
-  }
-
- private:
-  // Stores codes of a group; of two vectors, the second one has every second code.
-  static void put(__m256i codes, Span& span, i64 group) {
-    if constexpr (kVectors == 1) {
-      store(span.codes[0] + group * kGroup, codes);
-    } else {
-      const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-      const __m256i parts = _mm256_shuffle_epi8(codes, _mm256_broadcastsi128_si256(order));
-      const __m256i halves = _mm256_permute4x64_epi64(parts, 0xD8);
-      store(span.codes[0] + group * kGroup / 2, _mm256_castsi256_si128(halves));
-      store(span.codes[1] + group * kGroup / 2, _mm256_extracti128_si256(halves, 1));
     }
   }
 };
 
-// sum += products of codes, four in each lane. In assembly, so that one function serves both instructions.
-inline __attribute__((always_inline)) void dpbusd(Bytes& sum, Bytes w, Bytes x) {
-#if defined(PT2MX_HAVE_VNNI) && defined(__AVX512BW__)
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "vm"(x));
-#elif defined(PT2MX_HAVE_VNNI)
-  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "xm"(x));
-#endif
-}
-
-// sum: plus the products of codes of the weight, as many vectors as x has, 4 * kLanes codes apart.
-template <class Columns, bool kVnni>
-inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const u8* x) {
-  constexpr int kVectors = Columns::kRowVectors;
-  const Bytes ones = VECTOR(set1_epi16)(1);
-  Bytes wide{}, upper{};
-  for (int v = 0; v < kVectors; ++v) {
-    const Bytes values = load<Bytes>(x + v * 4 * kLanes);
-    if constexpr (kVnni) {
-      dpbusd(sum, w[v], values);
-    } else if constexpr (Columns::kWideSums >= kVectors) {
-      wide = VECTOR(add_epi16)(wide, VECTOR(maddubs_epi16)(w[v], values));
-    } else {  // the lower seven bits of a code, and the eighth
-      const Bytes eighth = VECTOR(srli_epi16)(w[v], 7) & VECTOR(set1_epi8)(1);
-      wide = VECTOR(maddubs_epi16)(w[v] & VECTOR(set1_epi8)(127), values);
-      upper = VECTOR(madd_epi16)(VECTOR(maddubs_epi16)(eighth, values), VECTOR(set1_epi16)(128));
-      sum = VECTOR(add_epi32)(sum, upper);
-    }
-  }
-  return kVnni ? sum : VECTOR(add_epi32)(sum, VECTOR(madd_epi16)(wide, ones));
-}
-
 // totals: (kDotTile, R, kSpanParts) += `spans` spans of kDotTile rows of the weight times R rows of x.
-template <class Decoder, bool kVnni, int R>
+template <class Decoder, int kIsa, int R>
 NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, const u8* const* scales, i64 first,
                        i64 spans, Floats* totals) {
   using Sizes = DotInt8<Decoder>;
   using Columns = typename Sizes::Columns;
   constexpr int Q = kWidth == 16 || R == 1 ? kDotTile : R == 2 ? 2 : 1;  // rows whose totals fit in registers
-  constexpr i64 kPartBytes = Sizes::kBytes / kSpanParts, kPartGroups = Sizes::kGroups / kSpanParts;
-  alignas(64) u8 order[4 * kWidth];  // of scales, which move to the top of their lanes
-  for (i64 i = 0; i < 4 * kWidth; ++i) order[i] = i % 4 == 3 ? u8(i / 4 / Sizes::kGroupLanes) : 0x80;
-  const Bytes to_top = load<Bytes>(order);
+  constexpr i64 kPartBytes = Sizes::kBytes / kSpanParts;
+  const LaneScales<Sizes::kGroupLanes> lane_scales;
   const Columns decoder = int8.columns;  // a copy stays in registers
   for (int top = 0; top < kDotTile; top += Q) {
     Floats total[Q][R][kSpanParts];
@@ -165,13 +127,12 @@ NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, con
         for (int p = 0; p < kSpanParts; ++p) {
           Bytes w[Sizes::kVectors];
           decoder.decode_row(data + p * kPartBytes, w);
-          const Bytes bytes = VECTOR(set1_epi32)(load<int32_t>(scale + p * kPartGroups));
-          const Ints powers = Ints(VECTOR(srli_epi32)(VECTOR(shuffle_epi8)(bytes, to_top), 1));
+          const Ints powers = lane_scales.powers(scale + Sizes::part_group(p));
           for (int r = 0; r < R; ++r) {
             const Bytes sums =
-                dot<Columns, kVnni>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
+                dot<Columns, kIsa>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
             const Ints factors = powers + load<Ints>(x[r].powers + p * kWidth);
-            total[q][r][p] = fma(Floats(VECTOR(cvtepi32_ps)(sums)), Floats(factors), total[q][r][p]);
+            total[q][r][p] = fma(to_floats(sums), Floats(factors), total[q][r][p]);
           }
         }
       }
@@ -183,29 +144,13 @@ NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, con
 template <class Decoder>
 using DotKernel = void (*)(const DotInt8<Decoder>&, const u8* const*, const u8* const*, i64, i64, Floats*);
 
-template <class Decoder, bool kVnni>
-DotKernel<Decoder> dot_kernel(i64 rows) {
-  static constexpr DotKernel<Decoder> kernels[] = {dot_rows<Decoder, kVnni, 1>, dot_rows<Decoder, kVnni, 2>,
-                                                   dot_rows<Decoder, kVnni, 3>, dot_rows<Decoder, kVnni, 4>};
-  return kernels[rows - 1];
-}
-
-// Writes the sums of the lanes of kDotTile rows, `stride` vectors apart.
-inline void sum_lanes(const Floats* totals, i64 stride, float* y) {
-  __m128 row[kDotTile];
-  for (int q = 0; q < kDotTile; ++q) {
-    const Floats* total = totals + q * stride;
-#if defined(__AVX512BW__)
-    const __m512 both = __m512(total[0]);
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm512_extractf32x8_ps(both, 1));
-#else
-    const __m256 half = __m256(total[0] + total[1]);
-#endif
-    row[q] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  }
-  const __m128 low = _mm_add_ps(_mm_unpacklo_ps(row[0], row[1]), _mm_unpackhi_ps(row[0], row[1]));
-  const __m128 high = _mm_add_ps(_mm_unpacklo_ps(row[2], row[3]), _mm_unpackhi_ps(row[2], row[3]));
-  _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
+template <class Decoder>
+DotKernel<Decoder> dot_kernel(const LinearCall& c) {
+  return with_dot_isa(c.integer_isa, [&](auto isa) {
+    static constexpr DotKernel<Decoder> kernels[] = {dot_rows<Decoder, isa(), 1>, dot_rows<Decoder, isa(), 2>,
+                                                     dot_rows<Decoder, isa(), 3>, dot_rows<Decoder, isa(), 4>};
+    return kernels[c.m - 1];
+  });
 }
 
 // Copies of codes and scales of a tile that cannot be read in place: at the end of the weight; scales of larger blocks,
@@ -266,7 +211,7 @@ struct TileCopy {
     Bytes w[Sizes::kVectors];
     int8.columns.decode_row(group, w);
     Bytes others{};
-    for (const Bytes& codes : w) others |= codes ^ VECTOR(set1_epi8)(char(int8.columns.offset));
+    for (const Bytes& codes : w) others |= codes ^ each_byte(u8(int8.columns.offset));
     return !any_bit(Ints(others));
   }
 };
@@ -285,10 +230,7 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
   using Sizes = DotInt8<Decoder>;
   Sizes& int8 = *static_cast<Sizes*>(context);
   const LinearCall& c = int8.linear.call;
-  auto kernel = dot_kernel<Decoder, false>(c.m);
-#if defined(PT2MX_HAVE_VNNI)  // an older assembler lacks the instruction
-  if (c.integer_isa & VPDPBUSD) kernel = dot_kernel<Decoder, true>(c.m);
-#endif
+  const DotKernel<Decoder> kernel = dot_kernel<Decoder>(c);
   const ScaleRange range(int8.columns.shift, int8.exponents);
   const SpanBytes bytes{Sizes::kBytes, kPastCodes, Sizes::kGroups, kPastScales};
   const KeepSubnormals keep;
@@ -331,6 +273,21 @@ int32_t dot_int8(const Linear& linear, ParallelFor parallel_for) {
   const i64 grain = std::max<i64>(1, (1 << 18) / (kDotTile * c.m * c.k));
   const int32_t error = parallel_for(0, (c.n + kDotTile - 1) / kDotTile, grain, run_dot_int8<Decoder>, &int8);
   return error ? error : int8.unsupported ? kUnsupported : 0;
+}
+
+}  // namespace
+
+#else
+
+namespace {
+
+template <class Decoder>
+int32_t integer_isa_for(const float*) {
+  return 0;
+}
+template <class Decoder>
+int32_t dot_int8(const Linear&, ParallelFor) {
+  return kUnsupported;
 }
 
 }  // namespace

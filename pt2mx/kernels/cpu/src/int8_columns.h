@@ -34,7 +34,6 @@ namespace {
 
 constexpr int kSteps = kGroup / 4;      // of a group
 constexpr i64 kStepBytes = 4 * kWidth;  // codes of a step
-constexpr i64 kMaxCode = 128;           // the largest magnitude of a code of x
 
 #if defined(__AVX512BW__)
 using Bytes = __m512i;
@@ -77,44 +76,6 @@ inline void load_columns(const u8* data, i64 stride, Bytes* out, Expand expand) 
   out[2] = VECTOR(unpacklo_epi64)(high[0], high[1]);
   out[3] = VECTOR(unpackhi_epi64)(high[0], high[1]);
 }
-
-// ---- the weight: `decode` writes the codes of a group of kWidth rows in columns, `decode_row` the codes of one row as
-// they lie, both as integers plus `offset` ----
-//
-//   kWideSums        vpmaddubsw: the number of steps whose sums of products fit 16 bits; 0 if not even one does
-//   kEvenOdd         true if a step has every second code of eight
-//   kRowVectors      the vectors that `decode_row` writes
-//   shift            the integers are values times 2**shift; 8 if they are no integers
-
-template <class Decoder>
-struct IntegerColumns {
-  static constexpr bool kSupported = false;
-};
-
-// What codes of 4 and 6 bits share: the integers of a table.
-struct IntegerTable {
-  int32_t shift = 0, offset = 0, most = 0;
-
-  // True if the integers, plus `offset`, times codes of x fit 16 bits in sums of 2 * steps products.
-  bool fits(int steps) const { return 2 * steps * kMaxCode * (most + offset) <= INT16_MAX; }
-
- protected:
-  int32_t integer(float value) const { return int32_t(value * float(1 << shift)); }
-
-  IntegerTable(const float* table, int n, bool is_signed) {
-    while (shift < 8 && !std::all_of(
-                            table, table + n,
-                            [&](float value) {
-                              return std::abs(value) * float(1 << shift) <= 127 &&
-                                     value * float(1 << shift) == float(integer(value));
-                            })) {
-      ++shift;
-    }
-    if (shift == 8) return;
-    most = integer(*std::max_element(table, table + n));
-    if (!is_signed) offset = -integer(*std::min_element(table, table + n));
-  }
-};
 
 template <>
 struct IntegerColumns<Nibbles> : IntegerTable {

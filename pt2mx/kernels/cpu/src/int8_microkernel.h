@@ -115,13 +115,10 @@ const MultiplyStrip* strip_kernels(int32_t isa) {
 template <class Decoder>
 int32_t integer_isa_for(const float* table) {
   using Columns = IntegerColumns<Decoder>;
-  if constexpr (Columns::kSupported) {
-    const Columns columns(table);
-    if (columns.shift == 8) return 0;
-    const int32_t vnni = has_amx_int8() ? VPDPBUSD | TDPBSSD : VPDPBUSD;
-    return (columns.fits(std::max(Columns::kWideSums, 1)) ? VPMADDUBSW : 0) | (has_vnni() ? vnni : 0);
-  }
-  return 0;
+  const Columns columns(table);
+  if (columns.shift == 8) return 0;
+  const int32_t vnni = has_amx_int8() ? VPDPBUSD | TDPBSSD : VPDPBUSD;
+  return (columns.fits(std::max(Columns::kWideSums, 1)) ? VPMADDUBSW : 0) | (has_vnni() ? vnni : 0);
 }
 
 }  // namespace

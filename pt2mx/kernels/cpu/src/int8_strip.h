@@ -47,18 +47,6 @@ struct Strip {
   }
 };
 
-// The scale bytes whose powers of two, times any of x, are normal numbers, and whose sums are finite.
-struct ScaleRange {
-  int32_t least, most;
-
-  // shift: of the weight's integers.
-  ScaleRange(int32_t shift, const ExponentRange& x) {
-    const int32_t unit = kBias + shift;
-    least = std::max(0, unit + 1 - kBias - x.min);
-    most = std::min({254, unit + kBias - kCodeMantissa - 1, unit + kLargestExponent - x.max});
-  }
-};
-
 // Transposes the scales of 8 groups of 8 rows: out[i] has those of groups 2 i and 2 i + 1.
 inline void transpose_scales(const u8* scale, __m128i* out) {
   __m128i pairs[4], quads[4];

@@ -2,7 +2,7 @@
 //
 // The kernels, by the number of rows of x and the instructions that the processor has:
 //
-//   up to 4 rows of integers * 2**n    dot_int8.h        AVX2, AVX_VNNI or AVX512_VNNI
+//   up to 4 rows of integers * 2**n    dot_int8.h        AVX2, AVX_VNNI, AVX512_VNNI or AArch64's SDOT
 //   up to 32 rows of these             linear_int8.h     AVX2, AVX_VNNI, AVX512_VNNI or AMX
 //   1 row in bfloat16, AVX512_BF16     gemv_bf16.h       codes of 4 and 6 bits become bfloat16 by a table
 //   up to 32 rows                      linear_nibbles.h  codes of 4 bits become fp32 by a table
@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "conv_small_channels.h"
+#include "dot_int8.h"
 #include "gemm_bf16.h"
 #include "gemm_int8.h"
 #include "gemv_bf16.h"
@@ -88,11 +89,15 @@ int32_t multiply_on_isa(Linear& linear, bool many_rows, ParallelFor parallel_for
 }
 
 // Multiplies a few rows of integers.
-template <class Decoder>
 int32_t multiply_integers(const Linear& linear, ParallelFor parallel_for) {
   const LinearCall& c = linear.call;
-  if (!c.integer_isa || c.float_scale || c.m > kFewRows) return kUnsupported;
-  return linear_int8<Decoder>(linear, parallel_for);
+  int32_t error = kUnsupported;
+  if (!c.integer_isa || c.float_scale || c.m > kFewRows) return error;
+  with_integer_decoder(c.format, [&](auto* decoder) {
+    using Decoder = std::remove_pointer_t<decltype(decoder)>;
+    error = c.m <= kDotRows ? dot_int8<Decoder>(linear, parallel_for) : linear_int8<Decoder>(linear, parallel_for);
+  });
+  return error;
 }
 
 // Calls body(decoder) for formats whose codes are decoded in registers; others have no kernel on matrix instructions.
@@ -108,15 +113,15 @@ int32_t multiply(LinearCall call, ParallelFor parallel_for) {
   std::vector<float> rotated;
   if (call.rotation) call.x = rotate_copy(call.rotation, call.dtype, call.x, call.m * call.k, rotated);
   Linear linear(call);
-  int32_t error = 0;
+  int32_t error = multiply_integers(linear, parallel_for);
+  if (error != kUnsupported) return error;
   with_decoder(call.format, [&](auto* decoder) {
     using Decoder = std::remove_pointer_t<decltype(decoder)>;
     const i64 tiles = (call.n + kRows - 1) / kRows;
     const i64 grain = std::max<i64>(1, kGrain / (kRows * call.m * call.k));
     if constexpr (!std::is_same<Decoder, Decoded>::value) {
       const bool many_rows = call.m > kFewRows;
-      error = multiply_integers<Decoder>(linear, parallel_for);
-      if (error == kUnsupported && !many_rows) error = multiply_few_rows<Decoder>(linear, tiles, grain, parallel_for);
+      if (!many_rows) error = multiply_few_rows<Decoder>(linear, tiles, grain, parallel_for);
       if (error == kUnsupported) error = multiply_on_isa<Decoder>(linear, many_rows, parallel_for);
       if (many_rows || error != kUnsupported) return;
     }
@@ -132,8 +137,8 @@ extern "C" {
 
 int32_t pt2mx_integer_isa(int32_t format, const float* table) {
   int32_t isa = 0;
-  with_register_decoder(format,
-                        [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
+  with_integer_decoder(format,
+                       [&](auto* decoder) { isa = integer_isa_for<std::remove_pointer_t<decltype(decoder)>>(table); });
   return isa;
 }
 

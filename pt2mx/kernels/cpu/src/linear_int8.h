@@ -10,7 +10,6 @@
 #include <atomic>
 #include <mutex>
 
-#include "dot_int8.h"
 #include "int8_amx.h"
 #include "int8_microkernel.h"
 #include "int8_strip.h"
@@ -116,27 +115,24 @@ void run_linear_int8(i64 begin, i64 end, void* context) {
   if (int8.amx) CodeTiles::release();
 }
 
-// Returns kUnsupported, and computes nothing, for other formats and values.
+// Returns kUnsupported, and computes nothing, for values without codes.
 template <class Decoder>
 int32_t linear_int8(const Linear& linear, ParallelFor parallel_for) {
-  if constexpr (IntegerColumns<Decoder>::kSupported) {
-    const LinearCall& c = linear.call;
-    if (c.m <= kDotRows) return dot_int8<Decoder>(linear, parallel_for);
-    CodeGroup group;
-    int32_t exponent;
-    if (!encode_group(c, 0, 0, &group, &exponent)) return kUnsupported;  // before memory for codes is allocated
-    LinearInt8 int8(linear);
-    encode_rows<IntegerColumns<Decoder>>(0, 1, &int8);  // if the first row has no codes, no thread starts
-    if (!int8.unsupported && c.m > 1) {
-      const i64 grain = std::max<i64>(1, (1 << 13) / c.k);
-      if (const int32_t error = parallel_for(1, c.m, grain, encode_rows<IntegerColumns<Decoder>>, &int8)) return error;
-    }
-    if (int8.unsupported) return kUnsupported;
-    const i64 grain = std::max<i64>(1, (1 << 18) / (kWidth * c.m * c.k));
-    const int32_t error = parallel_for(0, (c.n + kWidth - 1) / kWidth, grain, run_linear_int8<Decoder>, &int8);
-    return error ? error : int8.unsupported ? kUnsupported : 0;
+  using Columns = IntegerColumns<Decoder>;
+  const LinearCall& c = linear.call;
+  CodeGroup group;
+  int32_t exponent;
+  if (!encode_group(c, 0, 0, &group, &exponent)) return kUnsupported;  // before memory for codes is allocated
+  LinearInt8 int8(linear);
+  encode_rows<Columns>(0, 1, &int8);  // if the first row has no codes, no thread starts
+  if (!int8.unsupported) {
+    const i64 grain = std::max<i64>(1, (1 << 13) / c.k);
+    if (const int32_t error = parallel_for(1, c.m, grain, encode_rows<Columns>, &int8)) return error;
   }
-  return kUnsupported;
+  if (int8.unsupported) return kUnsupported;
+  const i64 grain = std::max<i64>(1, (1 << 18) / (kWidth * c.m * c.k));
+  const int32_t error = parallel_for(0, (c.n + kWidth - 1) / kWidth, grain, run_linear_int8<Decoder>, &int8);
+  return error ? error : int8.unsupported ? kUnsupported : 0;
 }
 
 }  // namespace
@@ -145,10 +141,6 @@ int32_t linear_int8(const Linear& linear, ParallelFor parallel_for) {
 
 namespace {
 
-template <class Decoder>
-int32_t integer_isa_for(const float*) {
-  return 0;
-}
 template <class Decoder>
 int32_t linear_int8(const Linear&, ParallelFor) {
   return kUnsupported;

@@ -1,5 +1,8 @@
 """A few rows of integers times powers of two, against sums that are exact within a group, to the bit."""
 
+import ctypes
+import platform
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +16,9 @@ from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, environment, linear
 
 NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
-#: of AMX with the instructions for fewer rows
-ISAS = (cpu_linear.VPMADDUBSW, cpu_linear.VPDPBUSD, cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD)
+AMX = cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD  # with the instruction for fewer rows
+#: the most rows of x that each instruction multiplies in the order of `expected`
+MOST_ROWS = {cpu_linear.VPMADDUBSW: 32, cpu_linear.VPDPBUSD: 32, AMX: 32, cpu_linear.SDOT: 4}
 
 
 def weight(
@@ -64,7 +68,7 @@ def _by_strips(groups: Tensor) -> Tensor:
 
 @pytest.fixture
 def with_isa(monkeypatch):
-    """Return a function that computes `linear` with the bits of one of ISAS, or with 0: by other kernels."""
+    """Return a function that computes `linear` with the bits of one of MOST_ROWS, or with 0: by other kernels."""
 
     def compute(bit: int, *args: object, **rest: object) -> Tensor:
         with monkeypatch.context() as patch:
@@ -74,10 +78,16 @@ def with_isa(monkeypatch):
     return compute
 
 
-def available(name: str) -> list[int]:
-    """Return those of ISAS that this processor has, which may be none."""
+def available(name: str, rows: int = 1) -> list[int]:
+    """Return those of MOST_ROWS that this processor has for a number of rows of x, which may be none."""
     bits = cpu_linear.integer_isa_for(MXSpec(name, 32), 64)
-    return [bit for bit in ISAS if bits & bit == bit]
+    return [isa for isa, most in MOST_ROWS.items() if bits & isa == isa and rows <= most]
+
+
+def has_dotprod() -> bool:
+    """Return whether Linux says that this is an AArch64 processor with FEAT_DotProd."""
+    capabilities = 16  # AT_HWCAP
+    return platform.machine() == "aarch64" and bool(ctypes.CDLL(None).getauxval(capabilities) & 1 << 20)
 
 
 def test_elements_that_are_integers():
@@ -87,6 +97,7 @@ def test_elements_that_are_integers():
     assert cpu_linear.integer_isa_for(MXSpec("int8", 32, scale_format="float32"), 64) == 0
     vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     assert all((cpu_linear.VPMADDUBSW in available(name)) == vectors for name in ("fp4_e2m1", "int4", "int8"))
+    assert all((cpu_linear.SDOT in available(name)) == has_dotprod() for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,8 +107,8 @@ def test_same_bits_as_exact_sums(name, of_x, with_isa):
     x, and every dtype."""
     for i, (n, k, block) in enumerate([(1, 1, 32), (16, 256, 32), (37, 576, 32), (70, 1000, 32), (33, 2049, 64)]):
         w, x, bias = weight(n, k, name, block), quantized(32, k, of_x), torch.randn(n)
-        for bit in available(name):
-            for j, rows in enumerate((1, 2, 3, 4, 7, 8, 16, 19, 32)):
+        for j, rows in enumerate((1, 2, 3, 4, 7, 8, 16, 19, 32)):
+            for bit in available(name, rows):
                 dtype, added = DTYPES[(i + j) % 3], bias if j % 2 else None
                 y = with_isa(bit, x[:rows].to(dtype), *w[:2], added, w[2], torch.float32)
                 assert torch.equal(y, expected(x[:rows], *w, added)), (n, k, bit, rows)
@@ -109,7 +120,7 @@ def test_more_rows_have_the_same_bits(name, of_x, monkeypatch):
     """The kernels for many rows add in the same order."""
     isa_for = cpu_linear.isa_for
     monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.INT8)
-    x, w, bits = quantized(40, 1000, of_x), weight(37, 1000, name), available(name)
+    x, w, bits = quantized(40, 1000, of_x), weight(37, 1000, name), available(name, 5)
     for bit in bits:
         monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k, bit=bit: bit)
         assert torch.equal(linear(x.bfloat16(), *w[:2], None, w[2], torch.float32), expected(x, *w))
@@ -125,8 +136,8 @@ def test_largest_codes(with_isa):
         scale = torch.full((3, 10), 127, dtype=torch.uint8)
         for value in (127 / 64, -127 / 64, -2.0):
             x = torch.full((9, 320), value)
-            for bit in available(name):
-                for rows in (4, 9):
+            for rows in (4, 9):
+                for bit in available(name, rows):
                     y = with_isa(bit, x[:rows], data, scale, None, spec)
                     assert torch.equal(y, expected(x[:rows], data, scale, spec))
 
@@ -137,7 +148,7 @@ def test_zeros_may_have_any_scale(rows, with_isa):
     x[:, :32], x[2] = 0, -0.0
     data[:, 16:32], scale[:, 1] = 0, 0
     data[5], scale[5, ::2], scale[5, 1::2] = 0x88, 254, 0
-    for bit in available("fp4_e2m1"):
+    for bit in available("fp4_e2m1", rows):
         y = with_isa(bit, x, data, scale, None, spec)
         assert torch.equal(y, expected(x, data, scale, spec)) and not y[2].any() and not y[:, 5].any()
 
@@ -159,7 +170,7 @@ def test_extreme_scales(byte, rows, with_isa):
     scale[7, 13], data[7, 13 * 32] = byte, 1
     for power in (0, -100, 60):
         args = (x * 2.0**power, data, scale)
-        for bit in available("int8"):
+        for bit in available("int8", rows):
             y = with_isa(bit, *args, None, spec)
             is_supported = (byte, power) in {(0, 60), (1, 60), (250, -100)}
             other = expected(*args, spec) if is_supported else with_isa(0, *args, None, spec)
@@ -174,7 +185,7 @@ def test_reads_nothing_past_a_tensor(name, rows, with_isa, before_guard_page):
         for block in (32, 96):
             x, (data, scale, spec), bias = quantized(rows, k), weight(n, k, name, block), torch.randn(n)
             guarded = [before_guard_page(t) for t in (x, data, scale, bias)]
-            for bit in available(name):
+            for bit in available(name, rows):
                 assert torch.equal(with_isa(bit, *guarded, spec), expected(x, data, scale, spec, bias)), (n, k, bit)
 
 
@@ -219,7 +230,7 @@ def test_same_bits_in_every_run_with_any_threads(name, with_isa):
     try:
         for rows in (1, 5, 16):
             x = quantized(rows, 1100)
-            for bit in available(name):
+            for bit in available(name, rows):
                 for run in range(10):
                     torch.set_num_threads(1 + run % 3)
                     assert torch.equal(with_isa(bit, x, *w[:2], None, w[2]), expected(x, *w))
