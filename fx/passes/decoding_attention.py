@@ -33,7 +33,7 @@ _OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAtten
 
 class _Call(NamedTuple):
     """An attention, the operator that replaces it and its arguments before and after the counters, the heads of the
-    keys, and the device."""
+    keys, the device and the dtype of the queries."""
 
     node: Node
     operator: OpOverload
@@ -41,24 +41,35 @@ class _Call(NamedTuple):
     more: tuple[Any, ...]
     heads: Any
     device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def has_kernel(self) -> bool:
+        """True where a kernel serves the operator alone. On a CPU the kernel of `attention_mx` serves codes."""
+        is_dense = self.operator is DecodingAttention.overload
+        if self.device.type == "cuda":
+            return not is_dense or self.dtype == torch.bfloat16
+        return is_dense and self.device.type == "cpu"
 
 
 @graph_pass((_ATTENTION, attention_mx))
 def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
-    """Replace attention of bfloat16 by `decoding_attention`, and `attention_mx` by `decoding_attention_mx`, on an
-    NVIDIA GPU (or `everywhere`).
+    """Replace attention by `decoding_attention`, and `attention_mx` by `decoding_attention_mx`, where the device has a
+    kernel of the operator (or `everywhere`).
 
     The pass skips causal attention, dropout, masks that are added, operands that broadcast, scales of a tensor, and
     graphs in which the number of heads is unknown.
     """
-    calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.device.type == "cuda")]
+    calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.has_kernel)]
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
-    most = JOINED_SEQUENCES * max(call.heads for call in calls)
-    counters = torch.zeros(most, dtype=torch.int32, device=calls[0].device)
-    name = register_buffer(model, "attention_zeros", counters)
-    with model.graph.inserting_before(next(iter(model.graph.nodes))):
-        zeros = model.graph.get_attr(name)
+    zeros = None
+    if everywhere or calls[0].device.type == "cuda":
+        most = JOINED_SEQUENCES * max(call.heads for call in calls)
+        counters = torch.zeros(most, dtype=torch.int32, device=calls[0].device)
+        name = register_buffer(model, "attention_zeros", counters)
+        with model.graph.inserting_before(next(iter(model.graph.nodes))):
+            zeros = model.graph.get_attr(name)
     for node, operator, args, more, *_ in calls:
         new = insert_before(node, operator, *args, zeros, *more)
         new.meta.update(node.meta)
@@ -82,7 +93,7 @@ def _call(node: Node) -> _Call | None:
         operator(*[*values, None, *more]).check()
     except MXError:
         return None
-    return _Call(node, operator.overload, args, more, values[1].shape[1], values[0].device)
+    return _Call(node, operator.overload, args, more, values[1].shape[1], values[0].device, values[0].dtype)
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

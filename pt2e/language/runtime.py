@@ -66,8 +66,7 @@ class Runner:
     ) -> None:
         self.decoder, self.device, self._pads, self.compiles = decoder, device, False, False
         self._prompt = packages.get("prompt", decoder)
-        single = with_single_steps(decoder)
-        few, many = _step_programs(single)
+        few, many = _step_programs(with_single_steps(decoder), self.device)
         self._fused_token, self._token = packages.get("token", few), packages.get("token", many)
         self._steps = self._fused_token, self._token
 
@@ -79,7 +78,7 @@ class Runner:
         self._pads, self.compiles = self.device.type == "cuda", True
         self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
         single, overlaps = with_single_steps(self.decoder), _overlaps(self.device)
-        programs = _step_programs(single)
+        programs = _step_programs(single, self.device)
         self._steps = self._fused_token, self._token = _compiled_pair(programs, options, overlaps)
         if (plain := _without_graphs(options)) != options:
             self._steps = _compiled_pair(programs, plain, overlaps)
@@ -129,8 +128,10 @@ class Runner:
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
-def _step_programs(single: GraphModule) -> tuple[GraphModule, GraphModule]:
+def _step_programs(single: GraphModule, device: torch.device) -> tuple[GraphModule, GraphModule]:
     """Return the programs for single tokens of a few and of many sequences; they share the tensors of `single`."""
+    if device.type == "cpu":
+        return (store_positions(use_decoding_attention(copy_sharing_tensors(single)), _POSITIONS),) * 2
     if not fuse_decoding.applies_to(single):
         return single, single
     attention = [use_decoding_attention, fuse_rope]
@@ -222,8 +223,7 @@ def write_packages(
         length = _LENGTHS[name]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
         example = {**decoder.inputs(layers, device, tokens, slots=5, images=images), "weights": weights}
-        with warnings.catch_warnings():
-            # torch warns of its own code
+        with warnings.catch_warnings():  # torch warns of its own code
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
             program = decoder.export(model if length is None else with_single_steps(model), example, length)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))

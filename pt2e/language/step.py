@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.sampling import Choice
 
 if TYPE_CHECKING:
+    from pt2mx.kernels.inductor.record import RecordedProgram
     from pt2mx.pt2e.language.runtime import Runner
 
 #: inputs of the program that grow by one with each token
@@ -77,6 +78,8 @@ class Step:
         self._captures = on_gpu
         #: the CUDA graph, and what it returns
         self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
+        #: on a CPU, the compiled program
+        self._recorded = _recorded(self._decode) if runner.compiles and device.type == "cpu" else None
         compiles = on_gpu and runner.compiles
         self._advance, self._parts = (torch.compile(_advance), _PARTS) if compiles else (_advance, 1)
 
@@ -101,8 +104,8 @@ class Step:
 
     @property
     def is_captured(self) -> bool:
-        """True where the step is a CUDA graph."""
-        return self._captured is not None
+        """True where the step is a CUDA graph, or its kernels on a CPU are recorded."""
+        return self._captured is not None or (self._recorded is not None and self._recorded.is_recorded)
 
     def frees_cache_for(self, batch: int, slots: int) -> bool:
         """Return True where a new call of `generate` may take the cache for these sizes."""
@@ -164,9 +167,8 @@ class Step:
         return logits, scores
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Read the chosen tokens and choose the next ones; return as `choose`, until the next call.
-
-        The first call on a GPU captures the step."""
+        """Read the chosen tokens and choose the next ones; return as `choose`, until the next call. The first call on a GPU
+        captures the step."""
         if self._captures:
             self._captured, self._captures = self._capture(), False
         if self._captured is None:
@@ -178,14 +180,15 @@ class Step:
         return results
 
     def _run(self) -> tuple[Tensor, Tensor]:
-        return self.choose(
-            self.program(
-                **self._inputs,
-                attention_mask=self._mask,
-                start=self.start,
-                logits_to_keep=self._kept,
-                **self.cache.inputs(),
-            )
+        return self.choose(self._decode() if self._recorded is None else self._recorded())
+
+    def _decode(self) -> Tensor:
+        return self.program(
+            **self._inputs,
+            attention_mask=self._mask,
+            start=self.start,
+            logits_to_keep=self._kept,
+            **self.cache.inputs(),
         )
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None:
@@ -252,6 +255,12 @@ class Step:
     def set_random_state(self, state: Tensor) -> None:
         """Set the state of the generator that draws tokens."""
         self._generator.set_state(state)
+
+
+def _recorded(program: Callable[[], Tensor]) -> RecordedProgram:
+    from pt2mx.kernels.inductor.record import RecordedProgram  # it imports Inductor, which takes seconds
+
+    return RecordedProgram(program)
 
 
 def _argmax(weights: Tensor, parts: int) -> Tensor:

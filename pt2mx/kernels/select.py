@@ -99,7 +99,7 @@ KERNELS: dict[str, dict[str, str]] = {
     },
     "rotate_and_store": {"cuda": "gpu.rope:rotate_and_store"},
     "rotate_quantize_and_store": {"cuda": "gpu.rope:rotate_quantize_and_store"},
-    "decoding_attention": {"cuda": "gpu.attention:attend_dense"},
+    "decoding_attention": {"cpu": "cpu.attention:attend_dense", "cuda": "gpu.attention:attend_dense"},
     "decoding_attention_mx": {"cuda": "gpu.attention:attend"},
     "attention_mx": {
         "any": "dequantize_then_matmul:attend",

@@ -2,8 +2,8 @@
 `decoding_attention_mx`.
 
 Two are linear layers with a norm, a gate or a residual sum; `pt2mx.kernels.decoder_linear` defines them, and says how
-they share the work of a norm. Only programs for single tokens on an NVIDIA GPU call these operators
-(`pt2mx.fx.passes.fuse_decoding`).
+they share the work of a norm. Only programs for single tokens call these operators: on an NVIDIA GPU all of them
+(`pt2mx.fx.passes.fuse_decoding`), on a CPU `decoding_attention`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
-from pt2mx.ops.checks import broadcasts, check_one_device
+from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
 from pt2mx.ops.linear import LinearMXMMALayout
 from pt2mx.ops.operator import As, Operator, T, operator
 from pt2mx.spec import MXSpec
@@ -156,9 +156,9 @@ class ResidualLinearMX(_DecoderLinear[T]):
         return decoder_linear.residual_linear(*self.of_definition)
 
 
-@operator("decoding_attention", 1, "(B, heads, S, W) bfloat16")
+@operator("decoding_attention", 1, "(B, heads, S, W) in the query's dtype")
 class DecodingAttention(Operator[T]):
-    """`scaled_dot_product_attention` of a few queries over a bfloat16 cache. Several heads of queries may share a head
+    """`scaled_dot_product_attention` of a few queries over a cache of floats. Several heads of queries may share a head
     of keys. Sums are in float32, in any order; a query that sees no key gives zeros.
 
     Example:
@@ -168,9 +168,9 @@ class DecodingAttention(Operator[T]):
         tensor([0.9492, 0.0173, 0.0173, 0.0173], dtype=torch.bfloat16)
     """
 
-    query: Annotated[T, "(B, heads, S, D) bfloat16"]
-    keys: Annotated[T, "(B, heads of the keys, L, D) bfloat16"]
-    values: Annotated[T, "(B, heads of the keys, L, W) bfloat16"]
+    query: Annotated[T, "(B, heads, S, D) float32, float16 or bfloat16"]
+    keys: Annotated[T, "(B, heads of the keys, L, D) in the query's dtype"]
+    values: Annotated[T, "(B, heads of the keys, L, W) in the query's dtype"]
     mask: Annotated[T | None, "booleans that broadcast to (B, heads, S, L), false where a key is hidden; or None"]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
     zeros: Annotated[T | None, _ZEROS]
@@ -187,8 +187,11 @@ class DecodingAttention(Operator[T]):
             raise MXError(
                 f"{query.shape[1]} heads of queries: allowed is a multiple of the {keys.shape[1]} of the keys"
             )
-        if any(tensor.dtype != torch.bfloat16 for tensor in (query, keys, values)):
-            raise MXError(f"query, keys and values must be bfloat16, not {query.dtype}, {keys.dtype}, {values.dtype}")
+        dtypes = query.dtype, keys.dtype, values.dtype
+        if query.dtype not in HIGH_PRECISION or len(set(dtypes)) > 1:
+            raise MXError(
+                f"query, keys and values are {', '.join(map(str, dtypes))}: all must be float32, float16 or bfloat16"
+            )
         _check_zeros(self.zeros)
         mask, scores = self.mask, (*query.shape[:3], keys.shape[2])
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):

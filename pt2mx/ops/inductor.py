@@ -20,6 +20,7 @@ from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import guards
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX
+from pt2mx.ops.decoding import DecodingAttention
 from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
@@ -137,7 +138,8 @@ def register_lowerings() -> None:
     for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
         lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
     lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
-    lowering.make_fallback(AttentionMX.overload, warn=False, override_decomp=True)
+    for overload in (AttentionMX.overload, DecodingAttention.overload):
+        lowering.make_fallback(overload, warn=False, override_decomp=True)
     for overload, lowered in _prepared_calls().items():
         lowering.register_lowering(overload, type_promotion_kind=None)(_prepared(overload, lowered))
 
@@ -150,6 +152,7 @@ def _prepared_calls() -> dict[OpOverload, Callable[..., Any]]:
         LinearMX.overload: prepared.linear_mx,
         ActivationFakeQuantize.overload: prepared.activation_fake_quantize_mx,
         AttentionMX.overload: prepared.attention_mx,
+        DecodingAttention.overload: prepared.decoding_attention,
     }
 
 

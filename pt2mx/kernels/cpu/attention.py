@@ -1,4 +1,5 @@
-"""Attention of a few queries over packed keys and values on the CPU, in C++ (`src/attention.cpp`).
+"""Attention of a few queries over packed keys and values, or over values in a dtype, on the CPU, in C++
+(`src/attention.cpp`).
 
 The kernel decodes keys and values in registers, and skips those that the mask hides from every query. Sums are in fp32,
 in an order that does not depend on the number of threads. With AMX, keys and values become bfloat16, which is exact,
@@ -20,7 +21,7 @@ from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend", "attend_again", "call_of", "is_computed"]
+__all__ = ["attend", "attend_again", "attend_dense", "call_of", "dense_call_of", "is_computed"]
 
 #: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
 _FEW_QUERIES, _FEW_FOR_AMX = 32, 64
@@ -69,43 +70,77 @@ def call_of(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
 ) -> AttentionCall | None:
     """Return the call but for its pointers; None for one that the kernel does not support."""
-    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
-    group = heads // max(key_heads, 1)
+    width = query.shape[3]
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
-    whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
     isa = isa_for(spec, width) & AMX
-    few = group * queries <= (_FEW_FOR_AMX if isa else _FEW_QUERIES)
-    fits = TABLE not in (decoder, value_decoder) and whole and few
-    if not fits or 0 in (query.numel(), slots):
+    call = _shaped(query, key[0], value_width, mask, scale, _FEW_FOR_AMX if isa else _FEW_QUERIES)
+    if call is None or TABLE in (decoder, value_decoder):
+        return None
+    call.table, call.format, call.isa = ctypes.addressof(table_of(spec.element.name)), decoder, isa
+    call.block, call.value_block = block, value_block
+    call.key_bytes, call.key_blocks = key[0].shape[3], key[1].shape[3]
+    call.value_bytes, call.value_blocks = value[0].shape[3], value[1].shape[3]
+    if not spec.scale_format.is_power_of_two:
+        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+    return call
+
+
+def dense_call_of(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> AttentionCall | None:
+    """Return the call over keys and values in the dtype of the query, but for its pointers and its slots, which are one
+    in the shapes; None for one that the kernel does not support."""
+    call = _shaped(query, keys, values.shape[3], mask, scale, _FEW_QUERIES)
+    if call is not None:
+        call.block = call.value_block = _GROUP
+        call.key_bytes, call.value_bytes = (tensor.shape[3] * tensor.element_size() for tensor in (keys, values))
+    return call
+
+
+def _shaped(
+    query: Tensor, key: Tensor, value_width: int, mask: Tensor | None, scale: float | None, most: int
+) -> AttentionCall | None:
+    """Return a call of such shapes, with at most `most` queries of a head of the keys; None for unsupported ones."""
+    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key.shape
+    group = heads // max(key_heads, 1)
+    whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
+    if not whole or group * queries > most or 0 in (query.numel(), slots, value_width):
         return None
     call = AttentionCall(
-        table=ctypes.addressof(table_of(spec.element.name)),
-        format=decoder,
         dtype=DTYPES.index(query.dtype),
-        isa=isa,
         heads=key_heads,
         queries=queries,
         group=group,
         slots=slots,
         width=width,
         value_width=value_width,
-        block=block,
-        value_block=value_block,
-        key_bytes=key[0].shape[3],
-        key_blocks=key[1].shape[3],
-        value_bytes=value[0].shape[3],
-        value_blocks=value[1].shape[3],
         factor=width**-0.5 if scale is None else scale,
         key_tensor_scale=1.0,
         value_tensor_scale=1.0,
         pairs=batch * key_heads,
     )
-    if not spec.scale_format.is_power_of_two:
-        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
     if mask is not None:
         strides = mask.expand(batch, heads, queries, slots).stride()
         call.mask_batch, call.mask_head, call.mask_query, call.mask_slot = strides
     return call
+
+
+def attend_dense(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, zeros: object
+) -> Tensor | None:
+    """Return None for many queries, and for widths that are not whole groups."""
+    of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask[..., :1].contiguous()
+    call = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, scale)
+    if call is None:
+        return None
+    slots, out = keys.shape[2], query.new_empty((*query.shape[:3], values.shape[3]))
+    query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
+    mask = None if mask is None else mask.expand(*mask.shape[:3], slots).contiguous()
+    of_mask, (library, parallel_for) = None if mask is None else mask.data_ptr(), load()
+    pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), of_mask, out.data_ptr()
+    if library.pt2mx_decoding_attention_of(ctypes.addressof(call), slots, *pointers, parallel_for):
+        raise RuntimeError("torch_parallel_for failed")
+    return out
 
 
 def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Tensor | None:

@@ -49,7 +49,8 @@ _FUNCTIONS = {
     "pt2mx_linear_of": (ctypes.c_void_p,) * 7,
     "pt2mx_convolution": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_attention_of": (ctypes.c_void_p,) * 9,
+    "pt2mx_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 8),
+    "pt2mx_decoding_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 6),
     "pt2mx_bf16_isa": (),
     "pt2mx_matmul": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_dense_attention": (ctypes.c_void_p, ctypes.c_void_p),
@@ -58,9 +59,11 @@ _FUNCTIONS = {
     "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_store": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+    "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
     "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
     "pt2mx_integer_isa": (ctypes.c_int32, ctypes.c_void_p),
 }
+_RETURN_INT64 = "pt2mx_size_of", "pt2mx_replay"
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
@@ -101,7 +104,8 @@ def _attempt() -> None:
         library = _library()
         for name, arguments in _FUNCTIONS.items():
             getattr(library, name).argtypes = arguments
-        library.pt2mx_size_of.restype = ctypes.c_int64
+        for name in _RETURN_INT64:
+            getattr(library, name).restype = ctypes.c_int64
     except (OSError, RuntimeError, AttributeError) as error:
         _loaded.append(None)  # before the warning, which filters may turn into an error
         warnings.warn(

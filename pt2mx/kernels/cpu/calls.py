@@ -144,10 +144,22 @@ class ActivationCall(ctypes.Structure):
     )
 
 
+#: the most arguments of a recorded call
+MOST_ARGUMENTS = 48
+
+
+class RecordedCall(ctypes.Structure):
+    _fields_ = (
+        ("kernel", c_void_p),
+        ("returns_error", c_int64),
+        ("arguments", c_uint64 * MOST_ARGUMENTS),
+    )
+
+
 #: all structures; the library knows the size of each by its name
 STRUCTURES = (
     *(FloatScale, Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
-    *(DenseAttentionCall, HadamardCall, ActivationCall),
+    *(DenseAttentionCall, HadamardCall, ActivationCall, RecordedCall),
 )
 
 

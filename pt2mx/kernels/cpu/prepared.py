@@ -9,7 +9,7 @@ threads may call an object at the same time. Where the machine has no kernel, th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,21 +18,73 @@ from pt2mx.kernels.cpu import activations, attention, linear
 from pt2mx.kernels.cpu.build import is_available, load
 from pt2mx.spec import MXSpec
 
-__all__ = ["PreparedActivation", "PreparedAttention", "PreparedLinear"]
+__all__ = ["Kernel", "PreparedActivation", "PreparedAttention", "PreparedCall", "PreparedDecodingAttention"]
+__all__ += ["PreparedLinear"]
 
 Shape = tuple[int, ...]
-#: pointers to tensors -> 0, or an error
-Kernel = Callable[..., int]
 
 
-class PreparedLinear:
-    """`linear_mx` of a few rows.
+class Kernel:
+    """A function of the library for calls of one kind.
+
+    Args:
+        name: the function. Its arguments are the call, numbers, and what runs work on threads.
+        call: the structure; the function takes the pointers to tensors from the numbers.
+    """
+
+    def __init__(self, name: str, call: ctypes.Structure) -> None:
+        library, parallel_for = load()
+        self.function, self._call = getattr(library, name), ctypes.pointer(call)
+        self._on_threads = parallel_for.value
+
+    def __call__(self, *numbers: int) -> int:
+        """Run the kernel; return 0, or an error."""
+        return self.function(self._call, *numbers, self._on_threads)
+
+    def arguments(self, *numbers: int) -> tuple[int, ...]:
+        """Return all arguments of the function as numbers."""
+        return ctypes.addressof(self._call.contents), *numbers, self._on_threads or 0
+
+
+class PreparedCall:
+    """A call of an operator by compiled code."""
+
+    #: the most tensors that a call takes
+    most: ClassVar[int]
+    #: True where the C++ kernels take the call
+    is_supported: bool
+    _kernel: Kernel | None
+
+    def kernel(self) -> Kernel | None:
+        """Return the kernel; None where there is none."""
+        return self._kernel
+
+    def numbers(self, tensors: tuple[Tensor | None, ...], out: Tensor) -> list[int]:
+        """Return the numbers that the kernel takes for a call: pointers, 0 for each tensor that is missing."""
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return [*pointers, *[0] * (self.most - len(pointers)), out.data_ptr()]
+
+    def call_operator(self, *tensors: Tensor | None) -> Tensor:
+        """Return the result of the operator."""
+        raise NotImplementedError
+
+    def __call__(self, *tensors: Tensor | None, out: Tensor) -> None:
+        """Compute the result."""
+        kernel = self.kernel()
+        if kernel is None or kernel(*self.numbers(tensors, out)):
+            out.copy_(self.call_operator(*tensors))
+
+
+class PreparedLinear(PreparedCall):
+    """`linear_mx` of a few rows: (x, data, scale, bias or None).
 
     Args:
         x, data, scale: the shapes of x, of the weight's codes and of its scales.
         x_dtype, dtype: the dtypes of x and of the result.
         element, block_size, rotation: as of `linear_mx`.
     """
+
+    most = 4
 
     def __init__(
         self,
@@ -50,37 +102,39 @@ class PreparedLinear:
         self._tensors = _meta(x, x_dtype), _meta(data, torch.uint8), _meta(scale, torch.uint8), None, self._out
         rows = self._out.shape[:-1].numel()
         most = linear.VECTOR_ROWS if rotation else linear.FEW_ROWS
-        #: True where the C++ kernels take the call
         self.is_supported = 0 < rows <= most and 0 not in (x[-1], data[0]) and is_available()
         self._isa = linear.matrix_isa_for(self._spec, rows, x[-1], x_dtype) if self.is_supported else 0
         #: a number of threads, and the kernel that divides the result among them
-        self._run = torch.get_num_threads(), self._kernel()
+        self._of_threads = torch.get_num_threads(), self._made()
 
-    def _kernel(self) -> Kernel | None:
+    def _made(self) -> Kernel | None:
         if not self.is_supported:
             return None
         call = linear.call_of(*self._tensors, self._spec, self._isa)
         call.rotation = self._options[2]
-        return _kernel("pt2mx_linear_of", call)
+        return Kernel("pt2mx_linear_of", call)
 
-    def __call__(self, x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None = None, *, out: Tensor) -> None:
-        """Multiply x by a weight."""
-        threads, run = self._run
+    def kernel(self) -> Kernel | None:
+        threads, kernel = self._of_threads
         if threads != torch.get_num_threads():
-            threads, run = self._run = torch.get_num_threads(), self._kernel()
-        of_bias = None if bias is None else bias.data_ptr()
-        if run is None or run(x.data_ptr(), data.data_ptr(), scale.data_ptr(), of_bias, out.data_ptr()):
-            out.copy_(torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options))
+            threads, kernel = self._of_threads = torch.get_num_threads(), self._made()
+        return kernel
+
+    def call_operator(self, *tensors: Tensor | None) -> Tensor:
+        x, data, scale, bias = (*tensors, None)[: self.most]
+        return torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options)
 
 
-class PreparedActivation:
-    """`activation_fake_quantize_mx`.
+class PreparedActivation(PreparedCall):
+    """`activation_fake_quantize_mx`: (x,).
 
     Args:
         x: the shape of x.
         x_dtype, dtype: the dtypes of x and of the result.
         activation, element, block_size, scale_mode, rounding: as of the operator.
     """
+
+    most = 1
 
     def __init__(
         self,
@@ -95,27 +149,42 @@ class PreparedActivation:
     ) -> None:
         self._options = activation, element, block_size, scale_mode, rounding, dtype
         self.is_supported = 0 not in x and is_available()
-        self._run = None
+        self._kernel = None
         if self.is_supported:
             spec = MXSpec(element, block_size, -1, scale_mode, rounding)
             number = activations.ACTIVATIONS.index(activation)
             call = activations.call_of(_meta(x, x_dtype), _meta(x, dtype), spec, activation=number)
-            self._run = _kernel("pt2mx_quantize_activation_of", call)
+            self._kernel = Kernel("pt2mx_quantize_activation_of", call)
 
-    def __call__(self, x: Tensor, *, out: Tensor) -> None:
-        """Quantize the activation of x."""
-        if self._run is None or self._run(x.data_ptr(), out.data_ptr()):
-            out.copy_(torch.ops.pt2mx.activation_fake_quantize_mx(x, *self._options))
+    def call_operator(self, *tensors: Tensor | None) -> Tensor:
+        return torch.ops.pt2mx.activation_fake_quantize_mx(*tensors, *self._options)
 
 
-class PreparedAttention:
-    """`attention_mx` of a few queries, with E8M0 scales.
+class _PreparedAttention(PreparedCall):
+    """Attention of a few queries over a cache, whose slots the tensors of a call tell. The mask is the last tensor."""
+
+    def numbers(self, tensors: tuple[Tensor | None, ...], out: Tensor) -> list[int]:
+        return [_slots(tensors[1]), *super().numbers(tensors, out)]
+
+    def __call__(self, *tensors: Tensor | None, out: Tensor) -> None:
+        slots, last = _slots(tensors[1]), self.most - 1
+        mask = tensors[last] if len(tensors) > last else None
+        if any(_slots(one) != slots for one in tensors[2:last]) or (mask is not None and mask.shape[3] != slots):
+            out.copy_(self.call_operator(*tensors))  # it raises an error
+        else:
+            super().__call__(*tensors, out=out)
+
+
+class PreparedAttention(_PreparedAttention):
+    """`attention_mx` with E8M0 scales: (query, key, key_scale, value, value_scale, mask or None).
 
     Args:
-        query, key, key_scale, value, value_scale, mask: the shapes of the tensors; None without a mask.
+        query, key, key_scale, value, value_scale, mask: the shapes of the tensors with one slot; None without a mask.
         dtype: the dtype of the query.
         element, block_size, value_width, scale: as of `attention_mx`.
     """
+
+    most = 6
 
     def __init__(
         self,
@@ -136,38 +205,50 @@ class PreparedAttention:
         if value_width and is_available():
             keys = _meta(key, torch.uint8), _meta(key_scale, torch.uint8)
             values = _meta(value, torch.uint8), _meta(value_scale, torch.uint8)
-            masks = None if mask is None else _meta(mask, torch.bool)
             spec = MXSpec(element, block_size)
-            call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, masks, scale)
-        self._run = None if call is None else _kernel("pt2mx_attention_of", call)
+            call = attention.call_of(_meta(query, dtype), keys, values, spec, value_width, _mask(mask), scale)
+        self._kernel = None if call is None else Kernel("pt2mx_attention_of", call)
         self.is_supported = call is not None
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        key_scale: Tensor,
-        value: Tensor,
-        value_scale: Tensor,
-        mask: Tensor | None = None,
-        *,
-        out: Tensor,
+    def call_operator(self, *tensors: Tensor | None) -> Tensor:
+        mask = tensors[5] if len(tensors) == self.most else None
+        return torch.ops.pt2mx.attention_mx(*tensors[:5], *self._options, mask, self._scale)
+
+
+class PreparedDecodingAttention(_PreparedAttention):
+    """`decoding_attention`: (query, keys, values, mask or None).
+
+    Args:
+        query, keys, values, mask: the shapes of the tensors with one slot; None without a mask.
+        dtype: the dtype of the query, the keys and the values.
+        scale: as of `decoding_attention`.
+    """
+
+    most = 4
+
+    def __init__(
+        self, query: Shape, keys: Shape, values: Shape, mask: Shape | None, dtype: torch.dtype, scale: float | None
     ) -> None:
-        """Attend over codes."""
-        if self._run is not None:
-            keys, values = (key.data_ptr(), key_scale.data_ptr()), (value.data_ptr(), value_scale.data_ptr())
-            of_mask = None if mask is None else mask.data_ptr()
-            if not self._run(query.data_ptr(), *keys, *values, of_mask, out.data_ptr()):
-                return
-        tensors = query, key, key_scale, value, value_scale
-        out.copy_(torch.ops.pt2mx.attention_mx(*tensors, *self._options, mask, self._scale))
+        self._scale = scale
+        call = None
+        if is_available():
+            tensors = _meta(query, dtype), _meta(keys, dtype), _meta(values, dtype)
+            call = attention.dense_call_of(*tensors, _mask(mask), scale)
+        self._kernel = None if call is None else Kernel("pt2mx_decoding_attention_of", call)
+        self.is_supported = call is not None
+
+    def call_operator(self, *tensors: Tensor | None) -> Tensor:
+        query, keys, values, mask = (*tensors, None)[: self.most]
+        return torch.ops.pt2mx.decoding_attention(query, keys, values, mask, self._scale, None)
 
 
-def _kernel(name: str, call: ctypes.Structure) -> Kernel:
-    """Return the function of the library for a call. Only pointers are arguments; it returns 0 where it computed."""
-    library, parallel_for = load()
-    function, pointer, on_threads = getattr(library, name), ctypes.pointer(call), parallel_for.value
-    return lambda *pointers: function(pointer, *pointers, on_threads)
+def _slots(tensor: Tensor | None) -> int:
+    assert tensor is not None
+    return tensor.shape[2]
+
+
+def _mask(shape: Shape | None) -> Tensor | None:
+    return None if shape is None else _meta(shape, torch.bool)
 
 
 def _meta(shape: Shape, dtype: torch.dtype) -> Tensor:

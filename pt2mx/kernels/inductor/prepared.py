@@ -9,16 +9,23 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
+from pt2mx.kernels.cpu.prepared import (
+    PreparedActivation,
+    PreparedAttention,
+    PreparedDecodingAttention,
+    PreparedLinear,
+)
 from pt2mx.spec import MXSpec
 
-__all__ = ["activation_fake_quantize_mx", "attention_mx", "linear_mx"]
+__all__ = ["activation_fake_quantize_mx", "attention_mx", "decoding_attention", "linear_mx"]
 
 Box = ir.TensorBox
+Shape = tuple[int, ...]
 
 
 class PreparedCall(ir.ExternKernelOut):
@@ -95,24 +102,56 @@ def attention_mx(
     key_tensor_scale: Box | None = None,
     value_tensor_scale: Box | None = None,
 ) -> Box | None:
-    tensors = query, key_data, key_scale, value_data, value_scale, mask
-    shapes = _shapes(*(tensor for tensor in tensors if tensor is not None))
+    cache = key_data, key_scale, value_data, value_scale
     has_tensor_scale = key_tensor_scale is not None or value_tensor_scale is not None
     spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0")
+    shapes = _of_one_slot(query, cache, mask)
     if shapes is None or not _is_plain(spec) or has_tensor_scale:
         return None
-    mask_shape = None if mask is None else shapes[-1]
+    of_query, of_cache, of_mask = shapes
     options = query.get_dtype(), element, block_size, value_width, None if scale is None else float(scale)
-    return _call(PreparedAttention, tensors, (*shapes[:5], mask_shape, *options), (*shapes[0][:3], value_width))
+    made_from = of_query, *of_cache, of_mask, *options
+    return _call(PreparedAttention, [query, *cache, mask], made_from, (*of_query[:3], value_width))
+
+
+def decoding_attention(
+    query: Box, keys: Box, values: Box, mask: Box | None, scale: float | None, zeros: Box | None
+) -> Box | None:
+    shapes = _of_one_slot(query, (keys, values), mask)
+    if shapes is None:
+        return None
+    of_query, of_cache, of_mask = shapes
+    made_from = of_query, *of_cache, of_mask, query.get_dtype(), None if scale is None else float(scale)
+    out = *of_query[:3], of_cache[1][3]
+    return _call(PreparedDecodingAttention, [query, keys, values, mask], made_from, out)
+
+
+def _of_one_slot(
+    query: Box, cache: Sequence[Box], mask: Box | None
+) -> tuple[Shape, tuple[Shape, ...], Shape | None] | None:
+    """Return the shapes of the query, the cache and the mask with one slot, whose number a call tells; None as
+    `_shapes` does, and where all slots share a mask."""
+    slots, of_mask = cache[0].get_size()[2], None if mask is None else mask.get_size()
+    if of_mask is not None and V.graph.sizevars.statically_known_true(sympy.Eq(of_mask[3], 1)) and slots != 1:
+        return None  # it broadcasts; a call compares other sizes
+    sizes = [query.get_size(), *([*size[:2], 1, *size[3:]] for size in (one.get_size() for one in cache))]
+    shapes = _known([query, *cache], [*sizes, *([] if of_mask is None else [[*of_mask[:3], 1]])])
+    if shapes is None:
+        return None
+    of_query, *of_cache = shapes
+    return of_query, tuple(of_cache[: len(cache)]), None if of_mask is None else of_cache[-1]
 
 
 def _is_plain(spec: MXSpec) -> bool:
     return spec.has_plain_scale and not spec.element.is_wide
 
 
-def _shapes(*tensors: Box) -> list[tuple[int, ...]] | None:
+def _shapes(*tensors: Box) -> list[Shape] | None:
     """Return the shapes of tensors of the CPU; None where a size is unknown, and for calls of a C++ wrapper."""
-    sizes = [tensor.get_size() for tensor in tensors]
+    return _known(tensors, [tensor.get_size() for tensor in tensors])
+
+
+def _known(tensors: Sequence[Box], sizes: Sequence[Sequence[Any]]) -> list[Shape] | None:
     is_known = all(isinstance(n, int) or n.is_number for size in sizes for n in size)
     if V.graph.cpp_wrapper or not is_known or any(t.get_device_or_error().type != "cpu" for t in tensors):
         return None

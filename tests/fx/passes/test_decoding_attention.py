@@ -89,7 +89,7 @@ def test_positions_of_images():
         lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, is_causal=True),
         lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask.bfloat16()),
         lambda q, k, mask: F.scaled_dot_product_attention(q, k, k, mask, dropout_p=0.5),
-        lambda q, k, mask: F.scaled_dot_product_attention(q.float(), k.float(), k.float(), mask),
+        lambda q, k, mask: F.scaled_dot_product_attention(q.double(), k.double(), k.double(), mask),
         lambda q, k, mask: F.scaled_dot_product_attention(q, k[:1], k[:1], mask),
         lambda q, k, mask: F.scaled_dot_product_attention(q[:1], k, k, mask),
         lambda q, k, mask: F.scaled_dot_product_attention(q[:, :1], k, k, mask),
@@ -105,8 +105,11 @@ def test_skipped(call):
     assert not calls(use_decoding_attention(graph, everywhere=True), decoding_attention)
 
 
-def test_a_cpu_keeps_torchs_attention():
-    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
-    assert not calls(use_decoding_attention(copy_sharing_tensors(model.decoder)), decoding_attention)
-    graph = copy_sharing_tensors(decoder_of_codes("mxfp8", "llama").decoder)
-    assert not calls(use_decoding_attention(graph), decoding_attention_mx)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_on_a_cpu(dtype):
+    """The kernel of `decoding_attention` reads floats, that of `attention_mx` codes; there are no counters."""
+    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype=dtype)
+    graph = use_decoding_attention(copy_sharing_tensors(model.decoder))
+    assert [call.args[-1] for call in calls(graph, decoding_attention)] == [None, None]
+    graph = use_decoding_attention(copy_sharing_tensors(decoder_of_codes("mxfp8", "llama").decoder))
+    assert not calls(graph, decoding_attention_mx)

@@ -1,11 +1,13 @@
 import copy
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.kernels.inductor import record
 from pt2mx.pt2e.language import generation
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, _advance, _argmax
@@ -183,6 +185,24 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
 def test_no_step_is_kept_on_the_cpu(llama):
     llama.generate(padded()[0], **GREEDY)
     assert llama._step is None
+
+
+def test_a_compiled_step_is_recorded_on_the_cpu():
+    """Tokens are those of the program; a second call needs no record, another number of threads does."""
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    model = quantized_decoder("llama", quantizer, dtype="bfloat16", head_dim=32)
+    (ids, mask), original = padded(), record.record
+    options = {**GREEDY, "attention_mask": mask, "max_new_tokens": 16}
+    model.compile()
+    with mock.patch.object(record, "record", lambda program: (program(), None)):
+        expected = model.generate(ids, **options)
+    assert model._step is None
+    for records in (1, 0, 1):
+        with mock.patch.object(record, "record", side_effect=original) as recorded:
+            result = model.generate(ids, **options)
+        assert torch.equal(result, expected) and recorded.call_count == records and model._step.is_captured
+        if not records:
+            model._step._recorded._recorded[1]._threads += 1
 
 
 @pytest.mark.parametrize("first", [True, False])

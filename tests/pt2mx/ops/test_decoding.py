@@ -126,7 +126,10 @@ def test_attention(masked):
     ("change", "message"),
     [
         ({"heads": 3}, "3 heads of queries: allowed is a multiple of the 2 of the keys"),
-        ({"dtype": torch.float32}, "must be bfloat16, not torch.float32"),
+        (
+            {"dtype": torch.float32},
+            "are torch.float32, torch.bfloat16, torch.bfloat16: all must be float32, float16 or",
+        ),
         ({"mask": torch.ones(2, 1, 1, 11, dtype=torch.bool)}, r"broadcast to \(2, 4, 1, 12\), not \(2, 1, 1, 11\)"),
         ({"mask": torch.ones(2, 1, 1, 12)}, "the mask must be booleans .* torch.float32"),
         ({"zeros": torch.zeros(4)}, r"zeros must be \(n,\) torch.int32 and contiguous, not \(4,\) torch.float32"),
@@ -140,6 +143,31 @@ def test_bad_attention(change, message):
     query, values = query.to(change.get("dtype", torch.bfloat16)), values[:, :, : change.get("slots", 12)]
     with pytest.raises(MXError, match=message):
         decoding_attention(query, keys, values, change.get("mask"), None, change.get("zeros"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "value_width"), [(9, 3, 64, 64), (4, 4, 32, 96), (32, 1, 128, 32)]
+)
+def test_attention_on_the_cpu(dtype, heads, key_heads, width, value_width):
+    """Sums are in float32, and hidden keys and values may be no numbers."""
+    query, keys = torch.randn(2, heads, 1, width).to(dtype), torch.randn(2, key_heads, 37, width).to(dtype)
+    values, mask = torch.randn(2, key_heads, 37, value_width).to(dtype), torch.rand(2, 1, 1, 37) < 0.7
+    mask[:, :, :, :4], mask[1, :, :, 20:] = True, False
+    as_floats = query.float(), keys.float(), values.float(), mask
+    want = F.scaled_dot_product_attention(*as_floats, scale=0.3, enable_gqa=heads != key_heads)
+    hidden = ~mask[:, :, 0, :, None].expand_as(keys[:, :1])
+    keys, values = keys.masked_fill(hidden, torch.nan), values.masked_fill(hidden[..., :1], torch.inf)
+    got = decoding_attention(query, keys, values, mask, 0.3, None)
+    error = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
+    assert got.dtype == dtype and (got.float() - want).norm() <= error * want.norm()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(decoding_attention(query, keys, values, mask.expand(-1, heads, -1, -1), 0.3, None), got)
+    finally:
+        torch.set_num_threads(threads)
+    assert not decoding_attention(query, keys, values, torch.zeros_like(mask), 0.3, None).any()
 
 
 @pytest.mark.parametrize(("name", "block", "scale_format"), [("fp6_e2m3", 32, None), ("fp4_e2m1", 16, "e4m3")])

@@ -1,5 +1,5 @@
-// attention_mx of a few queries by fp32 vectors: every format, scale and dtype. Codes are decoded in registers, four
-// slots at a time.
+// Attention of a few queries by fp32 vectors, over codes of every format with every scale, and over values in a dtype.
+// Codes are decoded in registers, four slots at a time.
 
 #pragma once
 
@@ -24,6 +24,20 @@ inline void decode_row(const CacheRows& rows, Decoder& decoder, i64 row, Floats*
     if (c.float_scale) decoder.decode(codes, halves[g], out);
     else decoder.decode(codes, factors_of(scale[rows.block_of[g]], Decoder::kShift), out);
   }
+}
+
+// Stands for the decoder of a cache of values in a dtype.
+template <int32_t Dtype>
+struct Dense {
+  static constexpr bool kEvenOdd = false;
+  explicit Dense(const LinearCall&) {}
+  bool invalid() const { return false; }
+};
+
+template <int32_t Dtype>
+inline void decode_row(const CacheRows& rows, Dense<Dtype>&, i64 row, Floats* out) {
+  const u8* values = rows.call.data + row * rows.call.row_bytes;
+  for (i64 v = 0; v < rows.call.k / kWidth; ++v) out[v] = widened(values, Dtype, v * kWidth);
 }
 
 // One head of the keys of one sequence, with up to kMaxRows of its queries.
@@ -86,7 +100,7 @@ class HeadFp32 {
       Floats sums[kTile] = {};
       for (i64 v = 0; v < vectors; ++v) {
         const Floats q = load<Floats>(query + v * kWidth);
-        for (i64 t = 0; t < kTile; ++t) sums[t] = fma(keys[t * vectors + v], q, sums[t]);
+        for (i64 t = 0; t < kTile; ++t) sums[t] = fused(keys[t * vectors + v], q, sums[t]);
       }
       for (i64 t = 0; t < kTile; ++t) scores[t] = sum_of_lanes(sums[t]);
       return;
@@ -94,7 +108,7 @@ class HeadFp32 {
     for (i64 t = 0; t < kTile; ++t) {
       if (!(visible >> t & 1)) continue;
       Floats sum{};
-      for (i64 v = 0; v < vectors; ++v) sum = fma(keys[t * vectors + v], load<Floats>(query + v * kWidth), sum);
+      for (i64 v = 0; v < vectors; ++v) sum = fused(keys[t * vectors + v], load<Floats>(query + v * kWidth), sum);
       scores[t] = sum_of_lanes(sum);
     }
   }
@@ -128,7 +142,7 @@ class HeadFp32 {
     if (all) {
       for (i64 v = 0; v < vectors; ++v) {
         Floats sum = load<Floats>(sums + v * kWidth);
-        for (i64 t = 0; t < kTile; ++t) sum = fma(values[t * vectors + v], floats(weights[t]), sum);
+        for (i64 t = 0; t < kTile; ++t) sum = fused(values[t * vectors + v], floats(weights[t]), sum);
         store(sums + v * kWidth, sum);
       }
       return;
@@ -136,7 +150,7 @@ class HeadFp32 {
     for (i64 t = 0; t < kTile; ++t) {
       if (weights[t] == 0.0f) continue;
       for (i64 v = 0; v < vectors; ++v) {
-        store(sums + v * kWidth, fma(values[t * vectors + v], floats(weights[t]), load<Floats>(sums + v * kWidth)));
+        store(sums + v * kWidth, fused(values[t * vectors + v], floats(weights[t]), load<Floats>(sums + v * kWidth)));
       }
     }
   }

@@ -146,6 +146,14 @@ struct ActivationCall {
   void* out;
 };
 
+// A call of a kernel, whose arguments are pointers and integers of 64 bits.
+constexpr int kMostArguments = 48;
+struct RecordedCall {
+  void* kernel;
+  int64_t returns_error;  // whether the kernel returns int32_t, an error unless it is 0
+  uint64_t arguments[kMostArguments];
+};
+
 // Returned by a function that does not support a call and computed nothing. All other numbers except 0 are errors of
 // torch.
 constexpr int32_t kUnsupported = -1;
@@ -181,15 +189,21 @@ int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for)
 int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
 int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
-// The same with other pointers; kUnsupported if a code cannot be decoded.
-int32_t pt2mx_attention_of(const AttentionCall* call, const void* query, const uint8_t* key, const uint8_t* key_scale,
-                           const uint8_t* value, const uint8_t* value_scale, const uint8_t* mask, void* out,
-                           ParallelFor parallel_for);
+// The same with other pointers, and with a contiguous mask or null; the call is one with one slot. kUnsupported if a
+// code cannot be decoded.
+int32_t pt2mx_attention_of(const AttentionCall* call, int64_t slots, const void* query, const uint8_t* key,
+                           const uint8_t* key_scale, const uint8_t* value, const uint8_t* value_scale,
+                           const uint8_t* mask, void* out, ParallelFor parallel_for);
+// The same over keys and values in the dtype of the query.
+int32_t pt2mx_decoding_attention_of(const AttentionCall* call, int64_t slots, const void* query, const void* keys,
+                                    const void* values, const uint8_t* mask, void* out, ParallelFor parallel_for);
 int32_t pt2mx_bf16_isa();  // bits of Isa that the next two can use
 int32_t pt2mx_matmul(const MatmulCall* call, ParallelFor parallel_for);
 int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for);
 int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
+// Returns how many of the calls ran: less than n where a kernel returned an error or threw an exception.
+int64_t pt2mx_replay(const RecordedCall* calls, int64_t n);
 
 }  // extern "C"

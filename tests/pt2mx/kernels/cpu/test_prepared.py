@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from pt2mx import ops
+from pt2mx import MXError, ops
 from pt2mx.kernels.cpu import prepared
-from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
+from pt2mx.kernels.cpu.prepared import (
+    PreparedActivation,
+    PreparedAttention,
+    PreparedDecodingAttention,
+    PreparedLinear,
+)
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention
 from pt2mx.ops.linear import linear_mx
 from tests.cpu_kernels import DTYPES
 
@@ -81,6 +87,10 @@ def test_activations(activation, dtype):
     assert not PreparedActivation((0, 32), dtype, dtype, *options).is_supported
 
 
+def of_one_slot(query: Tensor, *cache: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(query.shape), *((*one.shape[:2], 1, *one.shape[3:]) for one in cache)]
+
+
 def cache_of(heads: int, slots: int, width: int, element: str) -> list[Tensor]:
     return [
         t
@@ -94,16 +104,48 @@ def cache_of(heads: int, slots: int, width: int, element: str) -> list[Tensor]:
 def test_attention(element, dtype):
     query, cache = torch.randn(1, 6, 1, 64).to(dtype), cache_of(2, 40, 64, element)
     for mask, scale in ((None, None), (torch.rand(1, 1, 1, 40) < 0.7, 0.2)):
-        options, of_mask = (element, 32, 64), None if mask is None else tuple(mask.shape)
-        call = PreparedAttention(*shapes(query, *cache), of_mask, dtype, *options, scale)
+        options, of_mask = (element, 32, 64), None if mask is None else (1, 1, 1, 1)
+        call = PreparedAttention(*of_one_slot(query, *cache), of_mask, dtype, *options, scale)
         call(query, *cache, mask, out=(out := torch.empty_like(query)))
         assert call.is_supported and torch.equal(out, attention_mx(query, *cache, *options, mask, scale))
+        longer, longer_mask = (
+            [torch.cat([one] * 2, 2) for one in cache],
+            None if mask is None else mask.repeat(1, 1, 1, 2),
+        )
+        call(query, *longer, longer_mask, out=out)
+        assert torch.equal(out, attention_mx(query, *longer, *options, longer_mask, scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decoding_attention(dtype):
+    """One object serves any number of slots, and masks of a sequence or of a head."""
+    query = torch.randn(3, 6, 1, 64).to(dtype)
+    for of_mask, scale in ((None, None), ((3, 1, 1), 0.2), ((3, 6, 1), 0.2), ((1, 1, 1), None)):
+        call = PreparedDecodingAttention(
+            (3, 6, 1, 64), (3, 2, 1, 64), (3, 2, 1, 32), None if of_mask is None else (*of_mask, 1), dtype, scale
+        )
+        for slots in (1, 40, 77):
+            keys, values = torch.randn(3, 2, slots, 64).to(dtype), torch.randn(3, 2, slots, 32).to(dtype)
+            mask = None if of_mask is None else torch.rand(*of_mask, slots) < 0.7
+            out = torch.empty(3, 6, 1, 32, dtype=dtype)
+            call(query, keys, values, *([] if mask is None else [mask]), out=out)
+            assert call.is_supported and torch.equal(out, decoding_attention(query, keys, values, mask, scale, None))
+    assert not PreparedDecodingAttention((1, 1, 1, 48), (1, 1, 1, 48), (1, 1, 1, 48), None, dtype, None).is_supported
+
+
+def test_tensors_of_other_slots():
+    """Compiled code does not compare unknown sizes."""
+    query, keys = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 8, 32)
+    call = PreparedDecodingAttention((1, 2, 1, 32), (1, 2, 1, 32), (1, 2, 1, 32), (1, 1, 1, 1), query.dtype, None)
+    for values, slots in ((keys[:, :, :7], 8), (keys, 9)):
+        with pytest.raises(MXError, match=r"values|broadcast"):
+            call(query, keys, values, torch.ones(1, 1, 1, slots, dtype=torch.bool), out=torch.empty_like(query))
 
 
 def test_attention_over_codes_that_are_no_numbers():
     query, cache = torch.randn(1, 2, 1, 64), cache_of(2, 8, 64, "fp8_e4m3")
     cache[0][0, 0, 0, 0] = 0x7F
-    call = PreparedAttention(*shapes(query, *cache), None, query.dtype, "fp8_e4m3", 32, 64, None)
+    call = PreparedAttention(*of_one_slot(query, *cache), None, query.dtype, "fp8_e4m3", 32, 64, None)
     call(query, *cache, out=(out := torch.empty_like(query)))
     expected = attention_mx(query, *cache, "fp8_e4m3", 32, 64)
     assert torch.equal(out.isnan(), expected.isnan()) and out[0, 0].isnan().all() and not out[0, 1].isnan().any()
@@ -117,7 +159,7 @@ def test_without_the_library(monkeypatch):
     PreparedActivation((2, 64), x.dtype, x.dtype, *options)(x, out=(out := torch.empty_like(x)))
     assert torch.equal(out, activation_fake_quantize_mx(x, *options))
     query = torch.randn(1, 2, 1, 32)
-    call = PreparedAttention(*shapes(query, *cache), None, query.dtype, "int8", 32, 32, None)
+    call = PreparedAttention(*of_one_slot(query, *cache), None, query.dtype, "int8", 32, 32, None)
     call(query, *cache, out=(out := torch.empty_like(query)))
     assert torch.equal(out, attention_mx(query, *cache, "int8", 32, 32))
 

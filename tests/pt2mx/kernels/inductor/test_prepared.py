@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from pt2mx import ops
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.decoding import decoding_attention
 from pt2mx.ops.linear import linear_mx
 
 OPERATOR, PREPARED = "torch.ops.pt2mx.linear_mx", " = PreparedLinear("
@@ -87,6 +88,24 @@ def test_a_step_of_attention_over_codes():
     code = compiled(step, torch.randn(1, 128), torch.arange(32)[None] % 5 != 1, dynamic=False)
     assert "torch.ops.pt2mx" not in code
     assert all(f" = Prepared{kind}(" in code for kind in ("Activation", "Attention", "Linear"))
+
+
+def test_any_number_of_slots():
+    """Caches of several lengths share a program, whose calls stay prepared."""
+    query = torch.randn(2, 4, 1, 64)
+
+    def step(query: Tensor, keys: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        mask = (torch.arange(keys.shape[2]) % 5 != 1)[None, None, None]
+        y = decoding_attention(query, keys, keys, mask, None, None)
+        return y, attention_mx(query, data, scale, data, scale, "int8", 32, 64, mask)
+
+    for slots in (64, 96):
+        keys = torch.randn(2, 2, slots, 64)
+        scale, data = quantized(keys)
+        for tensor in (keys, data, scale):
+            torch._dynamo.maybe_mark_dynamic(tensor, 2)
+        code = compiled(step, query, keys, data, scale)
+        assert "torch.ops.pt2mx" not in code and code.count("Attention(") == 2
 
 
 def quantized(x: Tensor) -> tuple[Tensor, ...]:
