@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
+from pt2mx.kernels.cpu.attention import supports_dense
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, stored
 
@@ -32,24 +33,31 @@ _OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAtten
 
 
 class _Call(NamedTuple):
-    """An attention, the operator that replaces it and its arguments before and after the counters, the heads of the
-    keys, the device and the dtype of the queries."""
+    """An attention, the operator that replaces it and its arguments before and after the counters, and the queries, keys
+    and values (or their codes)."""
 
     node: Node
     operator: OpOverload
     args: tuple[Any, ...]
     more: tuple[Any, ...]
-    heads: Any
-    device: torch.device
-    dtype: torch.dtype
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def heads(self) -> Any:
+        """The number of heads of the keys."""
+        return self.keys.shape[1]
 
     @property
     def has_kernel(self) -> bool:
-        """True where a kernel serves the operator alone. On a CPU the kernel of `attention_mx` serves codes."""
-        is_dense = self.operator is DecodingAttention.overload
-        if self.device.type == "cuda":
-            return not is_dense or self.dtype == torch.bfloat16
-        return is_dense and self.device.type == "cpu"
+        """True where a kernel supports the operator alone. On a CPU the kernel of `attention_mx` supports codes."""
+        is_dense, device = self.operator is DecodingAttention.overload, self.query.device.type
+        if device == "cuda":
+            return not is_dense or self.query.dtype == torch.bfloat16
+        group, *widths = self.query.shape[1] // self.heads, self.query.shape[3], self.values.shape[3]
+        is_known = all(isinstance(size, int) for size in (group, *widths))
+        return is_dense and device == "cpu" and is_known and supports_dense(group, *widths)
 
 
 @graph_pass((_ATTENTION, attention_mx))
@@ -64,9 +72,9 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
     zeros = None
-    if everywhere or calls[0].device.type == "cuda":
+    if everywhere or calls[0].query.is_cuda:
         most = JOINED_SEQUENCES * max(call.heads for call in calls)
-        counters = torch.zeros(most, dtype=torch.int32, device=calls[0].device)
+        counters = torch.zeros(most, dtype=torch.int32, device=calls[0].query.device)
         name = register_buffer(model, "attention_zeros", counters)
         with model.graph.inserting_before(next(iter(model.graph.nodes))):
             zeros = model.graph.get_attr(name)
@@ -93,7 +101,8 @@ def _call(node: Node) -> _Call | None:
         operator(*[*values, None, *more]).check()
     except MXError:
         return None
-    return _Call(node, operator.overload, args, more, values[1].shape[1], values[0].device, values[0].dtype)
+    tensors = *values[:2], values[names.index("value" if operator is DecodingAttention else "value_data")]
+    return _Call(node, operator.overload, args, more, *tensors)
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

@@ -34,7 +34,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
     device: torch.device
     _images: ImageInputs | None
     _image_inputs: Callable[..., dict[str, Any]]
-    #: on a GPU, the step of the last call of `generate`, with its CUDA graph and its cache
+    #: the step of the last call of `generate`, if it is captured, with its cache
     _step: Step | None = None
 
     if TYPE_CHECKING:
@@ -105,7 +105,10 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, DecoderCache):
             cache._is_user_defined = True  # as transformers marks it
-            if max_cache_length > cache.slots:
+            grows = max_cache_length > cache.slots
+            if self._step is not None and (grows or self._step.cache is not cache):
+                self._step = None  # frees the tensors of its cache
+            if grows:
                 grow(cache, room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)

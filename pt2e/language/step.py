@@ -167,8 +167,8 @@ class Step:
         return logits, scores
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Read the chosen tokens and choose the next ones; return as `choose`, until the next call. The first call on a GPU
-        captures the step."""
+        """Read the chosen tokens and choose the next ones; return as `choose`, until the next call. On a GPU the
+        first call captures the step."""
         if self._captures:
             self._captured, self._captures = self._capture(), False
         if self._captured is None:

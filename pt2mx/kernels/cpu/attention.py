@@ -22,6 +22,7 @@ from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
 
 __all__ = ["attend", "attend_again", "attend_dense", "call_of", "dense_call_of", "is_computed"]
+__all__ += ["supports_dense"]
 
 #: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
 _FEW_QUERIES, _FEW_FOR_AMX = 32, 64
@@ -97,14 +98,22 @@ def dense_call_of(
     return call
 
 
+def supports_dense(queries: int, width: int, value_width: int) -> bool:
+    """Return whether the kernel takes heads of the keys that have so many queries, of such widths."""
+    return _fits(queries, width, value_width, _FEW_QUERIES)
+
+
+def _fits(queries: int, width: int, value_width: int, most: int) -> bool:
+    return queries <= most and width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
+
+
 def _shaped(
     query: Tensor, key: Tensor, value_width: int, mask: Tensor | None, scale: float | None, most: int
 ) -> AttentionCall | None:
     """Return a call of such shapes, with at most `most` queries of a head of the keys; None for unsupported ones."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key.shape
     group = heads // max(key_heads, 1)
-    whole = width % _GROUP == value_width % _GROUP == 0 and max(width, value_width) <= _WIDEST
-    if not whole or group * queries > most or 0 in (query.numel(), slots, value_width):
+    if not _fits(group * queries, width, value_width, most) or 0 in (query.numel(), slots, value_width):
         return None
     call = AttentionCall(
         dtype=DTYPES.index(query.dtype),
@@ -129,7 +138,8 @@ def attend_dense(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, zeros: object
 ) -> Tensor | None:
     """Return None for many queries, and for widths that are not whole groups."""
-    of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask[..., :1].contiguous()
+    # a new mask: one with a single element is contiguous with any stride of its slots
+    of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask.new_empty((*mask.shape[:3], 1))
     call = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, scale)
     if call is None:
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.utils import _pytree as pytree
 
 from pt2mx.kernels.cpu.build import load
@@ -57,15 +57,17 @@ class OperatorCall(NamedTuple):
 
 
 class Replay:
-    """Kernels and operators to call in order, with the threads that torch has now.
+    """Kernels and operators to call in order, in the state that torch has now: its threads, autocast and gradients.
 
     Args:
         calls: the calls.
         kept: keeps alive what the arguments point to.
+        inputs: tensors of others, who may give them other memory (`tensor.data = ...`).
     """
 
-    def __init__(self, calls: Sequence[Call | OperatorCall], kept: object) -> None:
-        self._kept, self._threads = (calls, kept), torch.get_num_threads()
+    def __init__(self, calls: Sequence[Call | OperatorCall], kept: object, inputs: Sequence[Tensor] = ()) -> None:
+        self._kept, self._state = (calls, kept), GlobalStateGuard()
+        self._inputs, self._addresses = inputs, _addresses(inputs)
         self._parts: list[Callable[[], bool]] = []
         kernels: list[Call] = []
         for call in calls:
@@ -77,14 +79,19 @@ class Replay:
         self._parts += _joined(kernels)
 
     def __call__(self) -> bool:
-        """Run the calls; return False where one did not compute its result, or torch has another number of threads.
-        Then the results are undefined."""
-        return self._threads == torch.get_num_threads() and all(part() for part in self._parts)
+        """Run the calls; return False where one did not compute its result, where torch is in another state, and where
+        an input is in other memory. Then the results are undefined."""
+        is_same = self._state.check() and self._addresses == _addresses(self._inputs)
+        return is_same and all(part() for part in self._parts)
 
 
 def tensors_of(result: object) -> list[Tensor]:
     """Return the tensors of a result."""
     return [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _joined(calls: Sequence[Call]) -> list[Callable[[], bool]]:

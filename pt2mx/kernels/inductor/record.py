@@ -39,7 +39,7 @@ def record(program: Callable[[], Tensor]) -> tuple[Tensor, Replay | None]:
     """Call a program that `torch.compile` made, and record its kernels.
 
     Args:
-        program: returns one new tensor. Its inputs must keep their addresses for the replay, and it must give the same
+        program: returns one new tensor. Its inputs must be the same tensors for the replay, and it must give the same
             when it runs twice.
 
     Returns:
@@ -79,7 +79,8 @@ class RecordedProgram:
         """Return the program's result, which the next call overwrites."""
         if self._recorded is not None:
             result, replay = self._recorded
-            if replay():
+            may_write = torch.is_inference_mode_enabled() or not result.is_inference()
+            if may_write and replay():
                 return result
         if not self._records:
             return self._program()
@@ -97,6 +98,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self._calls: list[Call | OperatorCall] = []
+        self._inputs: list[Tensor] = []
         self._kept: list[Any] = []
         self._outputs: list[Tensor] | None = None
         self._fails = False
@@ -106,7 +108,7 @@ class _Recorder:
         if self._fails or self._outputs is not None or not _is_generated(code):
             self._fails = True
             return otherwise()
-        self._kept.append(list(inputs))
+        self._inputs = [one for one in inputs if isinstance(one, Tensor)]
         try:
             recorded = FunctionType(code.__func__.__code__, self._names(code.__func__.__globals__))
             outputs = recorded(code.__self__, list(inputs))
@@ -122,7 +124,7 @@ class _Recorder:
         outputs = [] if self._fails or self._outputs is None else self._outputs
         if len(outputs) != 1 or _memory(outputs[0]) != _memory(result):
             return None
-        return Replay(self._calls, [*self._kept, outputs])
+        return Replay(self._calls, [*self._kept, outputs], self._inputs)
 
     def _names(self, names: dict[str, Any]) -> dict[str, Any]:
         """Return the names that the code may use."""

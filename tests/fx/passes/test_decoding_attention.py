@@ -108,8 +108,23 @@ def test_skipped(call):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_cpu(dtype):
     """The kernel of `decoding_attention` reads floats, that of `attention_mx` codes; there are no counters."""
-    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype=dtype)
+    model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype=dtype, head_dim=32)
     graph = use_decoding_attention(copy_sharing_tensors(model.decoder))
     assert [call.args[-1] for call in calls(graph, decoding_attention)] == [None, None]
     graph = use_decoding_attention(copy_sharing_tensors(decoder_of_codes("mxfp8", "llama").decoder))
     assert not calls(graph, decoding_attention_mx)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "width", "is_replaced"),
+    [(4, 4, 64, True), (4, 4, 80, False), (32, 1, 32, True), (33, 1, 32, False)],
+)
+def test_heads_without_a_kernel_of_the_cpu(heads, key_heads, width, is_replaced):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    graph = torch.export.export(
+        Attention(), (torch.randn(2, heads, 1, width), torch.randn(2, key_heads, 8, width))
+    ).module()
+    assert len(calls(use_decoding_attention(graph), decoding_attention)) == is_replaced

@@ -182,6 +182,19 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
     assert torch.equal(more, kept.generate(result.sequences, **GREEDY))
 
 
+def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
+    """Also while a cache grows: its tensors are freed one after the other."""
+    ids, steps, grow = padded()[0], [], generation.grow
+    monkeypatch.setattr(generation, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
+    kept.generate(ids, **GREEDY)
+    cache = kept.new_cache(3, 8)
+    expected = kept.generate(ids, **GREEDY)
+    assert torch.equal(kept.generate(ids, past_key_values=cache, **GREEDY), expected)
+    assert kept._step.cache is cache
+    kept.generate(expected, past_key_values=cache, **{**GREEDY, "max_new_tokens": 300})
+    assert kept._step.cache is cache and steps == [None]
+
+
 def test_no_step_is_kept_on_the_cpu(llama):
     llama.generate(padded()[0], **GREEDY)
     assert llama._step is None
@@ -202,7 +215,8 @@ def test_a_compiled_step_is_recorded_on_the_cpu():
             result = model.generate(ids, **options)
         assert torch.equal(result, expected) and recorded.call_count == records and model._step.is_captured
         if not records:
-            model._step._recorded._recorded[1]._threads += 1
+            torch.set_num_threads(torch.get_num_threads() + 1)
+    torch.set_num_threads(torch.get_num_threads() - 1)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -170,6 +170,17 @@ def test_attention_on_the_cpu(dtype, heads, key_heads, width, value_width):
     assert not decoding_attention(query, keys, values, torch.zeros_like(mask), 0.3, None).any()
 
 
+def test_strides_of_attention_on_the_cpu():
+    """The mask of one query may have any stride of its slots."""
+    query, keys, values = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 9, 64)[..., :32], torch.randn(1, 9, 2, 32)
+    values, rows = values.transpose(1, 2), torch.rand(1, 1, 1, 18) < 0.6
+    for mask in (rows[..., ::2], rows[..., :9], rows[..., :1].expand(1, 1, 1, 9), rows[..., 3:4]):
+        got = decoding_attention(query, keys, values, mask, None, None)
+        want = decoding_attention(query, keys.contiguous(), values.contiguous(), mask.clone().contiguous(), None, None)
+        assert torch.equal(got, want)
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(query, keys, values, mask))
+
+
 @pytest.mark.parametrize(("name", "block", "scale_format"), [("fp6_e2m3", 32, None), ("fp4_e2m1", 16, "e4m3")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_over_codes(dtype, name, block, scale_format):

@@ -52,6 +52,26 @@ def test_another_number_of_threads(quantize):
     assert replay()
 
 
+def test_another_state_of_torch(quantize):
+    """Code that was compiled outside of autocast, or without gradients, is other code."""
+    x, z, calls = quantize
+    with torch.no_grad():
+        replay = Replay(calls, (x, z))
+        with torch.autocast("cpu"):
+            assert not replay()
+    assert not replay()
+    with torch.no_grad():
+        assert replay()
+
+
+def test_an_input_in_other_memory(quantize):
+    x, z, calls = quantize
+    replay = Replay(calls, z, [x])
+    assert replay()
+    x.data = torch.ones(4, 64)
+    assert not replay()
+
+
 def test_an_operator_whose_result_changes_its_shape():
     x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([[1], [2]])
     replay = Replay([OperatorCall(torch.nonzero, (x,), {}, [y])], None)

@@ -17,9 +17,15 @@ WEIGHT = tuple(
 )
 
 
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
 def compiled(function: Callable[..., Tensor], **options: object) -> Callable[..., Tensor]:
     torch._dynamo.reset()
-    return torch.no_grad()(torch.compile(function, **options))
+    return torch.compile(function, **options)
 
 
 def layer(x: Tensor) -> Tensor:
@@ -41,8 +47,7 @@ def test_bits_of_the_program(function, dynamic):
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(at, 0)
     program = compiled(function)
-    with torch.no_grad():
-        result, replay = record(lambda: program(x, table, at))
+    result, replay = record(lambda: program(x, table, at))
     for seed in range(3):
         assert replay() and torch.equal(result, program(x, table, at))
         x.normal_()
@@ -118,13 +123,43 @@ def test_a_program_is_recorded_until_it_replays():
     finally:
         torch.set_num_threads(now)
     assert len(runs) == 3
-    other = RecordedProgram(lambda: runs.append(1) or torch.no_grad()(layer)(x))
+    other = RecordedProgram(lambda: runs.append(1) or layer(x))
     assert torch.equal(other(), other()) and not other.is_recorded and len(runs) == 5
+
+
+def test_a_weight_in_other_memory():
+    x, weight = torch.randn(8, 64), torch.nn.Parameter(torch.randn(64))
+    program = compiled(lambda x: x * weight + 1)
+    recorded = RecordedProgram(lambda: program(x))
+    for data in (weight.data, weight.data, torch.randn(64), torch.ones(64)):
+        weight.data = data
+        for _ in range(2):
+            assert torch.equal(recorded(), x * weight + 1) and recorded.is_recorded
+            weight += 1
+
+
+def test_the_memory_of_inference_mode():
+    """Operators may write to it only in that mode."""
+    x, table = torch.randn(2, 64), torch.randn(64, 64)
+    program = compiled(lambda x: (layer(x) @ table).relu())
+    recorded = RecordedProgram(lambda: program(x))
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            assert torch.equal(recorded(), (layer(x) @ table).relu()) and recorded.is_recorded
+
+
+def test_autocast():
+    x, table = torch.randn(2, 64), torch.randn(64, 64)
+    program = compiled(lambda x: x @ table)
+    recorded = RecordedProgram(lambda: program(x))
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            assert recorded().dtype == (torch.bfloat16 if enabled else torch.float32)
 
 
 def test_threads_record_at_the_same_time():
     original, results = CompiledFxGraph.__call__, {}
-    programs = [torch.no_grad()(torch.compile(lambda x, i=i: layer(x) * i, dynamic=False)) for i in range(4)]
+    programs = [torch.compile(lambda x, i=i: layer(x) * i, dynamic=False) for i in range(4)]
     x = torch.randn(1, 64)
 
     def run(i: int) -> None:
