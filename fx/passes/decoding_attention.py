@@ -33,8 +33,8 @@ _OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAtten
 
 
 class _Call(NamedTuple):
-    """An attention, the operator that replaces it and its arguments before and after the counters, and the queries, keys
-    and values (or their codes)."""
+    """An attention, the operator that replaces it and its arguments before and after the counters, and the queries,
+    keys and values (or their codes)."""
 
     node: Node
     operator: OpOverload

@@ -202,15 +202,17 @@ class _Operators:
 
 def _is_generated(code: Any) -> bool:
     """Return whether Inductor generated the code of a graph, and nothing wraps it; False for code that reads tensors in
-    Python, by their attributes."""
+    Python, by their attributes or in a condition."""
     if not isinstance(code, MethodType) or code.__func__.__name__ != "call":
         return False
+    instructions = list(dis.get_instructions(code.__func__))
     read = {
         one.argval
-        for before, one in pairwise(dis.get_instructions(code.__func__))
+        for before, one in pairwise(instructions)
         if before.opname.startswith("LOAD_FAST") and one.opname in ("LOAD_ATTR", "LOAD_METHOD")
     }
-    return read <= {"clear"}  # of the list of inputs
+    jumps = any(one.is_jump_target for one in instructions)
+    return not jumps and read <= {"clear"}  # of the list of inputs
 
 
 def _memory(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

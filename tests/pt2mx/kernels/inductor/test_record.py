@@ -2,14 +2,16 @@
 
 import threading
 from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.output_code import CompiledFxGraph
 
 from pt2mx import ops
-from pt2mx.kernels.inductor.record import RecordedProgram, record
+from pt2mx.kernels.inductor.record import RecordedProgram, _is_generated, record
 from pt2mx.ops.linear import linear_mx
 
 WEIGHT = tuple(
@@ -83,6 +85,14 @@ def reads_a_value(x: Tensor) -> Tensor:
     return torch.arange(n) * 2
 
 
+def has_a_condition(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+def has_a_loop(x: Tensor) -> Tensor:
+    return while_loop(lambda x: x.sum() < 99, lambda x: (x.abs() + 1,), (x,))[0] + 0
+
+
 def in_two_graphs(x: Tensor) -> Tensor:
     y = x * 2
     torch._dynamo.graph_break()
@@ -93,6 +103,8 @@ def in_two_graphs(x: Tensor) -> Tensor:
     ("function", "options"),
     [
         (reads_a_value, {}),
+        (has_a_condition, {}),
+        (has_a_loop, {}),
         (in_two_graphs, {}),
         (lambda x: x * 2, {"backend": "eager"}),
         (lambda x: x, {}),
@@ -104,6 +116,25 @@ def test_programs_that_are_not_recorded(function, options):
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         result, replay = record(lambda: program(x))
     assert replay is None and torch.equal(result, function(x))
+
+
+def test_code_that_is_not_straight():
+    class Runner:
+        def call(self, args):
+            (x,) = args
+            args.clear()
+            while x:
+                x = torch.neg(x)
+            return (x,)
+
+    def straight(self, args):
+        (x,) = args
+        args.clear()
+        return (torch.neg(x),)
+
+    assert not _is_generated(Runner().call)
+    straight.__name__ = "call"
+    assert _is_generated(MethodType(straight, Runner()))
 
 
 def test_a_program_is_recorded_until_it_replays():
