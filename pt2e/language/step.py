@@ -9,6 +9,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,6 +79,9 @@ class Step:
         self._captures = on_gpu
         #: the CUDA graph, and what it returns
         self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
+        state = {"attention_mask": self._mask, "start": self.start, "logits_to_keep": self._kept}
+        #: returns the logits; it does not refer to the step, which would then be freed late
+        self._decode = partial(self.program, **self._inputs, **state, **cache.inputs())
         #: on a CPU, the compiled program
         self._recorded = _recorded(self._decode) if runner.compiles and device.type == "cpu" else None
         compiles = on_gpu and runner.compiles
@@ -181,15 +185,6 @@ class Step:
 
     def _run(self) -> tuple[Tensor, Tensor]:
         return self.choose(self._decode() if self._recorded is None else self._recorded())
-
-    def _decode(self) -> Tensor:
-        return self.program(
-            **self._inputs,
-            attention_mask=self._mask,
-            start=self.start,
-            logits_to_keep=self._kept,
-            **self.cache.inputs(),
-        )
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None:
         """Record the step as a CUDA graph; return None for a step in which the host waits for the GPU.

@@ -161,7 +161,10 @@ def test_a_step_is_replaced(kept):
     assert torch.equal(kept.generate(ids, attention_mask=mask, **GREEDY), expected)
 
 
-def test_the_cache_of_a_step_is_freed_before_there_is_another(kept, monkeypatch):
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_cache_of_a_step_is_freed_before_there_is_another(kept, monkeypatch, compiles):
+    """Without the garbage collector."""
+    kept.runner.compiles = compiles  # a recorded program is part of the step
     kept.generate(padded()[0], **GREEDY)
     first, alive, new_cache = weakref.ref(kept._step.cache), [], LanguageModel.new_cache
     monkeypatch.setattr(LanguageModel, "new_cache", lambda *sizes: alive.append(first()) or new_cache(*sizes))
