@@ -1,5 +1,4 @@
-"""Attention of a few queries over packed keys and values, or over values in a dtype, on the CPU, in C++
-(`src/attention.cpp`).
+"""Attention of a few queries over packed keys and values, or over floats, on the CPU, in C++ (`src/attention.cpp`).
 
 The kernel decodes keys and values in registers, and skips those that the mask hides from every query. Sums are in fp32,
 in an order that does not depend on the number of threads. With AMX, keys and values become bfloat16, which is exact,

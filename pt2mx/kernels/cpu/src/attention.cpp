@@ -1,5 +1,5 @@
-// attention_mx and decoding_attention: a few queries over packed keys and values, or over values in a dtype; built and
-// called by ../attention.py.
+// attention_mx and decoding_attention: a few queries over packed keys and values, or over floats; built and called by
+// ../attention.py.
 //
 // A head of the keys has a group of query heads. A kernel keeps their scores for all slots, so that it knows a slot's
 // softmax weight when it decodes the slot's value. Each sum is computed by one thread in one order.

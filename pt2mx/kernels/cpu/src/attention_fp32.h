@@ -1,4 +1,4 @@
-// Attention of a few queries by fp32 vectors, over codes of every format with every scale, and over values in a dtype.
+// Attention of a few queries by fp32 vectors, over codes of every format with every scale, and over floats.
 // Codes are decoded in registers, four slots at a time.
 
 #pragma once
@@ -26,7 +26,7 @@ inline void decode_row(const CacheRows& rows, Decoder& decoder, i64 row, Floats*
   }
 }
 
-// Stands for the decoder of a cache of values in a dtype.
+// Takes the place of a decoder where the cache holds floats.
 template <int32_t Dtype>
 struct Dense {
   static constexpr bool kEvenOdd = false;
