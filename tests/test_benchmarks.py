@@ -72,7 +72,7 @@ def test_a_tiny_language_model(tiny, capsys, compiler):
 
 @pytest.fixture
 def llama_bench(tmp_path):
-    """Return a function that writes a program of the shell in the place of llama-bench."""
+    """Return a function that writes a shell script to use as llama-bench."""
 
     def write(text, mode=0o755):
         program = tmp_path / "llama-bench"

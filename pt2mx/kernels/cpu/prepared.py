@@ -9,7 +9,7 @@ threads may call an object at the same time. Where the machine has no kernel, th
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from pt2mx.kernels.cpu.build import is_available, load
 from pt2mx.spec import MXSpec
 
 __all__ = ["Kernel", "PreparedActivation", "PreparedAttention", "PreparedCall", "PreparedDecodingAttention"]
-__all__ += ["PreparedLinear"]
+__all__ += ["PreparedLinear", "address_of"]
 
 Shape = tuple[int, ...]
 
@@ -41,16 +41,27 @@ class Kernel:
         """Run the kernel; return 0, or an error."""
         return self.function(self._call, *numbers, self._on_threads)
 
+    @property
+    def address(self) -> int:
+        """The address of the function."""
+        return address_of(self.function)
+
     def arguments(self, *numbers: int) -> tuple[int, ...]:
         """Return all arguments of the function as numbers."""
         return ctypes.addressof(self._call.contents), *numbers, self._on_threads or 0
 
 
+def address_of(function: Any) -> int:
+    """Return the address of a function of a library."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
 class PreparedCall:
     """A call of an operator by compiled code."""
 
-    #: the most tensors that a call takes
-    most: ClassVar[int]
+    most_tensors: ClassVar[int]
     #: True where the C++ kernels take the call
     is_supported: bool
     _kernel: Kernel | None
@@ -62,7 +73,7 @@ class PreparedCall:
     def numbers(self, tensors: tuple[Tensor | None, ...], out: Tensor) -> list[int]:
         """Return the numbers that the kernel takes for a call: pointers, 0 for each tensor that is missing."""
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        return [*pointers, *[0] * (self.most - len(pointers)), out.data_ptr()]
+        return [*pointers, *[0] * (self.most_tensors - len(pointers)), out.data_ptr()]
 
     def call_operator(self, *tensors: Tensor | None) -> Tensor:
         """Return the result of the operator."""
@@ -84,7 +95,7 @@ class PreparedLinear(PreparedCall):
         element, block_size, rotation: as of `linear_mx`.
     """
 
-    most = 4
+    most_tensors = 4
 
     def __init__(
         self,
@@ -105,9 +116,9 @@ class PreparedLinear(PreparedCall):
         self.is_supported = 0 < rows <= most and 0 not in (x[-1], data[0]) and is_available()
         self._isa = linear.matrix_isa_for(self._spec, rows, x[-1], x_dtype) if self.is_supported else 0
         #: a number of threads, and the kernel that divides the result among them
-        self._of_threads = torch.get_num_threads(), self._made()
+        self._kernel_of = torch.get_num_threads(), self._make_kernel()
 
-    def _made(self) -> Kernel | None:
+    def _make_kernel(self) -> Kernel | None:
         if not self.is_supported:
             return None
         call = linear.call_of(*self._tensors, self._spec, self._isa)
@@ -115,13 +126,13 @@ class PreparedLinear(PreparedCall):
         return Kernel("pt2mx_linear_of", call)
 
     def kernel(self) -> Kernel | None:
-        threads, kernel = self._of_threads
+        threads, kernel = self._kernel_of
         if threads != torch.get_num_threads():
-            threads, kernel = self._of_threads = torch.get_num_threads(), self._made()
+            threads, kernel = self._kernel_of = torch.get_num_threads(), self._make_kernel()
         return kernel
 
     def call_operator(self, *tensors: Tensor | None) -> Tensor:
-        x, data, scale, bias = (*tensors, None)[: self.most]
+        x, data, scale, bias = (*tensors, None)[: self.most_tensors]
         return torch.ops.pt2mx.linear_mx(x, data, scale, bias, *self._options)
 
 
@@ -134,7 +145,7 @@ class PreparedActivation(PreparedCall):
         activation, element, block_size, scale_mode, rounding: as of the operator.
     """
 
-    most = 1
+    most_tensors = 1
 
     def __init__(
         self,
@@ -167,7 +178,7 @@ class _PreparedAttention(PreparedCall):
         return [_slots(tensors[1]), *super().numbers(tensors, out)]
 
     def __call__(self, *tensors: Tensor | None, out: Tensor) -> None:
-        slots, last = _slots(tensors[1]), self.most - 1
+        slots, last = _slots(tensors[1]), self.most_tensors - 1
         mask = tensors[last] if len(tensors) > last else None
         if any(_slots(one) != slots for one in tensors[2:last]) or (mask is not None and mask.shape[3] != slots):
             out.copy_(self.call_operator(*tensors))  # it raises an error
@@ -184,7 +195,7 @@ class PreparedAttention(_PreparedAttention):
         element, block_size, value_width, scale: as of `attention_mx`.
     """
 
-    most = 6
+    most_tensors = 6
 
     def __init__(
         self,
@@ -211,7 +222,7 @@ class PreparedAttention(_PreparedAttention):
         self.is_supported = call is not None
 
     def call_operator(self, *tensors: Tensor | None) -> Tensor:
-        mask = tensors[5] if len(tensors) == self.most else None
+        mask = tensors[5] if len(tensors) == self.most_tensors else None
         return torch.ops.pt2mx.attention_mx(*tensors[:5], *self._options, mask, self._scale)
 
 
@@ -224,7 +235,7 @@ class PreparedDecodingAttention(_PreparedAttention):
         scale: as of `decoding_attention`.
     """
 
-    most = 4
+    most_tensors = 4
 
     def __init__(
         self, query: Shape, keys: Shape, values: Shape, mask: Shape | None, dtype: torch.dtype, scale: float | None
@@ -238,7 +249,7 @@ class PreparedDecodingAttention(_PreparedAttention):
         self.is_supported = call is not None
 
     def call_operator(self, *tensors: Tensor | None) -> Tensor:
-        query, keys, values, mask = (*tensors, None)[: self.most]
+        query, keys, values, mask = (*tensors, None)[: self.most_tensors]
         return torch.ops.pt2mx.decoding_attention(query, keys, values, mask, self._scale, None)
 
 

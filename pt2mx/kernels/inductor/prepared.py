@@ -28,7 +28,7 @@ Box = ir.TensorBox
 Shape = tuple[int, ...]
 
 
-class PreparedCall(ir.ExternKernelOut):
+class PreparedCallNode(ir.ExternKernelOut):
     """A call of an object that the module of the generated code makes once, for all calls with the same arguments.
 
     Args:
@@ -166,4 +166,4 @@ def _call(kind: type, tensors: Sequence[Box | None], made_from: tuple[Any, ...],
     dtype = next(one for one in reversed(made_from) if isinstance(one, torch.dtype))  # the last one is the result's
     layout = ir.FixedLayout(given[0].get_device_or_error(), dtype, list(shape))
     inputs = [ir.ExternKernel.require_contiguous(tensor) for tensor in given]
-    return Box.create(PreparedCall(layout, inputs, kind, made_from))
+    return Box.create(PreparedCallNode(layout, inputs, kind, made_from))

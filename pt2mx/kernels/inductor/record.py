@@ -23,7 +23,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._ops import OpOverloadPacket, _OpNamespace
 
 from pt2mx.kernels.cpu.calls import MOST_ARGUMENTS
-from pt2mx.kernels.cpu.prepared import PreparedCall
+from pt2mx.kernels.cpu.prepared import PreparedCall, address_of
 from pt2mx.kernels.cpu.replay import Call, OperatorCall, Replay, tensors_of
 
 __all__ = ["RecordedProgram", "record"]
@@ -46,12 +46,12 @@ def record(program: Callable[[], Tensor]) -> tuple[Tensor, Replay | None]:
         The tensor, and what computes it again, in the same memory. None for a program that reads values of tensors in
         Python, and for one of several graphs.
     """
-    recorder, thread, run = _Recorder(), threading.get_ident(), _RUN
+    recorder, thread = _Recorder(), threading.get_ident()
 
     def call(graph: CompiledFxGraph, inputs: list[Any]) -> Any:
         if threading.get_ident() != thread:
-            return run(graph, inputs)
-        return recorder.run(graph.current_callable, inputs, lambda: run(graph, inputs))
+            return _RUN(graph, inputs)
+        return recorder.run(graph.current_callable, inputs, lambda: _RUN(graph, inputs))
 
     with _patches, mock.patch.object(CompiledFxGraph, "__call__", call):
         result = program()
@@ -167,16 +167,14 @@ class _Recorder:
             if kernel is None:
                 raise _Unrecordable
             prepared(*tensors, out=out)
-            address = ctypes.cast(kernel.function, ctypes.c_void_p).value
-            assert address is not None
-            self._calls.append(Call(address, True, kernel.arguments(*prepared.numbers(tensors, out)), kernel))
+            arguments = kernel.arguments(*prepared.numbers(tensors, out))
+            self._calls.append(Call(kernel.address, True, arguments, kernel))
 
         return run
 
     def _kernel(self, function: BuiltinFunctionType) -> Callable[..., None]:
         library = ctypes.CDLL(function.__self__.__file__)  # type: ignore[attr-defined]  # its module
-        address = ctypes.cast(library.kernel, ctypes.c_void_p).value
-        assert address is not None
+        address = address_of(library.kernel)
 
         def run(*args: Tensor | int) -> None:
             if len(args) > MOST_ARGUMENTS or not all(isinstance(arg, (Tensor, int)) for arg in args):

@@ -26,7 +26,7 @@ inline void decode_row(const CacheRows& rows, Decoder& decoder, i64 row, Floats*
   }
 }
 
-// Takes the place of a decoder where the cache holds floats.
+// The decoder of a cache of floats, which have no codes.
 template <int32_t Dtype>
 struct Dense {
   static constexpr bool kEvenOdd = false;

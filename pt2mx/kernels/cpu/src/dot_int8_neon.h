@@ -38,7 +38,7 @@ struct IntegerColumns<Nibbles> : IntegerTable {
 
   explicit IntegerColumns(const float* values) : IntegerTable(values, 16, true) {
     u8 codes[16];
-    for (int i = 0; i < 16; ++i) codes[i] = u8(integer(values[i]));
+    get_codes(values, codes);
     table = load<Bytes>(codes);
   }
   // The lower and the upper nibbles.
@@ -56,7 +56,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
 
   explicit IntegerColumns(const float* values) : IntegerTable(values, 64, true) {
     u8 codes[64];
-    for (int i = 0; i < 64; ++i) codes[i] = u8(integer(values[i]));
+    get_codes(values, codes);
     table = load<uint8x16x4_t>(codes);
   }
   // Spreads 12 bytes, and shifts four codes of three bytes to a byte each: b1 b0 has the lower two, b2 b1 the upper

@@ -72,6 +72,12 @@ struct IntegerTable {
     most = integer(*std::max_element(table, table + n));
     if (!is_signed) offset = -integer(*std::min_element(table, table + n));
   }
+
+  // Writes the integers of the first N values, plus `offset`.
+  template <int N>
+  void get_codes(const float* table, u8 (&codes)[N]) const {
+    for (int i = 0; i < N; ++i) codes[i] = u8(offset + integer(table[i]));
+  }
 };
 
 // ---- the weight: `decode` writes the codes of a group of kWidth rows in columns, `decode_row` the codes of one row as

@@ -85,7 +85,7 @@ struct IntegerColumns<Nibbles> : IntegerTable {
 
   explicit IntegerColumns(const float* values, bool is_signed = false) : IntegerTable(values, 16, is_signed) {
     u8 codes[16];
-    for (int i = 0; i < 16; ++i) codes[i] = u8(offset + integer(values[i]));
+    get_codes(values, codes);
     table = in_each_half(load128(codes));
   }
   void decode(const u8* data, i64 stride, u8* out) const {
@@ -129,7 +129,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
     }
 #if defined(__AVX512BW__)
     u8 codes[64];
-    for (int i = 0; i < 64; ++i) codes[i] = u8(offset + integer(values[i]));
+    get_codes(values, codes);
     table = load<Bytes>(codes);
 #endif
   }

@@ -90,8 +90,8 @@ constexpr i64 kTileElems = kTileRows * kGroup;  // bfloat16 values of a tile reg
 constexpr i64 kMR = 2 * kTileRows;              // rows of x of a micro-tile of the result
 static_assert(kNR == 2 * kTileRows, "a micro-tile has two tile registers of columns");
 
-// Eight tile registers of 16 rows of 64 bytes. In static memory: GCC assumes that _tile_loadconfig reads only its first
-// bytes.
+// Eight tile registers of 16 rows of 64 bytes. It is in memory that other functions know: GCC assumes that
+// _tile_loadconfig reads only its first bytes.
 struct TileConfig {
   u8 palette = 1, start = 0, reserved[14] = {};
   u16 row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};

@@ -108,17 +108,15 @@ def test_attention(element, dtype):
         call = PreparedAttention(*of_one_slot(query, *cache), of_mask, dtype, *options, scale)
         call(query, *cache, mask, out=(out := torch.empty_like(query)))
         assert call.is_supported and torch.equal(out, attention_mx(query, *cache, *options, mask, scale))
-        longer, longer_mask = (
-            [torch.cat([one] * 2, 2) for one in cache],
-            None if mask is None else mask.repeat(1, 1, 1, 2),
-        )
+        longer = [torch.cat([one] * 2, 2) for one in cache]
+        longer_mask = None if mask is None else mask.repeat(1, 1, 1, 2)
         call(query, *longer, longer_mask, out=out)
         assert torch.equal(out, attention_mx(query, *longer, *options, longer_mask, scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_attention(dtype):
-    """One object serves any number of slots, and masks of a sequence or of a head."""
+    """One object takes any number of slots, and masks of a sequence or of a head."""
     query = torch.randn(3, 6, 1, 64).to(dtype)
     for of_mask, scale in ((None, None), ((3, 1, 1), 0.2), ((3, 6, 1), 0.2), ((1, 1, 1), None)):
         call = PreparedDecodingAttention(

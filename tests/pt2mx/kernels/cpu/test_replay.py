@@ -1,7 +1,5 @@
 """A replay computes what its calls compute, in the memory of their results."""
 
-import ctypes
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +13,7 @@ OPTIONS = "none", "int8", 32, "even", "even"
 
 def call_of(prepared: PreparedCall, *tensors: Tensor, out: Tensor) -> Call:
     kernel = prepared.kernel()
-    return Call(
-        ctypes.cast(kernel.function, ctypes.c_void_p).value,
-        True,
-        kernel.arguments(*prepared.numbers(tensors, out)),
-        kernel,
-    )
+    return Call(kernel.address, True, kernel.arguments(*prepared.numbers(tensors, out)), kernel)
 
 
 @pytest.fixture
