@@ -32,6 +32,11 @@ def several(name: str, text: str, **options: Any) -> Argument:
     return argument(name, nargs="+", action="extend", default=[], help=text, **options)
 
 
+def repeated(name: str, text: str, **options: Any) -> Argument:
+    """Return an option with one value, which may be given several times."""
+    return argument(name, action="append", help=text, **options)
+
+
 def device(meaning: str) -> Argument:
     """Return the option `--device`."""
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
@@ -81,6 +86,8 @@ _EVALUATED_MODEL = (
     _ALLOW_NAN,
     *_PARTIAL,
 )
+_FOLDER = argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote")
+_EXPORT_DEVICE = argument("--device", help="cpu or cuda (default: the device of the export)")
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
 #: command -> its arguments
@@ -177,24 +184,10 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         flag("--full", f"print all rows, not only the {WORST_ROWS} most sensitive"),
     ),
     "generate": (
-        argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote"),
-        argument(
-            "--prompt",
-            action="append",
-            help="the prompt; give it several times for several answers (default: ask for one prompt after the other)",
-        ),
-        argument(
-            "--image",
-            action="append",
-            metavar="FILE",
-            help="an image for each prompt, for a vision-language model; give it several times for several images",
-        ),
-        argument(
-            "--audio",
-            action="append",
-            metavar="FILE",
-            help="transcribe this .wav file, with a model of audio such as Whisper; give it several times for several",
-        ),
+        _FOLDER,
+        repeated("--prompt", "the prompt; give it several times for several answers (default: ask for prompts)"),
+        repeated("--image", "an image for each prompt (vision models); several times for several", metavar="FILE"),
+        repeated("--audio", "transcribe this .wav file (Whisper etc.); several times for several", metavar="FILE"),
         flag("--chat", "put prompts into the tokenizer's chat template"),
         argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
         argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0, no sampling)"),
@@ -202,8 +195,20 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens of total probability P"),
         argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less"),
         argument("--seed", type=int, default=0, help="the seed of sampling (default: 0)"),
-        argument("--device", help="cpu or cuda (default: the device of the export)"),
+        _EXPORT_DEVICE,
         flag("--compile", "compile the model first: worth it for long texts"),
+    ),
+    "eval": (
+        _FOLDER,
+        argument("--tasks", required=True, metavar="A,B", help="names of tasks; * and ? match several"),
+        argument("--limit", type=int, metavar="N", help="use the first N documents of each task"),
+        argument("--include-path", metavar="DIR", help="a folder with YAML files that describe your own tasks"),
+        argument("--fewshot", type=int, metavar="N", help="examples in each prompt (default: those of the task)"),
+        flag("--chat", "put prompts into the tokenizer's chat template, each example as a turn"),
+        argument("--batch-size", type=int, default=1, metavar="N", help="texts to read at once (default: 1)"),
+        argument("--max-length", type=int, metavar="N", help="tokens to read at most: the last ones of a prompt"),
+        argument("--output", metavar="FILE", help="the results as JSON; its name ends in .json"),
+        _EXPORT_DEVICE,
     ),
     "perplexity": (
         argument("folder", help="a folder that `pt2mx quantize` wrote, or the checkpoint of a language model"),
@@ -238,7 +243,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--target", default="pt2mx", help=f"the nodes to write: {', '.join(DIALECTS)} (default: pt2mx)"),
     ),
     "save-checkpoint": (
-        argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote"),
+        _FOLDER,
         argument("--float", required=True, metavar="CHECKPOINT", help="the float checkpoint that was quantized"),
         argument("--output", required=True, help="the folder to write, new or empty; a file for --layout gguf"),
         argument(

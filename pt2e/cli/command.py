@@ -20,6 +20,7 @@ COMMANDS = {
     "compile": ("pt2mx.pt2e.cli.compile:run", "compile an exported program with AOTInductor"),
     "generate": ("pt2mx.pt2e.cli.generate:run", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity:run", "measure the perplexity of language models on a text"),
+    "eval": ("pt2mx.pt2e.cli.eval:run", "evaluate a quantized language model on tasks of lm-eval"),
     "compare": ("pt2mx.pt2e.cli.compare:run", "quantize a model with every recipe and compare size and quality"),
     "sensitivity": ("pt2mx.pt2e.cli.sensitivity:run", "measure which formats each module of a model tolerates"),
     "run": ("pt2mx.pt2e.cli.run:run", "run a package that `pt2mx compile` wrote"),

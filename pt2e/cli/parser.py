@@ -54,6 +54,10 @@ EXAMPLES = {
         ("compare a quantized model with its checkpoint", "smollm2 --text book.txt --float SmolLM2-135M-Instruct"),
         ("compare recipes", "SmolLM2-135M-Instruct --text book.txt --recipe mxfp8 mxfp4_decoder"),
     ),
+    "eval": (
+        ("answer the questions of a benchmark", "smollm2 --tasks arc_easy,hellaswag --batch-size 8"),
+        ("try your own tasks, described by YAML files", "smollm2 --tasks my_task --include-path tasks --limit 20"),
+    ),
     "compare": (
         ("try all recipes on a model", "minilm"),
         ("try some, and time a compiled batch", "net.py:make --recipes mxfp8,mxfp6,mxfp4 --speed"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,14 @@ def built_in_text() -> str:
     return "\n".join(sentences())
 
 
+def padded(rows: Sequence[Sequence[int]], side: str = "left") -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of tokens, (B, S) int64, padded on the left or the right side."""
+    tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ones = [torch.ones_like(row) for row in tokens]  # the mask hides the tokens of the padding
+    pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side) for tensors in (tokens, ones))
+    return dict(zip(("input_ids", "attention_mask"), pair, strict=True))
+
+
 def padded_tokens(tokenizer: Any, prompts: list[str], side: str = "left") -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask` of prompts, (B, S) int64, padded on the left or the right side.
 
@@ -55,12 +63,10 @@ def padded_tokens(tokenizer: Any, prompts: list[str], side: str = "left") -> dic
     """
     if tokenizer is None:
         raise MXError("the model has no tokenizer: give input_ids, or save one in its folder")
-    rows = [torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long) for prompt in prompts]
+    rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     if empty := [prompt for prompt, row in zip(prompts, rows, strict=True) if not len(row)]:
         raise MXError(f"the prompt {empty[0]!r} has no tokens: give another one")
-    ones = [torch.ones_like(row) for row in rows]  # the mask hides the tokens of the padding
-    pair = (nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_side=side) for tensors in (rows, ones))
-    return dict(zip(("input_ids", "attention_mask"), pair, strict=True))
+    return padded(rows, side)
 
 
 def blocks(text: str, tokenizer: Any, most: int | None = None) -> list[Tensor]:

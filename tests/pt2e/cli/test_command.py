@@ -106,6 +106,7 @@ BAD_INPUT = {
     "compile": "none.pt2 --output o.pt2",
     "generate": "nowhere",
     "perplexity": "nowhere --text none.txt --tokens 1",
+    "eval": "nowhere --tasks gsm8k --limit 0",
     "compare": "net.py:make --calibration none",
     "sensitivity": "net.py:make --bits 4",
     "run": "none.pt2",
