@@ -19,7 +19,7 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, nodes_in_order, w
 from pt2mx.fx.graph.node import Dequantize, model_of, name_of, named_args, shape_of, tensor_of
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.fold_weights import fold_all_weights, parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.packing import group_of, packed_length, unpacked_length
 from pt2mx.ops import convolution, fp8_rowwise, linear, quantize_epilogue, scaled_mm
@@ -115,6 +115,15 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
         ...     print(weight.name, weight.spec, weight.codes.shape, weight.scales.shape, weight.shape)
         0.weight mxfp4_e2m1{32}(even,even) torch.Size([32, 32]) torch.Size([32, 2]) (32, 64)
     """
+    return _weights(fold_all_weights(copy_sharing_tensors(converted_graph(program))))
+
+
+def converted_graph(program: object) -> GraphModule:
+    """Return the graph of a converted or lowered program.
+
+    Raises:
+        MXError: as `packed_weights`.
+    """
     if isinstance(program, ExportedProgram):
         program = program.module(check_guards=False)
     if not isinstance(program, GraphModule):
@@ -123,7 +132,7 @@ def packed_weights(program: GraphModule | ExportedProgram) -> Iterator[PackedWei
         raise MXError("a portable program holds no packed weights by name: give the one that it was made of")
     if holds_observers(program.state_dict()):
         raise MXError("a prepared model has no packed weights yet: pass what convert_pt2e returned")
-    return _weights(fold_all_weights(copy_sharing_tensors(program)))
+    return program
 
 
 def _weights(model: GraphModule) -> Iterator[PackedWeight]:
@@ -204,13 +213,6 @@ def _weight(codes: Node, scales: Node, read: _Read, outside: Mapping[Node, Seque
     spec, t = read.spec.replace(axis=axis), None if read.tensor_scale is None else _stored(read.tensor_scale, outside)
     tensor_scale = None if t is None else tensor_of(model_of(t.graph), t)
     return PackedWeight(parameter_name(name_of(codes)), spec, data, bytes_of_scales, shape, tensor_scale)
-
-
-def parameter_name(codes: str) -> str:
-    """Return the name of the parameter whose codes are in a buffer of that name."""
-    path, dot, attribute = codes.rpartition(".")
-    before, _, after = attribute.rpartition("_data")
-    return path + dot + before + after
 
 
 def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:

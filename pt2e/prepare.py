@@ -16,12 +16,13 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import Dequantize, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
+from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
-from pt2mx.pt2e.packed_weights import PACKED_MATMULS, parameter_name
+from pt2mx.pt2e.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 from pt2mx.pt2e.shared_scales import share_tensor_scales

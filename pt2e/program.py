@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -24,7 +23,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import placeholders_first
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of, write_out_arguments
-from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, deep_copy
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
@@ -207,7 +206,7 @@ def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
         graph_signature=ExportGraphSignature([*tensors, *inputs], outputs),
         state_dict=state,
         range_constraints=dict(program.range_constraints),
-        module_call_graph=copy.deepcopy(program.module_call_graph),
+        module_call_graph=deep_copy(program.module_call_graph),
         example_inputs=program.example_inputs,
         constants={name: attrgetter(name)(model) for spec in tensors if (name := str(spec.target)) not in state},
         verifiers=program.verifiers,

@@ -32,6 +32,7 @@ from pt2mx.pt2e.debug.stages import compare_stages as compare_stages
 from pt2mx.pt2e.format_observer import MXFormatObserver as MXFormatObserver
 from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model as quantize_language_model
+from pt2mx.pt2e.language.slice import slice_language_model as slice_language_model
 from pt2mx.pt2e.observer import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.observer import MXObserver as MXObserver
 from pt2mx.pt2e.onnx.export import export_onnx as export_onnx
@@ -58,6 +59,7 @@ from pt2mx.pt2e.report.suggest import suggest_config as suggest_config
 from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control as quantize_with_accuracy_control
 from pt2mx.pt2e.sensitivity.compare_recipes import compare_recipes as compare_recipes
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity as sensitivity
+from pt2mx.pt2e.slice import slice_program as slice_program
 from pt2mx.pt2e.switches import disable_fake_quant as disable_fake_quant
 from pt2mx.pt2e.switches import disable_observer as disable_observer
 from pt2mx.pt2e.switches import enable_fake_quant as enable_fake_quant

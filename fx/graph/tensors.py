@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from torch.fx.node import map_aggregate
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.higher_order_ops import graph_modules
+
+T = TypeVar("T")
 
 
 def copy_sharing_tensors(model: GraphModule) -> GraphModule:
@@ -31,9 +33,14 @@ def copy_sharing_tensors(model: GraphModule) -> GraphModule:
     tensors = _tensors_of(model)
     memo = {id(tensor): tensor for tensor in tensors if storage_of(tensor) not in written}
     memo |= replaced([tensor for tensor in tensors if storage_of(tensor) in written], written, Tensor.clone)
+    return deep_copy(model, memo)
+
+
+def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
+    """Return `copy.deepcopy(value, memo)` without the warning that torch gives of its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        return copy.deepcopy(model, memo)
+        return copy.deepcopy(value, memo)
 
 
 def map_tensors(model: GraphModule, function: Callable[[Tensor], Tensor]) -> None:

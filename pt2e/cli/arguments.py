@@ -88,6 +88,8 @@ _EVALUATED_MODEL = (
 )
 _FOLDER = argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote")
 _EXPORT_DEVICE = argument("--device", help="cpu or cuda (default: the device of the export)")
+_REPORT = argument("--report", help="the report to write; its name ends in .json, .html or .htm")
+_FULL = flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR")
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
 #: command -> its arguments
@@ -135,7 +137,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "up to this length (default: those for short texts)",
         ),
         flag("--compile", "also compile the result and compare it with eager mode"),
-        argument("--report", help="the report to write; its name ends in .json, .html or .htm"),
+        _REPORT,
         _ALLOW_NAN,
         *_PARTIAL,
         argument(
@@ -143,7 +145,14 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=DTYPES,
             help="for a checkpoint: the dtype to load it in, such as bfloat16 for `save-checkpoint` (default: its own)",
         ),
-        flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR"),
+        _FULL,
+    ),
+    "slice": (
+        argument("program", help="a program that `pt2mx quantize` wrote, or the folder of a language model"),
+        argument("--recipe", required=True, help="a YAML file or the name of a shipped recipe, with narrower weights"),
+        argument("--output", required=True, help="the program to write, or for a language model a folder"),
+        _REPORT,
+        _FULL,
     ),
     "compare": (
         *_EVALUATED_MODEL,
@@ -158,18 +167,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=(*PRESETS, "none"),
             help="round the weights for all recipes with a preset of pt2mx.optimize (default: as each recipe says)",
         ),
-        argument(
-            "--output",
-            metavar="FILE",
-            help="a page to write, its name ending in .html: the plot, and the report of the best recipe",
-        ),
+        argument("--output", metavar="FILE", help="an .html page to write: the plot, the report of the best recipe"),
         flag("--speed", "also compile each result and time a batch"),
     ),
     "sensitivity": (
         *_EVALUATED_MODEL,
-        argument(
-            "--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="formats to try (default: mxfp4,mxfp6,mxfp8)"
-        ),
+        argument("--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
         argument(
             "--method",
             choices=METHODS,
@@ -271,9 +274,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=(*LAYOUTS, "gguf"),
             help="the layout of codes and scales (default: compressed-tensors)",
         ),
-        argument(
-            "--weights", help="the format for codes of a quantized checkpoint, such as nvfp4 (default: their own)"
-        ),
+        argument("--weights", help="the format for a quantized checkpoint's codes, such as nvfp4 (default: their own)"),
         argument("--dtype", help="the dtype of tensors that stay in float, such as bfloat16 (default: their own)"),
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),

@@ -18,6 +18,7 @@ from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize:run", "export, calibrate, convert and save a model"),
     "compile": ("pt2mx.pt2e.cli.compile:run", "compile an exported program with AOTInductor"),
+    "slice": ("pt2mx.pt2e.cli.slice:run", "turn an 8-bit program into one of a narrower recipe, without data"),
     "generate": ("pt2mx.pt2e.cli.generate:run", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity:run", "measure the perplexity of language models on a text"),
     "eval": ("pt2mx.pt2e.cli.eval:run", "evaluate a quantized language model on tasks of lm-eval"),

@@ -158,7 +158,7 @@ def _quantize_rank(
         quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **chosen)
     coverage = values.held_by(quantized.coverage.read)
     note_coverage(coverage)
-    report = _report(quantized)
+    report = model_report(quantized)
     if not any(one.quantized for one in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
@@ -171,7 +171,7 @@ def _quantize_rank(
     return report, coverage
 
 
-def _report(model: LanguageModel) -> QuantizationReport:
+def model_report(model: LanguageModel) -> QuantizationReport:
     """Return the report of the programs of a model."""
     first, *others = (quantization_report(program.module(check_guards=False)) for program in model.programs)
     return reduce(operator.add, others, first)
@@ -235,7 +235,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
             loaded = load_checkpoint(name, options.device, progress.begin, **partial)
         note_coverage(loaded.coverage)
         _note_tokenizer(name, loaded.tokenizer)
-        report = _report(loaded)
+        report = model_report(loaded)
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)

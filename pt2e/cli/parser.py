@@ -40,6 +40,13 @@ EXAMPLES = {
             "--model torchvision:resnet18 --recipe mxfp6 --report resnet18.html",
         ),
     ),
+    "slice": (
+        (
+            "turn an INT8 program into one with FP4 weights",
+            "minilm.pt2 --recipe mxfp4_weight_only --output fp4.pt2",
+        ),
+        ("slice a language model", "smollm2 --recipe decoder_balanced --output smollm2-fp6"),
+    ),
     "compile": (
         ("make a package for the processors of this machine", "minilm.pt2 --output minilm.aoti.pt2"),
         ("make one that runs without pt2mx", "minilm.pt2 --output minilm.aoti.pt2 --portable"),

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
 from pt2mx.pt2e.cli.option_checks import check_checkpoint_options, check_device, check_program_name, input_files
@@ -35,9 +36,6 @@ from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
 from pt2mx.pt2e.report.weights import nonfinite_operands
 from pt2mx.pt2e.user_errors import user_errors
-
-#: suffixes of a report
-_JSON, _PAGES = ".json", (".html", ".htm")
 
 
 def run(options: argparse.Namespace) -> Result | None:
@@ -117,7 +115,7 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
 
 def _check_files(options: argparse.Namespace) -> None:
     if options.report is not None:
-        check_output(options.report, suffixes=(_JSON, *_PAGES))
+        check_output(options.report, suffixes=report_file.SUFFIXES)
     recipe_file = options.recipe if Path(options.recipe).is_file() else None
     inputs = {"--recipe": recipe_file, **input_files(options)}
     check_distinct({"--output": options.output, "--report": options.report}, inputs)
@@ -197,13 +195,10 @@ def _write_report(
     """Write the report where `--report` asks for it; a page also has the recipe, the quality and the graphs."""
     if not options.report:
         return
-    with user_errors(f"write {options.report!r}"):
-        if Path(options.report).suffix.lower() == _JSON:
-            report.to_json(options.report)
-            return
-        recipe = options.recipe if options.optimize is None else quantizer
-        quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
-        report.to_html(options.report, model=options.model, recipe=recipe, quality=quality, before=before, after=after)
+    recipe = options.recipe if options.optimize is None else quantizer
+    quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
+    page = {"model": options.model, "recipe": recipe, "quality": quality, "before": before, "after": after}
+    report_file.write_report(report, options.report, **page)
 
 
 def _compare_compiled(converted: GraphModule, batch: Batch) -> Fidelity:

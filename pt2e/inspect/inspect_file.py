@@ -24,6 +24,7 @@ from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, value_of
+from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length
@@ -40,7 +41,7 @@ from pt2mx.pt2e.inspect.schema import (
 from pt2mx.pt2e.language.ranks import ENCODER, programs_in
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights, parameter_name
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights
 from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.provenance import provenance_of
 from pt2mx.spec import MXSpec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,14 @@ def load_processor(folder: Folder) -> Any:
         return None
     with user_errors(f"read the processor in {str(folder)!r}"):
         return import_extra("transformers", "hf").AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
+def copy_processor(folder: Folder, to: Folder) -> None:
+    """Copy the configurations of a processor that `to` lacks, such as those of a feature extractor, which a model does
+    not load."""
+    for name in _PROCESSOR:
+        if (Path(folder) / name).is_file() and not (Path(to) / name).exists():
+            shutil.copyfile(Path(folder) / name, Path(to) / name)
 
 
 def load_tokenizer(folder: Folder) -> Any:

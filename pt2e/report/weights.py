@@ -21,12 +21,13 @@ from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
-from pt2mx.pt2e.packed_weights import parameter_name, stored_weights
+from pt2mx.pt2e.packed_weights import stored_weights
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.torchao_pt2e import is_fake

@@ -8,7 +8,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_bytes, packed_weights, parameter_name
+from pt2mx.fx.passes.fold_weights import parameter_name
+from pt2mx.pt2e.packed_weights import PackedWeight, packed_bytes, packed_weights
 from tests.compare import differing
 from tests.flow import convert, prepare
 from tests.fresh_process import run_program

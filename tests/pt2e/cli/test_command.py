@@ -103,6 +103,7 @@ def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
 #: an invalid command line for each command
 BAD_INPUT = {
     "quantize": "--model net.py:make --recipe mxfp44",
+    "slice": "none.pt2 --recipe mxfp4 --output o.pt2",
     "compile": "none.pt2 --output o.pt2",
     "generate": "nowhere",
     "perplexity": "nowhere --text none.txt --tokens 1",
