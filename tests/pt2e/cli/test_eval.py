@@ -13,7 +13,7 @@ import yaml
 
 from pt2mx import LanguageModel
 from pt2mx.pt2e.cli.command import main
-from tests.environments import environment
+from tests.environments import PINNED, environment
 from tests.language_models import checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -44,6 +44,58 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}],
     },
 }
+
+
+#: a float model gives lm-eval the results that it gives as lm-eval's own model `hf`
+LIKE_HF = """
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers import processors
+
+from pt2mx import LanguageModel
+from pt2mx.pt2e.language.decoder import export_decoder
+from pt2mx.pt2e.language.harness import HarnessModel
+from tests.language_models import tiny_decoder, tokenizer_of_bytes
+
+model, tokenizer = tiny_decoder("llama", num_hidden_layers=1), tokenizer_of_bytes()
+first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+tokenizer.backend_tokenizer.post_processor, tokenizer.pad_token = first, "</s>"
+exported = LanguageModel(export_decoder(model), model.config, tokenizer=tokenizer)
+models = (
+    HarnessModel(exported, batch_size=3, max_length=24),
+    HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=24),
+)
+
+def results(kind, *arguments):
+    requests = [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+    return [getattr(model, kind)(requests) for model in models]
+
+long = "A text of more than twenty-four tokens"
+pairs = [("", "x"), ("The sky is ", "blue"), ("The sky is", " blue"), (long, " end")]
+pairs += [("<s>Q", " a"), ("Q", " a"), ("Q", " b")]
+for (ours, same), (theirs, also_same) in zip(*results("loglikelihood", *pairs)):
+    assert abs(ours - theirs) < 1e-4 and same == also_same, (ours, theirs)
+for ours, theirs in zip(*results("loglikelihood_rolling", ("short",), (long,), ("",))):
+    assert abs(ours - theirs) < 1e-3, (ours, theirs)
+options = [{"until": ["q", "z"], "max_gen_toks": 6}, {"until": [], "max_gen_toks": 8}]
+options += [{"until": "q", "max_gen_toks": 5, "temperature": 0.0}]
+ours, theirs = results("generate_until", *zip(("The sky is", long, "Snow"), options))
+assert ours == theirs and all(ours), (ours, theirs)
+"""
+
+
+@pytest.fixture(scope="module")
+def in_environment(tmp_path_factory):
+    """Run a command with the python of an environment that has lm-eval, offline."""
+    folder = tmp_path_factory.mktemp("environment")
+    python = environment(folder / "lm-eval", *PINNED, "lm-eval")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+
+    def run(*arguments, cwd=ROOT):
+        command = [str(python), *arguments]
+        return subprocess.run(command, cwd=cwd, env={**os.environ, **offline}, capture_output=True, text=True)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +147,13 @@ def continued(model, question, length):
 
 
 @pytest.mark.slow
-def test_tasks_of_files(place, tmp_path):
+def test_results_are_those_of_lm_eval_for_the_float_model(in_environment):
+    done = in_environment("-c", LIKE_HF)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_tasks_of_files(place, in_environment):
     """The metrics that lm-eval prints are computed again from the logits of the model."""
     model = LanguageModel.from_pretrained(place / "quantized")
     texts = [continued(model, question, 5) for question, _ in QUESTIONS]
@@ -110,12 +168,9 @@ def test_tasks_of_files(place, tmp_path):
     for name, fields in TASKS.items():
         task = {"task": f"tiny_{name}", "doc_to_text": "{{question}}", **data, **fields}
         (place / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    python = environment(tmp_path / "environment", "lm-eval")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
 
     def evaluate(*options):
-        command = [str(python), "-m", "pt2mx", "eval", "quantized", *options]
-        return subprocess.run(command, cwd=place, env={**os.environ, **offline}, capture_output=True, text=True)
+        return in_environment("-m", "pt2mx", "eval", "quantized", *options, cwd=place)
 
     done = evaluate("--tasks", "tiny_*", "--include-path", "tasks", "--batch-size", "3", "--json", "--output", "o.json")
     assert done.returncode == 0, done.stderr
