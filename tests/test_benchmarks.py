@@ -1,9 +1,11 @@
-"""The benchmarks of a step of decoding, on a tiny model on the CPU."""
+"""The benchmarks of a step of decoding and of peers, on tiny models on the CPU."""
 
 import argparse
 import json
+import math
 import re
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import gguf
 import pytest
@@ -11,9 +13,13 @@ import torch
 from transformers import LlamaConfig
 
 from pt2mx import MXQuantizer
+from pt2mx.pt2e.language.texts import built_in_text
 from tests.benchmarks import byte_limit, cpu_decode, language, step
+from tests.benchmarks.peers import __main__ as peers
+from tests.benchmarks.peers import figures as peer_figures
+from tests.benchmarks.peers import ours, process, smollm2, torchao_mx
 from tests.benchmarks.random_gguf import write_random_llama
-from tests.language_models import quantized_decoder
+from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -128,3 +134,75 @@ def test_a_random_gguf_file(tmp_path):
     assert len(tensors) == 11 and tensors["token_embd.weight"].shape.tolist() == [TINY["hidden_size"], 96]
     values = gguf.dequantize(tensors["blk.0.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
+
+
+def test_the_interval_of_a_mean():
+    assert peer_figures.bootstrap_interval([0.25] * 16) == (0.25, 0.25)
+    assert peer_figures.bootstrap_interval([0.0, 1.0]) == (0, 1)  # each end has a quarter of the samples
+    assert peer_figures.bootstrap_interval([0.0, 1.0], share=0.4) == (0.5, 0.5)
+    values = torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    low, high = peer_figures.bootstrap_interval(values.tolist())
+    error = 1.96 * float(values.std()) / 20
+    assert (low, high) == pytest.approx((float(values.mean()) - error, float(values.mean()) + error), abs=0.01)
+
+
+def test_figures_of_known_predictions():
+    windows = [torch.tensor([[0, 1, 2]]), torch.tensor([[0, 2, 2]])]
+    even = torch.zeros(1, 3, 3)
+    first = torch.tensor([2.0, 1.0, 1.0]).log().expand(1, 3, 3)  # 1/2, 1/4, 1/4
+    result = peer_figures.figures(lambda window: first, windows, [even, first])
+    assert result.perplexity == pytest.approx(4)
+    assert result.divergence == pytest.approx(((2 * math.log(4 / 3) + math.log(2 / 3)) / 3, 0))
+    assert result.agreement == 1 and result.row()["same argmax"] == "100.0%"
+    mean = result.divergence[0] / 2
+    assert result.row()["KL, 95% interval"] == f"{mean:.4f} (0.0000 to {2 * mean:.4f})"
+
+
+@pytest.fixture
+def peers_of_a_tiny_model(monkeypatch, tmp_path):
+    """The evaluation of a tiny decoder, and a function that runs a method in this process."""
+    monkeypatch.setattr(
+        smollm2, "load", lambda: (tiny_decoder("llama", tie_word_embeddings=True), tokenizer_of_bytes())
+    )
+    monkeypatch.setattr(smollm2, "package_text", lambda packages, length: built_in_text()[: length // 8])
+    for name, size in (("WINDOW", 32), ("SEEN", 4), ("HELD_OUT", 3)):
+        monkeypatch.setattr(smollm2, name, size)
+
+    def run(quantize, name, method="nearest"):
+        job = tmp_path / f"{method}-{name}.json"
+        job.write_text(json.dumps({"method": method, "format": name, "iterations": 1}))
+        monkeypatch.setattr("sys.argv", ["", str(job)])
+        process.run(quantize)
+        assert json.loads(job.with_suffix(".cost").read_text())["peak MB"] > 100
+        return job
+
+    return smollm2.Evaluation(tmp_path, layers=1), run
+
+
+def test_peers_are_evaluated_as_this_project_is(peers_of_a_tiny_model):
+    evaluation, run = peers_of_a_tiny_model
+    assert evaluation.of_float().divergence == (0, 0, 0) and len(evaluation.windows) == 3
+    by_format = []
+    for name in ("W4", "W4A4"):
+        program = evaluation.of_program(run(ours.quantize, name).with_suffix(".pt2"))
+        weights = evaluation.of_weights(run(torchao_mx.quantize, name, "torchao").with_suffix(".safetensors"), name)
+        assert weights.divergence == pytest.approx(program.divergence, rel=1e-4)
+        assert weights.perplexity == pytest.approx(program.perplexity) and weights.agreement == program.agreement
+        by_format.append(sum(program.divergence))
+    assert 0 < by_format[0] < by_format[1]
+    assert evaluation.of_float().divergence == (0, 0, 0)  # the model has its own weights again
+    with pytest.raises(ValueError, match=r"values of model.layers.0.self_attn.q_proj are not fp4_e2m1"):
+        evaluation.of_weights(run(lambda job: job.model.state_dict(), "W4", "float").with_suffix(".safetensors"), "W4")
+
+
+def test_a_peer_that_cannot_run_is_named(monkeypatch, tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    monkeypatch.setitem(peers.METHODS, "broken", ("no_such_module", None))
+    with pytest.raises(peers.MethodError, match=r"No module named tests\.benchmarks\.peers\.no_such_module"):
+        peers._measured(None, tmp_path, "broken", "W4", 1)
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(peers, "environment", lambda *given: (_ for _ in ()).throw(CalledProcessError(1, "pip")))
+    (tmp_path / "unknown").mkdir()
+    with pytest.raises(peers.MethodError, match=r"pip install unknown==1\.0 failed"):
+        peers._python("unknown==1.0")
+    assert not (tmp_path / "unknown").exists()

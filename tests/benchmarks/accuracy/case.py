@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from tests.benchmarks.measure import Row, timed
+from tests.benchmarks.peak import forget_peak, peak
 
 #: format -> elements of weights and of activations
 FORMATS: dict[str, tuple[str, str | None]] = {
@@ -77,9 +77,9 @@ class Case:
 
     def _optimized(self, name: str, rounding: str, nearest: dict[str, float]) -> Row:
         chosen, results = self.quantizer(name, modes(name)[-1]), []
-        _forget_peak()
+        forget_peak()
         seconds = timed(lambda: results.append(self._prepared(chosen, rounding)))
-        cost = {"seconds": f"{seconds:.1f}", "peak MB": _peak()}
+        cost = {"seconds": f"{seconds:.1f}", "peak MB": peak()}
         figures = self._judge(pt2mx.convert_pt2e(results[0]))
         return {**_row(name, rounding, figures, nearest), **cost}
 
@@ -130,14 +130,3 @@ def cosines(inputs: Tensor, model: GraphModule) -> Callable[[Forward], Figures]:
         return Figures(1 - float(cosine.mean()), {"cosine": f"{cosine.mean():.4f}", "worst": f"{cosine.min():.4f}"})
 
     return judge
-
-
-def _forget_peak() -> None:
-    """Reset the kernel's measure of the process's peak memory."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    """Return the peak memory of the process since the reset, in MB."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) // 1024

@@ -55,10 +55,10 @@ def case() -> Case:
         loss = mean_loss(forward)
         return Figures(loss - least, {"perplexity": f"{math.exp(loss):.2f}"})
 
-    return Case(exported, [(batch,) for batch in seen.split(2)], _quantizer, judge)
+    return Case(exported, [(batch,) for batch in seen.split(2)], quantizer, judge)
 
 
-def _quantizer(name: str, scale_mode: str) -> MXQuantizer:
+def quantizer(name: str, scale_mode: str) -> MXQuantizer:
     linears = MXQuantizer().set_operator_type("aten.linear", config(name, scale_mode))
     return linears.set_module_name("decoder.lm_head", None)
 

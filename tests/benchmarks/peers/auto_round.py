@@ -1,0 +1,23 @@
+"""AutoRound: signed gradient descent on the rounding and the range of each block."""
+
+from __future__ import annotations
+
+import torch
+from auto_round import AutoRound
+from torch import Tensor
+
+from tests.benchmarks.peers.process import Job, run
+
+
+def quantize(job: Job) -> dict[str, Tensor]:
+    data = torch.utils.data.DataLoader([{"input_ids": row} for row in job.tokens], batch_size=8)
+    windows, length = job.tokens.shape
+    sizes = {"nsamples": windows, "seqlen": length, "batch_size": 8, "iters": job.iterations}
+    scheme = {} if job.format == "W4A4" else {"act_bits": 16}
+    rounder = AutoRound(job.model, job.tokenizer, scheme="MXFP4", dataset=data, device_map="cpu", **sizes, **scheme)
+    weights = rounder.quantize()[0].state_dict()
+    return {name.replace(".orig_layer.", "."): tensor for name, tensor in weights.items()}
+
+
+if __name__ == "__main__":
+    run(quantize)

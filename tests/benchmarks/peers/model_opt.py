@@ -1,0 +1,22 @@
+"""NVIDIA ModelOpt: simulated quantization, calibrated by a pass over the data."""
+
+from __future__ import annotations
+
+import modelopt.torch.quantization as mtq
+from torch import Tensor, nn
+
+from tests.benchmarks.peers.process import Job, run
+
+
+def quantize(job: Job) -> dict[str, Tensor]:
+    def read(quantized: nn.Module) -> None:
+        for row in job.tokens:
+            quantized(input_ids=row[None], use_cache=False)
+
+    mtq.quantize(job.model, mtq.MXFP4_DEFAULT_CFG, read)
+    mtq.fold_weight(job.model)
+    return {name: tensor for name, tensor in job.model.state_dict().items() if name.endswith((".weight", ".bias"))}
+
+
+if __name__ == "__main__":
+    run(quantize)

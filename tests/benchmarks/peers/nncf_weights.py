@@ -1,0 +1,18 @@
+"""NNCF: compressed weights."""
+
+from __future__ import annotations
+
+import nncf
+from torch import Tensor
+
+from tests.benchmarks.peers.process import Job, run
+
+
+def quantize(job: Job) -> dict[str, Tensor]:
+    data = nncf.Dataset([{"input_ids": row[None]} for row in job.tokens])
+    options = {"dataset": data, "gptq": True, "ignored_scope": nncf.IgnoredScope(patterns=[".*lm_head.*"])}
+    return nncf.compress_weights(job.model, mode=nncf.CompressWeightsMode.MXFP4, **options).state_dict()
+
+
+if __name__ == "__main__":
+    run(quantize)

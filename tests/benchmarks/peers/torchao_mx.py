@@ -1,0 +1,23 @@
+"""torchao: weights in MX formats, rounded to nearest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchao.prototype.mx_formats.config import ScaleCalculationMode
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+from tests.benchmarks.peers.process import Job, run
+
+
+def quantize(job: Job) -> dict[str, Tensor]:
+    weights = job.model.state_dict()
+    for name, module in job.model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith("lm_head"):
+            packed = MXTensor.to_mx(module.weight, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.EVEN)
+            weights[f"{name}.weight"] = packed.dequantize(torch.float32)
+    return weights
+
+
+if __name__ == "__main__":
+    run(quantize)
