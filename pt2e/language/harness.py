@@ -9,7 +9,7 @@ from typing import Any
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.scoring import context_length, continuations, log_likelihoods, windows
+from pt2mx.pt2e.language.scoring import context_length, continuations, log_likelihoods, rolling_pairs
 
 _model = import_extra("lm_eval.api.model", "eval")
 
@@ -77,7 +77,7 @@ class HarnessModel(_model.TemplateLM):  # type: ignore[name-defined]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        pairs = [(index, *pair) for index, text in enumerate(texts) for pair in self._windows(text)]
+        pairs = [(index, *pair) for index, text in enumerate(texts) for pair in self._rolling_pairs(text)]
         sums = [0.0] * len(texts)
         for (index, _, _), (value, _) in zip(pairs, self._loglikelihood_tokens(pairs), strict=True):
             sums[index] += value
@@ -97,8 +97,8 @@ class HarnessModel(_model.TemplateLM):  # type: ignore[name-defined]
                 results[index] = answer
         return results
 
-    def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
-        return list(windows(tokens, self.prefix_token_id, self.max_length))
+    def _rolling_pairs(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
+        return list(rolling_pairs(tokens, self.prefix_token_id, self.max_length))
 
     def _end_of(self, tokens: list[int], others: int) -> list[int]:
         """Return the last tokens that the model can read together with others."""

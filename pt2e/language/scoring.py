@@ -32,7 +32,7 @@ def context_length(model: LanguageModel) -> int:
     return int(longest or _LENGTH)
 
 
-def windows(tokens: Tokens, prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
+def rolling_pairs(tokens: Tokens, prefix: int, length: int) -> Iterator[tuple[list[int], list[int]]]:
     """Yield contexts and continuations that predict each token of a text once.
 
     The model reads at most `length` tokens of a pair; the last pair has as much context as fits.

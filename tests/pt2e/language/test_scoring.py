@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx.pt2e.language import scoring
-from pt2mx.pt2e.language.scoring import context_length, continuations, log_likelihoods, windows
+from pt2mx.pt2e.language.scoring import context_length, continuations, log_likelihoods, rolling_pairs
 from tests.language_models import decoder_by_recipe, tokenizer_of_bytes
 
 
@@ -70,7 +70,7 @@ def test_an_empty_continuation_is_certain(model):
 
 @pytest.mark.parametrize(("count", "length"), [(10, 4), (8, 4), (3, 4), (1, 1), (5, 1)])
 def test_windows_predict_each_token_once(count, length):
-    text, pairs = list(range(count)), list(windows(range(count), -1, length))
+    text, pairs = list(range(count)), list(rolling_pairs(range(count), -1, length))
     assert [token for _, continuation in pairs for token in continuation] == text
     for context, continuation in pairs:
         read = [*context, *continuation[:-1]]
@@ -79,8 +79,8 @@ def test_windows_predict_each_token_once(count, length):
 
 
 def test_the_windows_of_an_example():
-    assert list(windows(range(10), -1, 4)) == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
-    assert list(windows([], -1, 4)) == []
+    assert list(rolling_pairs(range(10), -1, 4)) == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+    assert list(rolling_pairs([], -1, 4)) == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
