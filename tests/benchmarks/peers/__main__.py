@@ -1,7 +1,7 @@
 """Accuracy at 4 bits by this project and by its peers: the same model, calibration and held-out text.
 
-    python -m tests.benchmarks.peers [--layers 4] [--methods balanced AutoRound ...] [--formats W4 W4A4]
-        [--iterations 200]
+    python -m tests.benchmarks.peers [--model smollm2|minilm] [--layers 4] [--methods balanced AutoRound ...]
+        [--formats W4 W4A4] [--iterations 200]
 
 Each method runs in a process of its own, the peers in environments in `build/peers/` that the first run makes with pip.
 A peer writes dequantized weights. They are evaluated with the activation quantizer of this project. W4: MXFP4 weights;
@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.benchmarks.measure import hardware, print_table
-from tests.benchmarks.peers.figures import Figures
-from tests.benchmarks.peers.smollm2 import HELD_OUT, SEEN, WINDOW, Evaluation
+from tests.benchmarks.peers.evaluation import Evaluation
+from tests.benchmarks.peers.figures import Cells
+from tests.benchmarks.peers.models import MODELS
 from tests.environments import environment
 
 ROOT = Path(__file__).parents[3]
@@ -45,25 +47,28 @@ METHODS: dict[str, tuple[str, str | None]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of the decoder")
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
+    parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of the model")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--formats", nargs="+", choices=("W4", "W4A8", "W4A4"), default=["W4", "W4A4"])
     parser.add_argument("--iterations", type=int, default=200, metavar="N", help="steps of AutoRound for each layer")
     options = parser.parse_args(arguments)
+    model = MODELS[options.model]
     with tempfile.TemporaryDirectory() as folder:
-        evaluation = Evaluation(Path(folder), options.layers)
-        rows, errors = [{"format": "float", "method": "", **evaluation.of_float().row()}], []
+        evaluation = Evaluation(Path(folder), model, options.layers)
+        rows, errors = [{"format": "float", "method": "", **evaluation.of_float()}], []
         for name in options.formats:
             for method in options.methods:
+                job = {"auto": model.auto, "model_name": options.model, "method": method, "format": name}
                 try:
-                    figures, cost = _measured(evaluation, Path(folder), method, name, options.iterations)
-                    rows.append({"format": name, "method": method, **figures.row(), **cost})
+                    cells = _measured(evaluation, Path(folder), {**job, "iterations": options.iterations})
+                    rows.append({"format": name, "method": method, **cells})
                     print(rows[-1], file=sys.stderr)
                 except MethodError as error:
                     errors.append(f"{name}, {method}: {error}")
     print_table(rows, list(dict.fromkeys(key for row in rows for key in row)))
     print("", *errors, sep="\n")
-    text = f"{SEEN} windows of {WINDOW} tokens seen, {HELD_OUT} held out"
+    text = f"{model.seen} windows of {model.length} tokens seen, {model.held_out} held out"
     print(f"{options.layers or 'all'} layers, {text}; {hardware()}")
 
 
@@ -71,28 +76,25 @@ class MethodError(Exception):
     """A method that cannot run, or whose weights are not MXFP4."""
 
 
-def _measured(
-    evaluation: Evaluation, folder: Path, method: str, name: str, iterations: int
-) -> tuple[Figures, dict[str, object]]:
-    """Return the figures of a method and what it cost.
+def _measured(evaluation: Evaluation, folder: Path, options: dict[str, Any]) -> Cells:
+    """Return the figures of a method, and what it cost.
 
     Raises:
         MethodError: with the last line that the method printed.
     """
-    module, requirement = METHODS[method]
-    job = folder / f"{method}-{name}.json"
-    job.write_text(json.dumps({"method": method, "format": name, "iterations": iterations}))
+    module, requirement = METHODS[options["method"]]
+    job = folder / f"{options['method']}-{options['format']}.json"
+    job.write_text(json.dumps(options))
     command = [str(_python(requirement)), "-m", f"tests.benchmarks.peers.{module}", str(job)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
         raise MethodError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    cost = json.loads(job.with_suffix(".cost").read_text())
-    cost["seconds"] = f"{cost['seconds']:.0f}"
+    cost = {name: f"{value:.0f}" for name, value in json.loads(job.with_suffix(".cost").read_text()).items()}
     if (program := job.with_suffix(".pt2")).exists():
-        return evaluation.of_program(program), cost
+        return {**evaluation.of_program(program), **cost}
     try:
-        return evaluation.of_weights(job.with_suffix(".safetensors"), name), cost
+        return {**evaluation.of_weights(job.with_suffix(".safetensors"), options["format"]), **cost}
     except (ValueError, RuntimeError) as error:
         raise MethodError(str(error)) from error
 

@@ -1,53 +1,57 @@
-"""The figures of a language model on windows of text: perplexity, and the divergence from the float model."""
+"""The figures of a quantized model on windows of text, compared with the float model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from pt2mx.pt2e.language.texts import Predict, perplexity
+from pt2mx.pt2e.language.texts import perplexity
 
-
-class Figures(NamedTuple):
-    """The figures of a model.
-
-    Args:
-        perplexity: over the tokens of all windows.
-        divergence: the mean KL divergence from the float model of each window, nats.
-        agreement: the share of tokens for which both models predict the same.
-    """
-
-    perplexity: float
-    divergence: tuple[float, ...]
-    agreement: float
-
-    def row(self) -> dict[str, str]:
-        """Return the cells of the table."""
-        low, high = bootstrap_interval(self.divergence)
-        mean = sum(self.divergence) / len(self.divergence)
-        kl = f"{mean:.4f} ({low:.4f} to {high:.4f})"
-        return {"perplexity": f"{self.perplexity:.2f}", "KL, 95% interval": kl, "same argmax": f"{self.agreement:.1%}"}
+Forward = Callable[[Tensor], Tensor]
+Cells = dict[str, str]
 
 
-def figures(predict: Predict, windows: Sequence[Tensor], references: Sequence[Tensor]) -> Figures:
-    """Compare a model with the float model.
+@torch.no_grad()
+def divergences(forward: Forward, windows: Sequence[Tensor], references: Sequence[Tensor]) -> Cells:
+    """Return perplexity, KL divergence from the float model in nats with its interval, and the share of equal argmax.
 
     Args:
-        predict: the model.
+        forward: tokens, (1, S) int64 -> logits (1, S, vocabulary).
         windows: the text, (1, S) int64 each, of one length.
-        references: the logits of the float model for each window, (1, S, vocabulary).
+        references: the logits of the float model for each window.
     """
     rows = [
-        perplexity(predict, [window], lambda _, logits=logits: logits)
+        perplexity(forward, [window], lambda _, logits=logits: logits)
         for window, logits in zip(windows, references, strict=True)
     ]
     loss = sum(math.log(row.perplexity) for row in rows) / len(rows)
-    divergence = tuple(float(row.divergence or 0) for row in rows)
-    return Figures(math.exp(loss), divergence, sum(row.agreement or 0 for row in rows) / len(rows))
+    same = sum(row.agreement or 0 for row in rows) / len(rows)
+    kl = [row.divergence or 0.0 for row in rows]
+    return {"perplexity": f"{math.exp(loss):.2f}", "KL, 95% interval": mean_text(kl), "same argmax": f"{same:.1%}"}
+
+
+@torch.no_grad()
+def cosines(forward: Forward, windows: Sequence[Tensor], references: Sequence[Tensor]) -> Cells:
+    """Return 1 - cosine to the float model's embedding with its interval, and the worst cosine.
+
+    Args:
+        forward: tokens, (1, S) int64 -> an embedding (1, width).
+        windows: the texts, (1, S) int64 each.
+        references: the embedding of the float model for each window.
+    """
+    pairs = zip(windows, references, strict=True)
+    values = [float(cosine_similarity(forward(window), reference)) for window, reference in pairs]
+    return {"1 - cosine, 95% interval": mean_text([1 - value for value in values]), "worst": f"{min(values):.4f}"}
+
+
+def mean_text(values: Sequence[float]) -> str:
+    """Return a mean and its bootstrap interval as text."""
+    low, high = bootstrap_interval(values)
+    return f"{sum(values) / len(values):.4f} ({low:.4f} to {high:.4f})"
 
 
 def bootstrap_interval(values: Sequence[float], share: float = 0.95, draws: int = 10000) -> tuple[float, float]:

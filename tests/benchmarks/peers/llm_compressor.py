@@ -20,11 +20,12 @@ def quantize(job: Job) -> dict[str, Tensor]:
         "SpinQuant": [SpinQuantModifier(transform_type="random-hadamard")],  # for widths that are no power of two
     }
     scheme = "MXFP4" if job.format == "W4A4" else "MXFP4A16"
-    gptq = GPTQModifier(targets="Linear", ignore=["lm_head"], scheme=scheme)
+    gptq = GPTQModifier(targets="Linear", ignore=["lm_head", "pooler.dense"], scheme=scheme)
     recipe = [*before.get(job.method.split()[0], []), gptq]
     sizes = {"num_calibration_samples": len(rows), "max_seq_length": len(rows[0])}
+    names = set(job.model.state_dict())
     oneshot(model=job.model, processor=job.tokenizer, dataset=data, recipe=recipe, **sizes)
-    return {name: tensor for name, tensor in job.model.state_dict().items() if name.endswith((".weight", ".bias"))}
+    return {name: tensor for name, tensor in job.model.state_dict().items() if name in names}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ class Job(NamedTuple):
         model: the float model of transformers, in evaluation mode.
         tokenizer: its tokenizer.
         tokens: the calibration tokens, (windows, tokens) int64.
+        model_name: the name of the model.
         method: the name of the method.
         format: "W4", or "W4A8" or "W4A4" where activations are quantized, too.
         iterations: the steps of methods that learn.
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     model: nn.Module
     tokenizer: Any
     tokens: Tensor
+    model_name: str
     method: str
     format: str
     iterations: int
@@ -56,7 +58,7 @@ def run(quantize: Callable[[Job], dict[str, Tensor] | None]) -> None:
     file = Path(sys.argv[1])
     options = json.loads(file.read_text())
     checkpoint = file.parent / CHECKPOINT
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model = getattr(transformers, options.pop("auto")).from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     tokens = load_file(file.parent / CALIBRATION)["input_ids"]
     job = Job(model, tokenizer, tokens, output=file.with_suffix(""), **options)
