@@ -1,4 +1,4 @@
-"""The modules that prepare inserts: `MXObserver` (PTQ) and `MXFakeQuantize` (QAT)."""
+"""`MXObserver`, the module that `prepare_pt2e` inserts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.ops.step_variance import in_backward_pass
 from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
 from pt2mx.pt2e.tensor_scales import TENSOR_SCALES, StaticTensorScale
-from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase, QuantizationSpec, is_fake
+from pt2mx.pt2e.torchao_pt2e import ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the observed `QuantizationStatistics` of its tensor
@@ -166,6 +166,17 @@ class MXObserver(StatisticsCollector, ObserverBase):
             return self.static_scale.value("a tensor")
         return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
 
+    def anchored(self, x: Tensor) -> Tensor:
+        """Return the values that are quantized: of a slice of another format (`MXFakeQuantize.anchor`) not x itself.
+
+        Args:
+            x: the tensor.
+
+        Returns:
+            A tensor of the same shape.
+        """
+        return x
+
     def _check_values(self, x: Tensor) -> None:
         """Raise an MXError if x has no values to observe."""
         if not torch.compiler.is_dynamo_compiling() and is_fake(x) and not is_fake(self.values):
@@ -261,35 +272,6 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     def extra_repr(self) -> str:
         return f"{self.spec}, axis={self.spec.axis}, fake_quant={self.fake_quant_enabled}"
-
-
-class MXFakeQuantize(MXObserver, FakeQuantizeBase):
-    """Fake-quantize with the straight-through gradient (Bengio et al., 2013); kernel and switches of `MXObserver`.
-
-    A static tensor scale follows the batches in training mode, and stays in evaluation mode.
-
-    Args:
-        qscheme: as in `MXObserver`.
-        fake_quant, observe: as in `MXObserver`, with the other defaults.
-        annotation: further arguments of torchao; ignored.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
-        >>> fake_quantize = pt2mx.MXFakeQuantize(mx_qscheme(pt2mx.MXSpec("mxfp4")))
-        >>> x = torch.tensor([1.0, 2.0, 3.3, 6.0], requires_grad=True)
-        >>> y = fake_quantize(x)
-        >>> y.detach()
-        tensor([1., 2., 3., 6.])
-        >>> y.sum().backward()
-        >>> x.grad
-        tensor([1., 1., 1., 1.])
-    """
-
-    follows_training = True
-
-    def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
-        super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
 
 
 def observed_value(node: Node) -> object:

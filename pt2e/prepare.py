@@ -21,7 +21,9 @@ from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver, observed_value
+from pt2mx.pt2e.anchors import set_anchors
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observer import MXObserver, observed_value
 from pt2mx.pt2e.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
@@ -72,7 +74,9 @@ def prepare_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> Graph
     return _prepare(model, quantizer, for_training=False)
 
 
-def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> GraphModule:
+def prepare_qat_pt2e(
+    model: GraphModule, quantizer: torchao_pt2e.Quantizer, anchor: GraphModule | None = None
+) -> GraphModule:
     """Insert fake quantization with a straight-through gradient, for training.
 
     A batch norm after a quantized convolution or linear layer is folded into the weight before the weight is quantized,
@@ -85,12 +89,15 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
             batch norm and dropout frozen at first. The prepared model shares its parameters.
         quantizer: as in `prepare_pt2e`.
+        anchor: a model that this function prepared from the same exported one, with wider weights. The weights are then
+            those that `slice_program` makes of the converted anchor: quantized to its formats first. Both models train
+            the same parameters; `distill` trains them together.
 
     Returns:
         The prepared model. Train it like any module, then convert it with `convert_pt2e`.
 
     Raises:
-        MXError: as `prepare_pt2e`.
+        MXError: as `prepare_pt2e`; for weights that are wider than the anchor's, have other blocks, or tensor scales.
 
     Example:
         >>> import torch, pt2mx
@@ -109,7 +116,12 @@ def prepare_qat_pt2e(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> G
         >>> torch.equal(pt2mx.convert_pt2e(qat)(x), qat.eval()(x))
         True
     """
-    return _prepare(model, quantizer, for_training=True)
+    prepared = _prepare(model, quantizer, for_training=True)
+    if anchor is not None:
+        if not isinstance(anchor, PreparedModule):
+            raise MXError(f"anchor is a {type(anchor).__name__}: give what prepare_qat_pt2e returned")
+        set_anchors(prepared, anchor)
+    return prepared
 
 
 def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:

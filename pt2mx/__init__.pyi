@@ -29,11 +29,11 @@ from pt2mx.pt2e.convert import convert_pt2e as convert_pt2e
 from pt2mx.pt2e.debug.bisect import bisect as bisect
 from pt2mx.pt2e.debug.print_graph import print_graph as print_graph
 from pt2mx.pt2e.debug.stages import compare_stages as compare_stages
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.format_observer import MXFormatObserver as MXFormatObserver
 from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model as quantize_language_model
 from pt2mx.pt2e.language.slice import slice_language_model as slice_language_model
-from pt2mx.pt2e.observer import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.observer import MXObserver as MXObserver
 from pt2mx.pt2e.onnx.export import export_onnx as export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx as quantize_onnx

@@ -14,7 +14,8 @@ from transformers import BertConfig, BertModel, LlamaConfig
 
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.language.texts import built_in_text
-from tests.benchmarks import byte_limit, cpu_decode, language, step
+from tests.benchmarks import byte_limit, cpu_decode, language, slices, step
+from tests.benchmarks.accuracy import digits
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import evaluation, models, ours, process, torchao_mx
 from tests.benchmarks.peers import figures as peer_figures
@@ -220,3 +221,11 @@ def test_a_peer_that_cannot_run_is_named(monkeypatch, tmp_path):
     with pytest.raises(peers.MethodError, match=r"pip install unknown==1\.0 failed"):
         peers._python("unknown==1.0")
     assert not (tmp_path / "unknown").exists()
+
+
+def test_slices_of_a_small_model():
+    """Nested weights are sliced to those of the narrow recipe; weights that were rounded in 8 bits are not."""
+    rows = {row["rounding"]: row for row in slices.rows(digits.case("mlp"), "mxint8", False)}
+    assert list(rows) == ["nearest", "sliced nearest", "balanced", "sliced balanced", "nested"]
+    assert rows["nested"]["mxfp4"] == f"{rows['balanced']['mxfp4']} (1.00x)"
+    assert float(str(rows["sliced balanced"]["mxfp4"]).split("(")[1].removesuffix("x)")) > 2

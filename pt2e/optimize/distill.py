@@ -16,7 +16,7 @@ from tqdm import tqdm
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
-from pt2mx.pt2e.observer import MXFakeQuantize
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, call_with_batch, check_batches, hold_out, relative_error
 from pt2mx.pt2e.prepare import PreparedModule
 
@@ -30,6 +30,7 @@ def distill(
     batches: Sequence[object],
     loss: Callable[[object, object], Tensor] | None = None,
     *,
+    slices: Sequence[GraphModule] = (),
     epochs: int = 1,
     lr: float = 2e-4,
     seed: int = 0,
@@ -49,6 +50,8 @@ def distill(
             of sentences is better than many epochs over hundreds. A single batch is not held out.
         loss: (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number. None: the squared error
             over the squared output, averaged over all float outputs.
+        slices: models that `prepare_qat_pt2e(..., anchor=prepared)` returned, for narrower formats. All train the same
+            parameters; the loss is the sum over the models.
         epochs: passes over the batches.
         lr: the rate of the first step.
         seed: seed for the choice of held-out batches, the order of the others, and dropout.
@@ -77,8 +80,12 @@ def distill(
         >>> bool(error() < before)
         True
     """
-    if not isinstance(prepared, PreparedModule) or not _quantizes(prepared):
-        raise MXError("expected what prepare_qat_pt2e returned, a model that quantizes: see pt2mx.enable_fake_quant")
+    models = [prepared, *slices]
+    for model in models:
+        if not isinstance(model, PreparedModule) or not _quantizes(model):
+            raise MXError(
+                "expected what prepare_qat_pt2e returned, a model that quantizes: see pt2mx.enable_fake_quant"
+            )
     if not callable(float_program):
         raise MXError(f"float_program must be a module or a function, not {type(float_program).__name__}")
     check_batches(batches)
@@ -86,26 +93,27 @@ def distill(
         raise MXError(f"epochs={epochs} must be at least 1, and lr={lr} above 0 and finite")
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
+    _check_slices(prepared, slices)
     chosen = relative_error if loss is None else loss
-    with _copied_tensors(prepared), torch.random.fork_rng(_devices(prepared)):
+    with _copied_tensors(models), torch.random.fork_rng(_devices(prepared)):
         torch.manual_seed(seed)
-        _Distillation(prepared, float_program, batches, chosen, lr).run(epochs, seed, progress)
+        _Distillation(models, float_program, batches, chosen, lr).run(epochs, seed, progress)
     return prepared
 
 
 class _Distillation:
-    """The training of one model; a step is a batch."""
+    """The training of models that share their parameters; a step is a batch."""
 
     def __init__(
         self,
-        model: PreparedModule,
+        models: Sequence[GraphModule],
         float_program: Callable[..., object],
         batches: Sequence[object],
         loss: Callable[[object, object], Tensor],
         lr: float,
     ) -> None:
-        self.model, self.float_program, self.batches, self.loss, self.lr = model, float_program, batches, loss, lr
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.models, self.float_program, self.batches, self.loss, self.lr = models, float_program, batches, loss, lr
+        self.parameters = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
         # float32 copies, because small steps would be lost in 16 bits
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         self.optimizer = torch.optim.Adam(self.masters, lr)
@@ -114,9 +122,11 @@ class _Distillation:
         """Train, and restore the best step."""
         generator = torch.Generator().manual_seed(seed)
         train, held_out = hold_out(len(self.batches), generator)
-        best, state = self._held_out_error(held_out), _copied(self.model)
-        if not math.isfinite(best):
-            raise MXError(f"the loss of the held-out batches is {best} before training: look at inputs and outputs")
+        before = self._held_out_errors(held_out)
+        if not all(map(math.isfinite, before)):
+            shown = ", ".join(map(str, before))
+            raise MXError(f"the loss of the held-out batches is {shown} before training: look at inputs and outputs")
+        best, state = sum(before), _copied(self.models)
         steps = epochs * len(train)
         order = [train[i] for _ in range(epochs) for i in torch.randperm(len(train), generator=generator).tolist()]
         with tqdm(order, disable=not progress, file=sys.stderr) as bar:
@@ -125,56 +135,84 @@ class _Distillation:
                 self._step(self.batches[i])
                 if (step + 1) % max(len(train) // _EVALUATIONS, 1) and step + 1 < steps:
                     continue
-                error = self._held_out_error(held_out)
+                error = sum(self._held_out_errors(held_out))
                 bar.set_postfix_str(f"held-out loss {error:.4g}")
                 if error < best:
-                    best, state = error, _copied(self.model)
+                    best, state = error, _copied(self.models)
         with torch.no_grad():
-            for tensor, value in zip([*self.model.parameters(), *self.model.buffers()], state, strict=True):
+            for tensor, value in zip(_tensors_of(self.models), state, strict=True):
                 tensor.copy_(value)
 
     @torch.enable_grad()
     def _step(self, batch: object) -> None:
-        error = self._error(batch)
-        if not error.requires_grad:
-            raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
-        self.model.zero_grad()
-        (error * LOSS_SCALE).backward()
+        reference = self._reference(batch)
+        self._zero_grad()
+        for model in self.models:
+            error = self._error(model, batch, reference)
+            if not error.requires_grad:
+                raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
+            (error * LOSS_SCALE).backward()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
-        self.model.zero_grad()
+        self._zero_grad()
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
 
-    def _error(self, batch: object) -> Tensor:
-        with torch.no_grad():
-            reference = call_with_batch(self.float_program, batch)
-        error = self.loss(call_with_batch(self.model, batch), reference)
+    def _zero_grad(self) -> None:
+        for model in self.models:
+            model.zero_grad()
+
+    @torch.no_grad()
+    def _reference(self, batch: object) -> object:
+        return call_with_batch(self.float_program, batch)
+
+    def _error(self, model: GraphModule, batch: object, reference: object) -> Tensor:
+        error = self.loss(call_with_batch(model, batch), reference)
         if not isinstance(error, Tensor) or error.numel() != 1:
             actual = f"a tensor of {error.numel()}" if isinstance(error, Tensor) else type(error).__name__
             raise MXError(f"the loss must give one number, a tensor, not {actual}")
         return error.reshape(())
 
     @torch.no_grad()
-    def _held_out_error(self, held_out: list[int]) -> float:
-        training = self.model.training
-        self.model.eval()
+    def _held_out_errors(self, held_out: list[int]) -> list[float]:
+        """Return the loss of each model, the mean over the held-out batches."""
+        training = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
         try:
-            return float(torch.stack([self._error(self.batches[i]).float() for i in held_out]).mean())
+            errors: list[list[Tensor]] = [[] for _ in self.models]
+            for i in held_out:
+                reference = self._reference(self.batches[i])
+                for model, each in zip(self.models, errors, strict=True):
+                    each.append(self._error(model, self.batches[i], reference).float())
+            return [float(torch.stack(each).mean()) for each in errors]
         finally:
-            self.model.train(training)
+            for model, mode in zip(self.models, training, strict=True):
+                model.train(mode)
+
+
+def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
+    """Raise an MXError unless the models train the same parameters."""
+    trained = {id(parameter) for parameter in prepared.parameters()}
+    for model in slices:
+        if not {id(parameter) for parameter in model.parameters() if parameter.requires_grad} <= trained:
+            raise MXError(
+                "a slice does not share its parameters with the prepared model: call prepare_qat_pt2e(exported, "
+                "quantizer, anchor=prepared) before distill"
+            )
 
 
 @contextmanager
-def _copied_tensors(model: GraphModule) -> Iterator[None]:
-    """Replace the parameters and buffers, which the exported model shares, by copies; restore them after an error."""
-    dictionaries: list[dict[str, Any]] = [
-        d for module in model.modules() for d in (module._parameters, module._buffers)
-    ]
+def _copied_tensors(models: Sequence[GraphModule]) -> Iterator[None]:
+    """Replace the parameters and buffers, which the exported model shares, by copies, of which the models share the
+    same; restore them after an error."""
+    modules = [module for model in models for module in model.modules()]
+    dictionaries: list[dict[str, Any]] = [d for module in modules for d in (module._parameters, module._buffers)]
     shared = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]
-    copies = replaced([tensor for _, _, tensor in shared], written_storages(model), Tensor.clone)
+    written = set().union(*map(written_storages, models))
+    copies = replaced(list({id(tensor): tensor for _, _, tensor in shared}.values()), written, Tensor.clone)
     for tensors, name, tensor in shared:
         tensors[name] = copies[id(tensor)]
     try:
@@ -185,8 +223,14 @@ def _copied_tensors(model: GraphModule) -> Iterator[None]:
         raise
 
 
-def _copied(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+def _tensors_of(models: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of models, shared ones once."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _copied(models: Sequence[nn.Module]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in _tensors_of(models)]
 
 
 def _quantizes(model: nn.Module) -> bool:

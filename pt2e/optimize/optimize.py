@@ -26,6 +26,7 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
+from pt2mx.pt2e.anchors import check_sliceable
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
@@ -37,6 +38,7 @@ from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
 from pt2mx.pt2e.prepare import check_exported, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
+from pt2mx.spec import MXSpec, parse
 
 
 def optimize(
@@ -46,6 +48,7 @@ def optimize(
     *,
     preset: str | None = None,
     algorithms: Sequence[Algorithm] | None = None,
+    anchor: object = None,
     padding_mask: str | None = None,
     progress: bool = False,
     in_place: bool = False,
@@ -70,6 +73,9 @@ def optimize(
         preset: "fast", "balanced" or "best"; None: the preset of the quantizer's recipe, or "balanced".
         algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
+        anchor: the format of the file from which `slice_program` makes weights in the quantizer's formats, as
+            `pt2mx.parse` takes it, such as "mxint8". The weights are then values of that format which quantize to the
+            rounded ones; prepare the result with a recipe of the anchor. None: no slices.
         padding_mask: the name of an input, (batch, sequence), that is zero at padding, in many models "attention_mask".
             Calibration of linear layers then ignores padding. None: it uses all rows.
         progress: True shows a bar with the name of each weight.
@@ -84,8 +90,9 @@ def optimize(
         are folded. `optimization_report` describes what was done to each weight.
 
     Raises:
-        MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; and if an algorithm needs
-            inputs but there are no batches.
+        MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; if an algorithm needs inputs
+            but there are no batches; and for an anchor that is narrower than a weight, has other blocks or scales, or
+            meets learned rounding.
 
     Example:
         >>> import torch, pt2mx
@@ -103,6 +110,7 @@ def optimize(
     chosen = _selected_algorithms(preset, algorithms, quantizer)
     if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
+    wide = None if anchor is None else _checked_anchor(anchor, chosen)
     if isinstance(batches, Tensor | dict):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
@@ -111,6 +119,10 @@ def optimize(
     result = to_annotate(model)
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
+    if wide is not None:
+        for target in targets:
+            for consumer in target.consumers:
+                check_sliceable(target.name, consumer.spec, wide)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
     learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
     batches = batches if learned is None else list(batches)
@@ -118,7 +130,7 @@ def optimize(
     targets = _transform(result, targets, quantizer, calibration, chosen)
     original = None if learned is None else copy_sharing_tensors(result)
     scales: dict[Node, BlockScales] = {}
-    reports = _round(result, targets, chosen, progress, group, scales)
+    reports = _round(result, targets, chosen, progress, group, scales, wide)
     round_siblings(result, targets, scales)
     if learned is not None and original is not None:
         blocks = learn_rounding(
@@ -178,6 +190,7 @@ def _round(
     progress: bool,
     group: dist.ProcessGroup | None,
     scales: dict[Node, BlockScales],
+    anchor: MXSpec | None,
 ) -> list[WeightReport]:
     """Round the weights of `model`; each rank rounds its share. `scales` gets the scales that do not follow from the
     rounded weight, by its first consumer."""
@@ -186,7 +199,7 @@ def _round(
 
         def work(target: WeightTarget) -> Rounded:
             bar.set_postfix_str(target.name)
-            rounded = round_weight(target, algorithms)
+            rounded = round_weight(target, algorithms, anchor)
             bar.update()
             return rounded
 
@@ -215,6 +228,12 @@ def _report_learned(
             exact = fake_quantize_mx(value, spec) if spec.scale_format.is_power_of_two else value
             (after,) = rounding_errors(target, exact)
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
+
+
+def _checked_anchor(anchor: object, algorithms: Sequence[Algorithm]) -> MXSpec:
+    if any(isinstance(one, LearnedRounding) for one in algorithms):
+        raise MXError("learned rounding makes no slices of an anchor: give preset='balanced' or 'fast', or no anchor")
+    return parse(anchor)
 
 
 def _selected_algorithms(preset: str | None, algorithms: object, quantizer: Quantizer) -> tuple[Algorithm, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, gptq, round_to_blocks
+from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, cell_bounds, gptq, keep_slices, round_to_blocks
 from pt2mx.algorithms.block_scales import BlockScales, choose_scales
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
@@ -30,9 +30,10 @@ _RoundPart = Callable[..., Tensor]
 
 
 @torch.no_grad()
-def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Rounded:
+def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm], anchor: MXSpec | None = None) -> Rounded:
     """Return the rounded weight, or None if it does not change, its scales where they do not follow from it, and its
-    report.
+    report. With `anchor` the weight has values of that format that quantize to the rounded ones; the report describes
+    these.
 
     This uses GPTQ if it is selected and the inputs were observed; otherwise the scale search, if selected.
     """
@@ -44,7 +45,8 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Round
     by_gptq, by_scales = chosen.get(GPTQ), chosen.get(ScaleSearch)
     reason = _reason_without_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
     if reason and by_scales is None:
-        return None, None, _report(target, spec, reason=f"{reason}, and no search of scales")
+        kept = None if anchor is None else _nested(target, fake_quantize_mx(value, spec), spec, anchor, None)
+        return kept, None, _report(target, spec, reason=f"{reason}, and no search of scales")
     options = by_gptq if isinstance(by_gptq, GPTQ) and not reason else None
     by_inputs = isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec)
     scales: BlockScales | None = None
@@ -53,11 +55,34 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm]) -> Round
     else:
         rounded, scales = _round_with_scales(target, value, spec, options, by_inputs)
     t = None if target.amax is None else tensor_scale_mx(target.amax, spec)
-    before, after = rounding_errors(target, fake_quantize_mx(value, spec, tensor_scale=t), rounded)
+    nearest = fake_quantize_mx(value, spec, tensor_scale=t)
+    before, after = rounding_errors(target, nearest, rounded)
     if not after < before:
         tried = f"{reason}; scales of least error gain" if reason else "gptq gains"
-        return None, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
+        kept = None if anchor is None else _nested(target, nearest, spec, anchor, options)
+        return kept, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
+    if anchor is not None:
+        rounded = _nested(target, rounded, spec, anchor, options)
     return rounded, scales, _report(target, spec, "gptq" if options else "scales", before, after, reason)
+
+
+def _nested(target: WeightTarget, rounded: Tensor, spec: MXSpec, anchor: MXSpec, by_gptq: GPTQ | None) -> Tensor:
+    """Return values of the anchor near the weight that quantize to the rounded ones."""
+    anchor = anchor.replace(axis=spec.axis)
+    value, even = target.value.detach(), anchor.replace(scale_mode=_EVEN)
+    bounds = cell_bounds(rounded, spec, value, even)
+    if by_gptq is None:
+        values = value.float().clamp(*bounds)
+    else:
+        length = _line(target)
+
+        def round_part(part: Tensor, low: Tensor, high: Tensor, hessian: Tensor, count: float) -> Tensor:
+            line, shared = min(length, part.shape[1]), _gptq_options(by_gptq, part, count)
+            exponents = block_exponents(part, even, line=line)
+            return gptq(part, hessian, even, exponents=exponents, bounds=(low, high), line=line, **shared)
+
+        values = _round_by_parts(target, round_part, value, *bounds)
+    return keep_slices(values.to(value.dtype), rounded, spec, anchor)
 
 
 def _round_to_powers(

@@ -8,7 +8,8 @@ change no number, and `eps`, `qscheme` and similar arguments have no effect.
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp

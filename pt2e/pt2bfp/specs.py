@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
 from pt2mx.pt2e.torchao_pt2e import (

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.ops.checks import check_ste
-from pt2mx.pt2e.observer import MXFakeQuantize, MXObserver
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES

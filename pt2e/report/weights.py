@@ -25,8 +25,9 @@ from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.kernels.float_scales import is_nan
+from pt2mx.pt2e.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
-from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXFakeQuantize, MXObserver
+from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.packed_weights import stored_weights
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
@@ -103,7 +104,7 @@ def weight_statistics(
     amaxes = {} if amaxes is None else amaxes
     amaxes.update({amax: list(_values(amax, captured)) for amax in shared if amax not in amaxes})
     read = list(zip(_values(constant, captured), *(amaxes[amax] for amax in shared), strict=False))
-    values = [value.detach() for value, *_ in read]
+    values = [observer.anchored(value.detach()) for value, *_ in read]
     if any(map(is_fake, values)):
         return seen
     scales = [_shared_scale(observer, *every) for every in read]
@@ -139,7 +140,7 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
         return function_of(node)(*args, **kwargs)
     module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
-        return fake_quantize_mx(args[0], module.spec, tensor_scale=_shared_scale(module, *args))
+        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args))
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
 
 

@@ -38,6 +38,7 @@ def gptq(
     *,
     exponents: Tensor | None = None,
     scales: Tensor | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
     line: int | None = None,
     damping: float = 0.01,
     act_order: bool = True,
@@ -54,6 +55,7 @@ def gptq(
         exponents: (N, blocks) int32, the scales; None: the scales of the spec's scale mode.
         scales: (N, K) float32 instead of exponents, what multiplies the element of each value
             (`pt2mx.algorithms.block_scales`).
+        bounds: (N, K) each, the smallest and the largest value to which each weight is rounded; None: any value.
         line: columns after which a new block starts; None: K.
         damping: added to the diagonal, times its mean; at least 0.
         act_order: True processes the columns by decreasing diagonal, False from left to right.
@@ -86,11 +88,13 @@ def gptq(
         order = hessian.diagonal().argsort(descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order], damping)  # (K, K) upper
     scale = _scales(weight, spec, exponents, line) if scales is None else scales.t()  # (K, N)
+    ends = [] if bounds is None else [bound.t() for bound in bounds]
     with _one_thread(weight):
-        rounded = _round_columns(columns[order], factor, scale[order], spec)
+        rounded = _round_columns(columns[order], factor, scale[order], spec, [end[order] for end in ends])
     result = torch.empty_like(columns)
     result[order] = rounded
-    result[dead] = elements.round_to_element(columns[dead] / scale[dead], spec.element, spec.rounding) * scale[dead]
+    inside = _within(columns[dead], [end[dead] for end in ends])
+    result[dead] = elements.round_to_element(inside / scale[dead], spec.element, spec.rounding) * scale[dead]
     return result.t().contiguous()
 
 
@@ -114,8 +118,13 @@ def _one_thread(x: Tensor) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec) -> Tensor:
-    """columns: (K, N), changed; factor: (K, K) upper; scale: (K, N) -> (K, N) values of the format."""
+def _within(values: Tensor, ends: list[Tensor]) -> Tensor:
+    """Return the values clamped between two ends of their shape, or the values without ends."""
+    return values.clamp(*ends) if ends else values
+
+
+def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, ends: list[Tensor]) -> Tensor:
+    """columns: (K, N), changed; factor: (K, K) upper; scale, ends: (K, N) -> (K, N) values of the format."""
     rounded = torch.empty_like(columns)
     inverse = scale.reciprocal()
     for first in range(0, len(columns), _PANEL):
@@ -123,7 +132,9 @@ def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec)
         errors = torch.empty_like(columns[first:last])
         for i in range(first, last):
             w = columns[i]
-            torch.mul(elements.round_to_element(w * inverse[i], spec.element, spec.rounding), scale[i], out=rounded[i])
+            inside = _within(w, [end[i] for end in ends])
+            value = elements.round_to_element(inside * inverse[i], spec.element, spec.rounding)
+            torch.mul(value, scale[i], out=rounded[i])
             error = torch.sub(w, rounded[i], out=errors[i - first]).div_(factor[i, i])
             if i + 1 < last:
                 columns[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1)

@@ -90,6 +90,10 @@ class Case:
             return pt2mx.prepare_pt2e(optimized, chosen)
         return pt2mx.distill(pt2mx.prepare_qat_pt2e(optimized, chosen), self.model, self.lessons)
 
+    def loss(self, model: GraphModule) -> float:
+        """Return the loss of a converted model."""
+        return self._judge(model).loss
+
     @torch.no_grad()
     def _judge(self, model: GraphModule) -> Figures:
         return self.judge(model)

@@ -9,6 +9,7 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
+SIX = MXQuantizer.from_recipe("mxfp6")
 
 
 class Net(nn.Module):
@@ -136,6 +137,63 @@ def test_parameters_that_are_frozen_and_tied():
     assert not torch.equal(weight, exported.get_parameter("first.weight"))
     assert torch.equal(actual["second.bias"], exported.get_parameter("second.bias"))
     assert not torch.equal(actual["first.bias"], exported.get_parameter("first.bias"))
+
+
+def slices_of(graph):
+    """A prepared anchor, and prepared slices of it in 6 and 4 bits."""
+    anchor = pt2mx.prepare_qat_pt2e(graph, MXQuantizer.from_recipe("mxint8"))
+    return [anchor, *(pt2mx.prepare_qat_pt2e(graph, q, anchor=anchor) for q in (SIX, QUANTIZER))]
+
+
+def test_slices_are_trained_together():
+    exported, batches, x = net()
+    saved = {name: tensor.clone() for name, tensor in exported.state_dict().items()}
+    models = slices_of(exported)
+    before = [error(model, exported, x) for model in models]
+    assert distill(models[0], exported, batches, slices=models[1:], epochs=20, lr=3e-3) is models[0]
+    after = [error(model, exported, x) for model in models]
+    assert sum(after) < 0.8 * sum(before) and after[2] < 0.7 * before[2] and after[0] < 0.2 * after[2]
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.state_dict().items())
+    parameters = [dict(model.named_parameters()) for model in models]
+    assert all(one[name] is tensor for one in parameters for name, tensor in parameters[0].items())
+    # the file of the anchor has them all
+    wide = pt2mx.convert_pt2e(models[0])
+    program = torch.export.export(wide, (x,))
+    for recipe, model in zip((SIX, QUANTIZER), models[1:], strict=True):
+        assert torch.equal(pt2mx.slice_program(program, recipe).module()(x)["out"], model(x)["out"])
+
+
+def test_slices_give_the_same_bits_again_and_an_error_restores_all():
+    exported, batches, _ = net()
+    runs = [slices_of(exported) for _ in range(2)]
+    first, second = (distill(one[0], exported, batches, slices=one[1:], lr=1e-3) for one in runs)
+    assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
+    models = slices_of(exported)
+    saved = [dict(model.named_parameters()) for model in models]
+    calls = []
+
+    def interrupted(actual, expected):
+        calls.append(None)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return (actual["out"] - expected["out"]).square().sum()
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(models[0], exported, batches, interrupted, slices=models[1:])
+    for model, names in zip(models, saved, strict=True):
+        assert all(tensor is names[name] for name, tensor in model.named_parameters())
+
+
+def test_bad_slices():
+    exported, batches, _ = net()
+    anchor, *_ = slices_of(exported)
+    other = slices_of(copy.deepcopy(exported))[1]
+    with pytest.raises(
+        MXError, match="a slice does not share its parameters with the prepared model: call prepare_qat"
+    ):
+        distill(anchor, exported, batches, slices=[other])
+    with pytest.raises(MXError, match="expected what prepare_qat_pt2e returned"):
+        distill(anchor, exported, batches, slices=[exported])
 
 
 @pytest.mark.parametrize(
