@@ -30,6 +30,7 @@ from pt2mx.pt2e.quantizer.operators import (
     operand_node,
     operands_of,
     operator_name,
+    reduced_axis,
 )
 
 aten = torch.ops.aten
@@ -175,7 +176,8 @@ def _grouped(node: Node, weight: Node, side: int) -> _View | None:
 
 
 def _convolution(node: Node, weight: Node, side: int) -> _View | None:
-    """W: (N, K / groups, *taps), transposed (K, N / groups, *taps): one line of channels for each tap."""
+    """W: (N, K / groups, *taps), transposed (K, N / groups, *taps): one line of channels for each tap. In a group of
+    one channel a line has the taps of the last dimension with several."""
     call, shape = Convolution.of(node), shape_of(weight) or ()
     if call is None or side != 1:
         return None
@@ -191,13 +193,13 @@ def _convolution(node: Node, weight: Node, side: int) -> _View | None:
 
         rows = partial(im2col_transposed, taps=taps, arguments=arguments)
         return MatmulView(0, lambda w: matrices(w.flip(spatial)), from_flipped, rows), ()
-    lines = Matrices((), (0,), (*spatial, 1))
+    lines, axis = Matrices((), (0,), (*spatial, 1)), reduced_axis(shape, call.groups > 1)
 
     def to_groups(w: Tensor) -> Tensor:
         return lines(w).unflatten(1, (call.groups, -1)).squeeze(0)
 
     rows = partial(im2col, groups=call.groups, taps=taps, arguments=arguments)
-    return MatmulView(1, to_groups, lines.inverse, rows), ()
+    return MatmulView(axis, to_groups, lines.inverse, rows), ()
 
 
 #: operators whose weight is not one factor of an einsum

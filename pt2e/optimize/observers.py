@@ -107,7 +107,7 @@ class MXHessianObserver(nn.Module):
             sums.baddbmm_(columns.mT, columns)  # autocast does not cast in-place operators
             if not same_device:
                 part[groups] += sums.to(part.device)
-        torch.maximum(amax[groups], rows.abs().amax(1), out=amax[groups])
+        torch.maximum(amax[groups], torch.linalg.vector_norm(rows, torch.inf, 1), out=amax[groups])
         self.counts[groups] += rows.shape[1]
         self.count += rows.shape[1]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import nan
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, cell_bounds, gptq, keep_slices, round_to_blocks
+from pt2mx.algorithms import GPTQ, ScaleSearch, block_exponents, cell_bounds, keep_slices, round_to_blocks
 from pt2mx.algorithms.block_scales import BlockScales, choose_scales
+from pt2mx.algorithms.gptq import gptq_of_groups
 from pt2mx.algorithms.options import Algorithm
+from pt2mx.algorithms.scales import scales_of_values
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.node import args_of
 from pt2mx.ops.hadamard import hadamard
@@ -25,7 +26,11 @@ from pt2mx.spec import MXSpec
 #: the scale mode of GPTQ's blocks, and of the scale search
 _EVEN, _LEAST_SQUARES = "even", "mse"
 
-#: a part of the columns of each tensor, the Hessian of their inputs, its number of rows -> the rounded part
+#: values of the groups that are rounded together, and of their Hessians
+_VALUES_AT_ONCE = 1 << 20
+
+#: a part of the columns of each tensor, (groups, N, K'), the Hessians of their inputs, their numbers of rows -> the
+#: rounded part
 _RoundPart = Callable[..., Tensor]
 
 
@@ -74,12 +79,10 @@ def _nested(target: WeightTarget, rounded: Tensor, spec: MXSpec, anchor: MXSpec,
     if by_gptq is None:
         values = value.float().clamp(*bounds)
     else:
-        length = _line(target)
+        by_scales, length = _gptq_with_scales(even, by_gptq), _line(target)
 
-        def round_part(part: Tensor, low: Tensor, high: Tensor, hessian: Tensor, count: float) -> Tensor:
-            line, shared = min(length, part.shape[1]), _gptq_options(by_gptq, part, count)
-            exponents = block_exponents(part, even, line=line)
-            return gptq(part, hessian, even, exponents=exponents, bounds=(low, high), line=line, **shared)
+        def round_part(part: Tensor, low: Tensor, high: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
+            return by_scales(part, _scales(part, even, length), hessians, counts, (low, high))
 
         values = _round_by_parts(target, round_part, value, *bounds)
     return keep_slices(values.to(value.dtype), rounded, spec, anchor)
@@ -127,7 +130,11 @@ def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
 
 def _importance(target: WeightTarget, value: Tensor) -> Tensor:
     """Return the mean square of the input that meets each value, up to a factor."""
-    return _round_by_parts(target, lambda part, hessian, count: hessian.diagonal().expand_as(part), value)
+    return _round_by_parts(target, _diagonal, value)
+
+
+def _diagonal(part: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
+    return hessians.diagonal(dim1=1, dim2=2).unsqueeze(1).expand_as(part)
 
 
 def _round_by_parts(target: WeightTarget, round_part: _RoundPart, value: Tensor, *others: Tensor) -> Tensor:
@@ -137,50 +144,60 @@ def _round_by_parts(target: WeightTarget, round_part: _RoundPart, value: Tensor,
     counts = torch.stack([observer.counts for observer in _observers_of(target)]).sum(0)
     if view.experts:
         hessians, counts = with_mean_expert(hessians, counts)
-    groups = []
-    for g, count in enumerate(counts.tolist()):
-        parts = zip(hessians, *(matrices[g].split(hessians[0].shape[-1], 1) for matrices in tensors), strict=True)
-        groups.append(torch.cat([round_part(*part, h[g], count) for h, *part in parts], 1))
-    return view.from_matrices(torch.stack(groups), value.shape)
+    groups, n, k = tensors[0].shape
+    at_once, widths = max(_VALUES_AT_ONCE // (max(n, k) * k), 1), [part.shape[-1] for part in hessians]
+    rounded = []
+    for some in torch.arange(groups).split(at_once):
+        matrices = [tensor[some].split(widths, 2) for tensor in tensors]
+        parts = zip(*matrices, (part[some] for part in hessians), strict=True)
+        rounded.append(torch.cat([round_part(*part, counts[some].to(value.device)) for part in parts], 2))
+    return view.from_matrices(torch.cat(rounded), value.shape)
 
 
 def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _RoundPart:
-    """Return a function that rounds by GPTQ, with fixed scales.
+    """Return a function that rounds by GPTQ, with fixed scales."""
+    even, length = spec.replace(scale_mode=_EVEN), _line(target)
+    by_scales = _gptq_with_scales(even, options)
+
+    def round_part(part: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
+        return by_scales(part, _scales(part, even, length), hessians, counts)
+
+    return round_part
+
+
+def _scales(part: Tensor, spec: MXSpec, length: int) -> Tensor:
+    """Return the scale of each value, (groups, N, K)."""
+    line = min(length, part.shape[2])
+    exponents = block_exponents(part.flatten(0, 1), spec, line=line)
+    return scales_of_values(exponents, part.shape[2], spec, line).view_as(part)
+
+
+def _gptq_with_scales(spec: MXSpec, options: GPTQ) -> _RoundPart:
+    """Return a function that rounds by GPTQ.
 
     With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than in
     calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
     to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """
-    even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
-    def round_part(part: Tensor, hessian: Tensor, count: float) -> Tensor:
-        line, shared = min(length, part.shape[1]), _gptq_options(options, part, count)
-        return gptq(part, hessian, even, exponents=block_exponents(part, even, line=line), line=line, **shared)
-
-    return round_part
-
-
-def _gptq_with_scales(spec: MXSpec, options: GPTQ) -> _RoundPart:
-    def round_part(part: Tensor, scales: Tensor, hessian: Tensor, count: float) -> Tensor:
-        return gptq(part, hessian, spec, scales=scales, **_gptq_options(options, part, count))
+    def round_part(
+        part: Tensor, scales: Tensor, hessians: Tensor, counts: Tensor, bounds: Sequence[Tensor] = ()
+    ) -> Tensor:
+        damping = options.damping + options.damping_of_few * part.shape[2] / counts
+        return gptq_of_groups(part, hessians, spec, scales, damping, options.act_order, bounds)
 
     return round_part
-
-
-def _gptq_options(options: GPTQ, part: Tensor, count: float) -> dict[str, Any]:
-    damping = options.damping + options.damping_of_few * part.shape[1] / count
-    return {"damping": damping, "act_order": options.act_order}
 
 
 def _weighted_scales(target: WeightTarget, spec: MXSpec) -> _RoundPart:
     even, length = spec.replace(scale_mode=_EVEN), _line(target)
 
-    def round_part(part: Tensor, hessian: Tensor, count: float) -> Tensor:
-        line = min(length, part.shape[1])
-        exponents = block_exponents(part, even, importance=hessian.diagonal(), line=line)
-        return round_to_blocks(part, exponents, even, line=line)
+    def round_matrix(matrix: Tensor, hessian: Tensor) -> Tensor:
+        line = min(length, matrix.shape[1])
+        exponents = block_exponents(matrix, even, importance=hessian.diagonal(), line=line)
+        return round_to_blocks(matrix, exponents, even, line=line)
 
-    return round_part
+    return lambda part, hessians, counts: torch.stack(list(map(round_matrix, part, hessians)))
 
 
 def _line(target: WeightTarget) -> int:

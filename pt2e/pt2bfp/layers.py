@@ -21,18 +21,11 @@ from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.pt2bfp.specs import BFPConfig
 from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
+from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand, convolution_operands, reduced_axis
 from pt2mx.spec import MXSpec
 
 #: type of a layer -> the operator that it calls
 _OPERATORS: dict[type[nn.Module], str] = {
-    nn.Linear: "aten.linear",
-    nn.Conv1d: "aten.conv1d",
-    nn.Conv2d: "aten.conv2d",
-    nn.Conv3d: "aten.conv3d",
-    nn.ConvTranspose1d: "aten.conv_transpose1d",
-    nn.ConvTranspose2d: "aten.conv_transpose2d.input",
-    nn.ConvTranspose3d: "aten.conv_transpose3d.input",
     nn.Embedding: "aten.embedding",
     nn.EmbeddingBag: "aten.embedding_bag",
     nn.LSTMCell: "aten.lstm_cell",
@@ -51,8 +44,13 @@ def _operands(operator: str) -> tuple[Operand, ...]:
 #: quantized
 _RECURRENT = (*_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
 
+_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
 #: type of a layer -> its operands
 LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
+    nn.Linear: _operands("aten.linear"),
+    **{kind: convolution_operands(i, 1) for i, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)},
+    **{kind: convolution_operands(i, 0) for i, kind in enumerate(_TRANSPOSED, 1)},
     **{kind: _operands(operator) for kind, operator in _OPERATORS.items()},
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
 }
@@ -126,6 +124,13 @@ class _Layer(nn.Module, ABC):
         return self.description
 
 
+def _operands_of(layer: nn.Module) -> tuple[Operand, ...]:
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return LAYERS[type(layer)]
+    weight = layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size
+    return convolution_operands(len(layer.kernel_size), reduced_axis(weight, is_grouped=layer.groups > 1))
+
+
 def _without_parameters(layer: nn.Module) -> nn.Module:
     layer = copy.copy(layer)
     layer._parameters = dict.fromkeys(layer._parameters)
@@ -167,7 +172,7 @@ class ObservedLayer(_Layer):
         super().__init__(_without_parameters(layer), layer._parameters, layer.training)
         self.qconfig, self.description = config, str(layer)
         self.observers = nn.ModuleDict()
-        operands = {operand.name: operand for operand in LAYERS[type(layer)]}
+        operands = {operand.name: operand for operand in _operands_of(layer)}
         for name in _INPUTS:
             if name in operands:
                 self._observe(name, operands[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
+from pt2mx.fx.graph.node import value_of
 from pt2mx.fx.graph.source_node import module_calls, module_name, modules_of
-from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of, operator_name
+from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of, operand_node, operands_of, operator_name
 
 
 def operator_key(operator: object) -> str:
@@ -118,6 +120,13 @@ def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -
     )
 
 
+def _weight_values(node: Node) -> int:
+    """Return the number of values of the largest parameter that is a factor of an operator; 0 without one."""
+    roles = ("weight", "operand")
+    factors = [operand_node(node, operand) for operand in operands_of(node) if operand.role in roles]
+    return max((value_of(one).numel() for one in factors if one is not None and one.op == "get_attr"), default=0)
+
+
 #: setting kind, in order of precedence -> depth of the match of a key around a node, -1 for no match
 MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
     "module_name_object_type_order": lambda key, node, calls: 0 if _is_call(key, calls.get(node, ())) else -1,
@@ -126,5 +135,6 @@ MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
         0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))
     ),
     "module_type": lambda key, node, calls: _depth(node, lambda name, kind: _is_type(key, kind)),
+    "small_weights": lambda key, node, calls: sys.maxsize - key if 0 < _weight_values(node) <= key else -1,
     "operator_type": lambda key, node, calls: _position(key, names_of(operator_name(node.target))),
 }

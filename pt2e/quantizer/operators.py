@@ -7,7 +7,7 @@ out of each partial sum (OCP MX v1.0, section 6.1).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.node import args_of, called, node_arg
+from pt2mx.fx.graph.convolution import CONVOLUTIONS
+from pt2mx.fx.graph.node import args_of, called, node_arg, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.pt2e.quantizer.reduction_axes import einsum_axes, tensordot_axes, vecdot_axes
 
@@ -73,19 +74,32 @@ _ATTENTION = (
 ROWS = (Operand("weight", 0, "weight", -1),)
 
 
-def _conv(dimensions: int, transposed: bool = False) -> tuple[Operand, ...]:
+def convolution_operands(dimensions: int, weight_axis: int) -> tuple[Operand, ...]:
+    """Return the operands of a convolution. Channels are counted from the end, because the input may lack a batch
+    dimension."""
     return (
-        # the channel, counted from the end, because the input may lack a batch dimension
         Operand("input", 0, "activation", -1 - dimensions),
-        # (out, in / groups, ...), transposed (in, out / groups, ...)
-        Operand("weight", 1, "weight", 0 if transposed else 1),
+        Operand("weight", 1, "weight", weight_axis),
         Operand("bias", 2, "bias", -1),
     )
 
 
 def _convolution(node: Node) -> tuple[Operand, ...]:
-    stride, transposed = args_of(node)[3], args_of(node)[6]
-    return _conv(len(stride), transposed)
+    target: Any = called(node)
+    args, kind = args_of(node), CONVOLUTIONS.get(target)
+    dimensions, transposed = (len(args[3]), args[6]) if kind is None else kind  # aten.convolution has none
+    if transposed:  # the weight is (in, out / groups, *kernel)
+        return convolution_operands(dimensions, 0)
+    channels = (shape_of(args[0]) or (1,) * (1 + dimensions))[-1 - dimensions]
+    return convolution_operands(dimensions, reduced_axis(shape_of(args[1]) or (), is_grouped=channels != 1))
+
+
+def reduced_axis(weight: Sequence[object], is_grouped: bool) -> int:
+    """Return the block axis of a convolution's weight, (out, in / groups, *kernel): the input channels. A group of one
+    channel, as in a depthwise convolution, reduces taps only: return the last dimension with several."""
+    if not is_grouped or len(weight) < 3 or weight[1] != 1:
+        return 1
+    return next((axis for axis in range(len(weight) - 1, 1, -1) if weight[axis] != 1), 1)
 
 
 def _vecdot(node: Node) -> tuple[Operand, ...]:
@@ -153,15 +167,9 @@ OPERANDS: dict[str, Row] = {
     # the experts of a mixture: (tokens, in) x (experts, in, out)
     "aten._grouped_mm": (*_MATMUL, Operand("bias", 3, "bias", -1)),
     "transformers.grouped_mm_fallback": _MATMUL,
-    "aten.conv1d": _conv(1),
-    "aten.conv1d.padding": _conv(1),
-    "aten.conv2d": _conv(2),
-    "aten.conv2d.padding": _conv(2),
-    "aten.conv3d": _conv(3),
-    "aten.conv3d.padding": _conv(3),
-    "aten.conv_transpose1d": _conv(1, transposed=True),
-    "aten.conv_transpose2d.input": _conv(2, transposed=True),
-    "aten.conv_transpose3d.input": _conv(3, transposed=True),
+    **dict.fromkeys(("aten.conv1d", "aten.conv1d.padding", "aten.conv2d", "aten.conv2d.padding"), _convolution),
+    **dict.fromkeys(("aten.conv3d", "aten.conv3d.padding", "aten.conv_transpose1d"), _convolution),
+    **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),
     "aten.convolution": _convolution,  # decomposed convolutions
     "aten.conv_tbc": (_RNN_INPUT, Operand("weight", 1, "weight", 1), Operand("bias", 2, "bias", -1)),
     "aten.lstm.input": _rnn,

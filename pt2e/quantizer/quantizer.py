@@ -38,8 +38,8 @@ class MXQuantizer(StoredSettings, Quantizer):
 
     Each setter takes a config, or None for "leave in high precision", and returns the quantizer. Where several settings
     match an operator, the first of this list wins: filter function, first and last, one call of a module, exact module
-    name, module name pattern (in the order in which they were set), module type, operator, global. Of nested modules
-    the innermost wins.
+    name, module name pattern (in the order in which they were set), module type, small weights, operator, global. Of
+    nested modules the innermost wins.
 
     It works with `pt2mx.prepare_pt2e`, with torchao's own, and inside torchao's `ComposableQuantizer`.
 

@@ -14,10 +14,10 @@
 A config maps roles to specs; `null` leaves operators in high precision. A spec is a spelling that `pt2mx.parse` takes,
 or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
 to specs, `ste` selects the gradient, `value_blocks` the block axis of an attention's values, and `tensor_scale` the
-scale of a whole activation. `first` and `last` map numbers of operators to configs; `module_name_object_type_order` is
-a list of [module, type, index, config]. `algorithms` is how `pt2mx.optimize` rounds the weights: a preset, or a mapping
-from algorithms to their options (`{gptq: {damping: 0.1}}`). `kv_cache` is the spec of a decoder's cached keys and
-values.
+scale of a whole activation. `first` and `last` map numbers of operators to configs, and `small_weights` the most values
+of a weight. `module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how
+`pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`).
+`kv_cache` is the spec of a decoder's cached keys and values.
 
 The YAML is read strictly: duplicate keys are errors, and every mistake raises an `MXError`.
 """
@@ -39,13 +39,14 @@ from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.pt2e.quantizer.shipped import names
 from pt2mx.spec import MXSpec, parse
 
-#: kinds of settings whose keys are counts of operators
+#: kinds of settings whose keys are counts: of operators, and of a weight's values
 ENDS = ("first", "last")
+COUNTS = (*ENDS, "small_weights")
 #: the kind of settings whose keys are (module, type, index)
 ORDER = "module_name_object_type_order"
 #: kinds of settings, which are suffixes of `MXQuantizer`'s setters. All but the global one map keys to configs, or are
 #: lists where keys have parts
-KINDS = ("global", *ENDS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
+KINDS = ("global", *COUNTS, ORDER, "module_name", "module_name_regex", "module_type", "operator_type")
 #: the keys of the algorithms for weights, and of the format of a decoder's cache
 ALGORITHMS, KV_CACHE = "algorithms", "kv_cache"
 #: most characters of an error, which may quote a value of the file
@@ -148,10 +149,10 @@ def _settings(recipe: dict[str, Any], needed: bool) -> list[Setting]:
             settings += _ordered(recipe[kind])
             continue
         if not isinstance(recipe[kind], dict):
-            keys = "counts" if kind in ENDS else "names"
+            keys = "counts" if kind in COUNTS else "names"
             raise MXError(f"{kind} must map {keys} to configs, not be {recipe[kind]!r}")
         for key, value in recipe[kind].items():
-            settings.append((kind, key if kind in ENDS else str(key), _config(f"{kind} {key!r}", value)))
+            settings.append((kind, key if kind in COUNTS else str(key), _config(f"{kind} {key!r}", value)))
     if needed and not settings:
         raise MXError(f"it quantizes nothing: give it at least one of {', '.join(KINDS)}")
     return settings

@@ -21,6 +21,7 @@ _MEANINGS = {
     "global": "every operator that nothing else names",
     "first": "how many of the first operators -> their config",
     "last": "how many of the last operators -> their config",
+    "small_weights": "most values of a weight -> the config of operators with such weights",
     "module_name_object_type_order": "lists of module, operator, index, config",
     "module_name": "qualified name of a module -> its config",
     "module_name_regex": "regular expression of a module's whole name -> its config",
@@ -65,7 +66,7 @@ def _setting(kind: str, config: dict[str, Any]) -> dict[str, Any]:
     if kind == recipe.ORDER:
         key = [{"type": "string"}, {"type": "string"}, {"type": "integer"}, config]
         return {"type": "array", "items": {"type": "array", "prefixItems": key, "minItems": 4, "maxItems": 4}}
-    counts = {"propertyNames": {"pattern": "^[0-9]+$"}} if kind in recipe.ENDS else {}
+    counts = {"propertyNames": {"pattern": "^[0-9]+$"}} if kind in recipe.COUNTS else {}
     return {"type": "object", "additionalProperties": config, **counts}
 
 

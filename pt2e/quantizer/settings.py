@@ -85,6 +85,33 @@ class QuantizerSettings(ModelSettings):
         """
         return self._set_end("last", count, config)
 
+    def set_small_weights(self, config: Config, values: int) -> Self:
+        """Set the config of the operators whose weight has few values, such as the first layers of a convolutional
+        network and its depthwise convolutions. In 8 bits they take few bytes, and lose little.
+
+        Args:
+            config: None leaves them in high precision.
+            values: the most values of such a weight. Where several were set, the smallest that covers a weight wins.
+
+        Returns:
+            The quantizer.
+
+        Raises:
+            MXError: for values below 1.
+
+        Example:
+            >>> import pt2mx
+            >>> fp4, int8 = (pt2mx.MXQuantizationConfig(weight=name) for name in ("mxfp4", "mxint8"))
+            >>> print(pt2mx.MXQuantizer().set_global(fp4).set_small_weights(int8, 32768).to_recipe(), end="")
+            global:
+              weight: mxfp4_e2m1{32}
+            small_weights:
+              32768:
+                weight: mxint8{32}
+        """
+        self._settings["small_weights"][_checked_count("small_weights", values)] = checked_config(config)
+        return self
+
     def set_module_name(self, name: str, config: Config) -> Self:
         """Set the config of the operators inside one module.
 
@@ -205,10 +232,14 @@ class QuantizerSettings(ModelSettings):
         return self
 
     def _set_end(self, kind: str, count: int, config: Config) -> Self:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise MXError(f"{kind}: count={count!r} must be an integer of at least 1")
-        self._ends[kind][count] = checked_config(config)
+        self._ends[kind][_checked_count(kind, count)] = checked_config(config)
         return self
+
+
+def _checked_count(kind: str, count: object) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise MXError(f"{kind}: count={count!r} must be an integer of at least 1")
+    return count
 
 
 def checked_config(config: object) -> Config:

@@ -22,7 +22,7 @@ _GROUPS = {
     "module_name_regex": ("module_name_regex",),
     "module_name": ("module_name",),
     recipe.ORDER: (recipe.ORDER,),
-    **{kind: (kind,) for kind in recipe.ENDS},
+    **{kind: (kind,) for kind in recipe.COUNTS},
 }
 
 
@@ -126,7 +126,8 @@ class StoredSettings(QuantizerSettings):
         return quantizer
 
     def to_dict(self) -> dict[str, object]:
-        """Return the settings under the keys of torch.ao's `QConfigMapping.to_dict`, and "first" and "last".
+        """Return the settings under the keys of torch.ao's `QConfigMapping.to_dict`, and "first", "last" and
+        "small_weights".
 
         Returns:
             The global config under "", lists of (key, ..., config) under the other keys, and "algorithms" and
@@ -168,7 +169,7 @@ class StoredSettings(QuantizerSettings):
     def _apply(self, kind: str, key: recipe.Key, config: Config) -> None:
         """Call the setter of a kind."""
         setter = getattr(self, f"set_{kind}")
-        if kind in recipe.ENDS:
+        if kind in recipe.COUNTS:
             setter(config, key)
         else:
             setter(*(key if isinstance(key, tuple) else () if key is None else (key,)), config)

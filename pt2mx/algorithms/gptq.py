@@ -7,19 +7,13 @@ for their scales are chosen beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms.scales import (
-    block_exponents,
-    block_of_column,
-    check_exponents,
-    check_matrix,
-    pow2,
-)
+from pt2mx.algorithms.scales import block_exponents, check_exponents, check_matrix, scales_of_values
 from pt2mx.errors import MXError
 from pt2mx.kernels import elements
 from pt2mx.spec import MXSpec
@@ -77,33 +71,76 @@ def gptq(
         (tensor([[0.2500, 0.2500]]), tensor([[0.2500, 0.3750]]))
     """
     check_matrix(weight)
-    k = weight.shape[1]
-    _check(k, hessian, spec, damping)
-    columns = weight.float().t().contiguous()  # (K, N): a column is a row in memory
-    dead = hessian.diagonal() <= 0
-    hessian = hessian.float() / (1.0 if dead.all() else hessian.diagonal().amax())
-    hessian.diagonal()[dead] = 1.0 if dead.all() else hessian.diagonal()[~dead].mean()
-    order = torch.arange(k, device=weight.device)
+    _check(weight.shape[1], hessian, spec, damping)
+    if scales is None:
+        exponents = block_exponents(weight, spec, line=line) if exponents is None else exponents
+        check_exponents(exponents, weight, spec, line)
+        scales = scales_of_values(exponents, weight.shape[1], spec, line)
+    dampings = torch.tensor([damping], device=weight.device)
+    ends = [] if bounds is None else [bound[None] for bound in bounds]
+    return gptq_of_groups(weight[None], hessian[None], spec, scales[None], dampings, act_order, ends)[0]
+
+
+@torch.no_grad()
+def gptq_of_groups(
+    weights: Tensor,
+    hessians: Tensor,
+    spec: MXSpec,
+    scales: Tensor,
+    damping: Tensor,
+    act_order: bool = True,
+    bounds: Sequence[Tensor] = (),
+) -> Tensor:
+    """Round the weights of groups, each as `gptq` does: a depthwise convolution has hundreds of small ones.
+
+    Args:
+        weights: (groups, N, K) float.
+        hessians: (groups, K, K) float32.
+        spec, act_order: as there.
+        scales: (groups, N, K) float32, what multiplies the element of each value.
+        damping: (groups,) float32.
+        bounds: as there, (groups, N, K) each; empty: any value.
+
+    Returns:
+        (groups, N, K) float32.
+
+    Raises:
+        MXError: for a Hessian that is far from positive semidefinite.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> from pt2mx.algorithms.gptq import gptq_of_groups
+        >>> weights, hessians = torch.full((2, 1, 2), 0.3), torch.stack([torch.ones(2, 2), torch.eye(2)])
+        >>> gptq_of_groups(weights, hessians, pt2mx.MXSpec("int3", 2), torch.full((2, 1, 2), 0.125), torch.zeros(2))
+        tensor([[[0.2500, 0.3750]],
+        <BLANKLINE>
+                [[0.2500, 0.2500]]])
+    """
+    groups, _, k = weights.shape
+    columns = weights.float().mT.contiguous()  # (groups, K, N): a column is a row in memory
+    diagonal = hessians.diagonal(dim1=1, dim2=2)
+    dead = diagonal <= 0
+    peak = torch.where(dead.all(1), 1.0, diagonal.amax(1))
+    hessians = hessians.float() / peak[:, None, None]
+    diagonal = hessians.diagonal(dim1=1, dim2=2)
+    mean = torch.where(dead, 0, diagonal).sum(1) / (~dead).sum(1)
+    diagonal.copy_(torch.where(dead, torch.where(dead.all(1), 1.0, mean)[:, None], diagonal))
+    order = torch.arange(k, device=weights.device).expand(groups, k)
     if act_order:
-        order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(hessian[order][:, order], damping)  # (K, K) upper
-    scale = _scales(weight, spec, exponents, line) if scales is None else scales.t()  # (K, N)
-    ends = [] if bounds is None else [bound.t() for bound in bounds]
-    with _one_thread(weight):
-        rounded = _round_columns(columns[order], factor, scale[order], spec, [end[order] for end in ends])
+        order = diagonal.argsort(dim=1, descending=True, stable=True)
+    each = torch.arange(groups, device=weights.device)[:, None]
+    ends = [bound.mT for bound in bounds]
+    scale, ordered = scales.mT, hessians[each[:, None], order[:, :, None], order[:, None]]
+    factor = _inverse_factor(ordered, damping)  # (groups, K, K) upper
+    with _one_thread(weights):
+        rounded = _round_columns(
+            columns[each, order], factor, scale[each, order], spec, [end[each, order] for end in ends]
+        )
     result = torch.empty_like(columns)
-    result[order] = rounded
+    result[each, order] = rounded
     inside = _within(columns[dead], [end[dead] for end in ends])
     result[dead] = elements.round_to_element(inside / scale[dead], spec.element, spec.rounding) * scale[dead]
-    return result.t().contiguous()
-
-
-def _scales(weight: Tensor, spec: MXSpec, exponents: Tensor | None, line: int | None) -> Tensor:
-    """Return the scale of each value, (K, N) powers of two."""
-    if exponents is None:
-        exponents = block_exponents(weight, spec, line=line)
-    check_exponents(exponents, weight, spec, line)
-    return pow2(exponents.t())[block_of_column(weight.shape[1], spec, line).to(weight.device)]
+    return result.mT.contiguous()
 
 
 @contextmanager
@@ -124,41 +161,43 @@ def _within(values: Tensor, ends: list[Tensor]) -> Tensor:
 
 
 def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, ends: list[Tensor]) -> Tensor:
-    """columns: (K, N), changed; factor: (K, K) upper; scale, ends: (K, N) -> (K, N) values of the format."""
-    rounded = torch.empty_like(columns)
-    inverse = scale.reciprocal()
-    for first in range(0, len(columns), _PANEL):
-        last = min(first + _PANEL, len(columns))
-        errors = torch.empty_like(columns[first:last])
+    """columns: (groups, K, N), changed; factor: (groups, K, K) upper; scale, ends: (groups, K, N) -> (groups, K, N)
+    values of the format."""
+    rounded, k = torch.empty_like(columns), columns.shape[1]
+    inverse, of_errors = scale.reciprocal(), factor.unsqueeze(3)
+    for first in range(0, k, _PANEL):
+        last = min(first + _PANEL, k)
+        errors = torch.empty_like(columns[:, first:last])
         for i in range(first, last):
-            w = columns[i]
-            inside = _within(w, [end[i] for end in ends])
-            value = elements.round_to_element(inside * inverse[i], spec.element, spec.rounding)
-            torch.mul(value, scale[i], out=rounded[i])
-            error = torch.sub(w, rounded[i], out=errors[i - first]).div_(factor[i, i])
-            if i + 1 < last:
-                columns[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1)
-        if last < len(columns):
-            columns[last:].addmm_(factor[first:last, last:].t(), errors, alpha=-1)
+            w = columns[:, i]
+            inside = _within(w, [end[:, i] for end in ends])
+            value = elements.round_to_element(inside * inverse[:, i], spec.element, spec.rounding)
+            torch.mul(value, scale[:, i], out=rounded[:, i])
+            error = errors[:, i - first]
+            torch.sub(w, rounded[:, i], out=error).div_(of_errors[:, i, i])
+            columns[:, i + 1 : last].addcmul_(of_errors[:, i, i + 1 : last], error.unsqueeze(1), value=-1)
+        if last < k:
+            columns[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors, alpha=-1)
     return rounded
 
 
-def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse of the damped Hessian, (K, K): row i has the share of an error in column
-    i that each column behind it makes up for."""
-    mean = hessian.diagonal().mean()
-    for factor in (1, 10, 100, 1000):
-        damped = hessian.clone()
-        damped.diagonal().add_(mean * max(damping, _LEAST_DAMPING) * factor)
+def _inverse_factor(hessians: Tensor, damping: Tensor) -> Tensor:
+    """The upper Cholesky factors of the inverses of damped Hessians, (groups, K, K): row i has the share of an error in
+    column i that each column behind it makes up for."""
+    added = hessians.diagonal(dim1=1, dim2=2).mean(1) * damping.clamp(min=_LEAST_DAMPING)
+    for _ in range(4):
+        damped = hessians.clone()
+        damped.diagonal(dim1=1, dim2=2).add_(added[:, None])
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed:
+        lower[failed != 0] = torch.eye(lower.shape[1], device=lower.device)
+        upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        failed = failed.logical_or(failed_too)
+        if not failed.any():
             return upper
+        added = torch.where(failed, 10 * added, added)
     raise MXError(
         "the Hessian is far from positive semidefinite: it must be a sum of x.T @ x over inputs, with more damping "
-        f"than {damping} where they are few"
+        f"than {float(damping.max()):g} where they are few"
     )
 
 

@@ -103,12 +103,11 @@ def from_blocks(blocks: Tensor, k: int, line: int | None) -> Tensor:
     return blocks.flatten(1).unflatten(1, (k // line, -1))[:, :, :line].flatten(1)
 
 
-def block_of_column(k: int, spec: MXSpec, line: int | None) -> Tensor:
-    """The block of each column, (K,) int64."""
+def scales_of_values(exponents: Tensor, k: int, spec: MXSpec, line: int | None) -> Tensor:
+    """(N, blocks) -> the scale of each of `k` columns, (N, K) float32 powers of two."""
     line = check_line(k, line)
-    blocks = -(-line // min(spec.block_size, line))
-    column = torch.arange(k)
-    return column // line * blocks + column % line // spec.block_size
+    blocks, column = -(-line // min(spec.block_size, line)), torch.arange(k, device=exponents.device)
+    return pow2(exponents)[:, column // line * blocks + column % line // spec.block_size]
 
 
 def check_matrix(weight: Tensor) -> None:

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.recipes [--tasks encoder cnn decoder] [--recipes NAME_OR_FILE ...] [--write]
 
-An encoder is all-MiniLM-L6-v2, a CNN the tiny CREPE, a decoder SmolLM2-135M-Instruct with its head and embedding, each
-with pretrained weights (`accuracy/` describes the data for calibration and evaluation). The recipe's algorithms round
-the weights; a decoder's cache stays in float. Seconds: optimizing, preparing and converting.
+An encoder is all-MiniLM-L6-v2, a CNN EfficientNet-Lite0, a decoder SmolLM2-135M-Instruct with its head and embedding,
+each with pretrained weights (`accuracy/` describes the data for calibration and evaluation). The recipe's algorithms
+round the weights; a decoder's cache stays in float. Seconds: optimizing, preparing and converting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.benchmarks.measure import Row, hardware, print_table, timed
 #: task -> the model of `accuracy/`, its name, the metric
 TASKS = {
     "encoder": ("minilm", "all-MiniLM-L6-v2", "cosine"),
-    "cnn": ("crepe-tiny", "CREPE, tiny", "cosine"),
+    "cnn": ("efficientnet-lite0", "EfficientNet-Lite0", "cosine"),
     "decoder": ("smollm2", "SmolLM2-135M-Instruct", "perplexity"),
 }
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -52,6 +52,7 @@ class Case:
         formats: the formats to measure.
         padding_mask: as `optimize` takes it.
         lessons: the batches for distillation; none: no distillation.
+        rate: of distillation.
     """
 
     model: GraphModule
@@ -61,6 +62,7 @@ class Case:
     formats: Sequence[str] = tuple(FORMATS)
     padding_mask: str | None = None
     lessons: Sequence[object] = ()
+    rate: float = 2e-4
 
     def rows(self, roundings: Sequence[str], formats: Sequence[str] | None = None) -> Iterator[Row]:
         """The float model, then each format rounded to nearest, and by presets or distilled."""
@@ -88,7 +90,7 @@ class Case:
         optimized = pt2mx.optimize(self.model, chosen, self.batches, preset=preset, padding_mask=self.padding_mask)
         if rounding != DISTILLED:
             return pt2mx.prepare_pt2e(optimized, chosen)
-        return pt2mx.distill(pt2mx.prepare_qat_pt2e(optimized, chosen), self.model, self.lessons)
+        return pt2mx.distill(pt2mx.prepare_qat_pt2e(optimized, chosen), self.model, self.lessons, lr=self.rate)
 
     def loss(self, model: GraphModule) -> float:
         """Return the loss of a converted model."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from tests.benchmarks.accuracy import crepe, digits, minilm, smollm2, speaker
+from tests.benchmarks.accuracy import crepe, digits, efficientnet, minilm, smollm2, speaker
 from tests.benchmarks.accuracy.case import Case
 from tests.benchmarks.measure import Row
 
@@ -16,6 +16,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "smollm2": smollm2.case,
     "crepe-tiny": partial(crepe.case, "tiny"),
     "crepe-full": partial(crepe.case, "full"),
+    "efficientnet-lite0": efficientnet.case,
     "speaker": speaker.case,
     "digits-cnn": partial(digits.case, "cnn"),
     "digits-mlp": partial(digits.case, "mlp"),

@@ -25,6 +25,7 @@ LAYERS = {
     "linear": (nn.Linear(40, 6), (torch.randn(2, 40),), (torch.randn(3, 5, 40),)),
     "conv1d": (nn.Conv1d(20, 6, 3), (torch.randn(2, 20, 9),), (torch.randn(20, 7),)),
     "conv2d": (nn.Conv2d(20, 6, 3, padding=1), (torch.randn(2, 20, 5, 5),), (torch.randn(1, 20, 6, 4),)),
+    "depthwise": (nn.Conv1d(20, 20, 3, groups=20), (torch.randn(2, 20, 9),), (torch.randn(20, 7),)),
     "conv3d": (nn.Conv3d(20, 6, 2), (torch.randn(2, 20, 3, 3, 3),), (torch.randn(1, 20, 4, 3, 2),)),
     "conv_transpose1d": (nn.ConvTranspose1d(20, 6, 3), (torch.randn(2, 20, 9),), (torch.randn(1, 20, 7),)),
     "conv_transpose2d": (nn.ConvTranspose2d(20, 6, 3), (torch.randn(2, 20, 5, 5),), (torch.randn(1, 20, 6, 4),)),

@@ -105,6 +105,15 @@ def test_a_call_comes_before_a_name_and_after_the_ends():
     )
 
 
+def test_operators_with_small_weights():
+    """Of several counts the smallest that covers a weight wins. A module comes first, an operator later."""
+    quantizer = MXQuantizer().set_global(FP8).set_small_weights(FP4, 256).set_small_weights(INT8, 1024)
+    assert quantized(quantizer, "fp4") == [12]  # 8 x 32
+    assert quantized(quantizer, "int8") == [0, 1, 2, 6, 7, 8]  # 32 x 32; the factors of the others are computed
+    quantizer.set_operator_type("aten.linear", FP8).set_module_name("head", FP8)
+    assert quantized(quantizer, "fp8") == [3, 4, 5, 9, 10, 11, 12]
+
+
 def test_a_call_that_is_not_made_is_warned_about():
     quantizer = MXQuantizer().set_global(FP8).set_module_name_object_type_order("blocks.0", nn.Linear, 3, FP4)
     with pytest.warns(UserWarning, match=r"module_name_object_type_order \('blocks.0', .*Linear', 3\) matches no"):
@@ -173,6 +182,7 @@ def every_setting():
         .set_module_name_object_type_order("", nn.Linear, 0, INT8)
         .set_module_name_object_type_order("blocks.0", "matmul", 1, None)
         .set_first(FP4, 2)
+        .set_small_weights(INT8, 4096)
     )
 
 
@@ -187,6 +197,7 @@ PLAIN = {
     ],
     "first": [(2, FP4.to_dict())],
     "last": [],
+    "small_weights": [(4096, INT8.to_dict())],
 }
 
 
@@ -238,6 +249,7 @@ def test_a_recipe_holds_every_setting(tmp_path):
         (lambda q: q.from_dict({"module_name_object_type_order": [("a", None)]}), r"\(key, key, key, config\)"),
         (lambda q: q.from_dict({"": {"weigth": "mxfp4"}}), "unknown key 'weigth' of a config: did you mean 'weight'"),
         (lambda q: q.from_dict({"first": [("1", None)]}), "count='1'"),
+        (lambda q: q.set_small_weights(FP4, 0), "small_weights: count=0 must be an integer of at least 1"),
         (lambda q: MXQuantizationConfig.from_dict("mxfp4"), "expected a dictionary of activation"),
         (lambda q: q.set_filter_function(bool).to_dict(), "a filter function cannot be written to a dictionary"),
     ],

@@ -276,9 +276,10 @@ def test_different_configs_in_one_module_are_refused():
 
 def test_packing_and_short_blocks_are_counted():
     model = conv_net()
-    weights = [model[0].get_parameter(f"{n}.weight") for n in ("stem", "depth", "point", "head")]
+    names = "stem", "depth", "point", "head"
+    weights = [model[0].get_parameter(f"{name}.weight") for name in names]
     values = sum(w.numel() for w in weights)
-    lengths = [w.shape[1] for w in weights]
+    lengths = [3 if name == "depth" else w.shape[1] for name, w in zip(names, weights, strict=True)]  # blocks of taps
     smallest = sum(w.numel() // n * (packed_length(n, 4) + -(-n // 32)) for w, n in zip(weights, lengths, strict=True))
     bits = 8 * smallest / values
     prepared = observed(model)

