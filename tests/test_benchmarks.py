@@ -197,7 +197,7 @@ def peers_of_a_tiny_model(request, monkeypatch, tmp_path):
 def test_peers_are_evaluated_as_this_project_is(peers_of_a_tiny_model):
     evaluated, run = peers_of_a_tiny_model
     in_float = evaluated.of_float()
-    assert any(cell.startswith(("0.0000 (0.0000 to 0.0000)", "-0.0000 (-0.0000")) for cell in in_float.values())
+    assert "0.0000 (0.0000 to 0.0000)" in in_float.values()
     by_format = []
     for name in ("W4", "W4A4"):
         of_program = evaluated.of_program(run(ours.quantize, name).with_suffix(".pt2"))

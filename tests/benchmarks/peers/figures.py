@@ -45,7 +45,8 @@ def cosines(forward: Forward, windows: Sequence[Tensor], references: Sequence[Te
     """
     pairs = zip(windows, references, strict=True)
     values = [float(cosine_similarity(forward(window), reference)) for window, reference in pairs]
-    return {"1 - cosine, 95% interval": mean_text([1 - value for value in values]), "worst": f"{min(values):.4f}"}
+    losses = [max(0.0, 1 - value) for value in values]
+    return {"1 - cosine, 95% interval": mean_text(losses), "worst": f"{min(values):.4f}"}
 
 
 def mean_text(values: Sequence[float]) -> str:
