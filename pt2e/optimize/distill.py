@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from tqdm import tqdm
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
 from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.optimize.losses import LOSS_SCALE, call_with_batch, check_batches, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import LOSS_SCALE, LOSSES, call_with_batch, check_batches, hold_out
 from pt2mx.pt2e.prepare import PreparedModule
 
 #: evaluations on the held-out batches in an epoch
@@ -28,7 +28,7 @@ def distill(
     prepared: GraphModule,
     float_program: Callable[..., object],
     batches: Sequence[object],
-    loss: Callable[[object, object], Tensor] | None = None,
+    loss: str | Callable[[object, object], Tensor] | None = None,
     *,
     slices: Sequence[GraphModule] = (),
     epochs: int = 1,
@@ -48,8 +48,9 @@ def distill(
         float_program: the exported float model, or any function of the same arguments that returns the same outputs.
         batches: inputs in the form that `optimize` takes, like those that the model will see. One epoch over thousands
             of sentences is better than many epochs over hundreds. A single batch is not held out.
-        loss: (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number. None: the squared error
-            over the squared output, averaged over all float outputs.
+        loss: "kl_div" for a model of logits, the Kullback-Leibler divergence of the classes that it predicts, which are
+            the last dimension; "relative" or None: the squared error over the squared output, averaged over all float
+            outputs; or a function (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number.
         slices: models that `prepare_qat_pt2e(..., anchor=prepared)` returned, for narrower formats. All train the same
             parameters; the loss is the sum over the models.
         epochs: passes over the batches.
@@ -61,8 +62,8 @@ def distill(
         `prepared`, in its former mode, for `convert_pt2e`. The same arguments give the same bits.
 
     Raises:
-        MXError: for a model that is not prepared for training or has fake quantization disabled, without batches, and
-            for a loss that is no number or has no gradient. An error leaves the model unchanged.
+        MXError: for a model that is not prepared for training or has fake quantization disabled, without batches, for
+            an unknown loss, and for one that is no number or has no gradient. An error leaves the model unchanged.
 
     Example:
         >>> import torch, pt2mx
@@ -94,7 +95,9 @@ def distill(
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
     _check_slices(prepared, slices)
-    chosen = relative_error if loss is None else loss
+    chosen = LOSSES.get(loss or "relative") if loss is None or isinstance(loss, str) else loss
+    if not callable(chosen):
+        raise MXError(f"unknown loss {loss!r}: {nearest(str(loss), list(LOSSES))}; or give a function")
     with _copied_tensors(models), torch.random.fork_rng(_devices(prepared)):
         torch.manual_seed(seed)
         _Distillation(models, float_program, batches, chosen, lr).run(epochs, seed, progress)

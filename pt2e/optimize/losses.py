@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
@@ -14,15 +15,39 @@ from pt2mx.errors import MXError
 _HELD_OUT = 8
 #: keeps gradients above the smallest float16 and above Adam's epsilon; the scale cancels in Adam and in signed descent
 LOSS_SCALE = 4096.0
+#: its class is never predicted, and the difference of two is zero
+_LEAST_LOGIT = -1e30
 
 
 def relative_error(outputs: object, references: object) -> Tensor:
     """Return the squared error of outputs over their squared value, () float32: the mean over all float tensors."""
+    return _mean(_relative, outputs, references)
+
+
+def kl_divergence(outputs: object, references: object) -> Tensor:
+    """Return the Kullback-Leibler divergence of the classes that logits predict, from those that the references
+    predict: () float32, in nats, the mean over all rows. Classes are the last dimension."""
+    return _mean(_divergence, outputs, references)
+
+
+#: the losses of `distill`, by name
+LOSSES: dict[str, Callable[[object, object], Tensor]] = {"relative": relative_error, "kl_div": kl_divergence}
+
+
+def _mean(loss: Callable[[Tensor, Tensor], Tensor], outputs: object, references: object) -> Tensor:
+    """Return the mean loss of all float tensors."""
     pairs = zip(pytree.tree_leaves(outputs), pytree.tree_leaves(references), strict=True)
-    errors = [_relative(y, r) for y, r in pairs if isinstance(r, Tensor) and r.is_floating_point() and r.numel()]
-    if not errors:
+    losses = [loss(y, r) for y, r in pairs if isinstance(r, Tensor) and r.is_floating_point() and r.numel()]
+    if not losses:
         raise MXError("the outputs hold no float tensor to compare")
-    return torch.stack(errors).mean()
+    return torch.stack(losses).mean()
+
+
+def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
+    classes = reference.shape[-1] if reference.dim() else 1
+    # classes that a mask excludes, by an infinity, count as no error
+    y, r = (x.float().clamp(min=_LEAST_LOGIT).reshape(-1, classes) for x in (logits, reference.detach()))
+    return kl_div(y.log_softmax(1), r.log_softmax(1), log_target=True, reduction="batchmean")
 
 
 def _relative(output: Tensor, reference: Tensor) -> Tensor:

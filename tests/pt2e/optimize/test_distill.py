@@ -7,6 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
+from pt2mx.pt2e.optimize.losses import kl_divergence
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 SIX = MXQuantizer.from_recipe("mxfp6")
@@ -89,6 +90,19 @@ def test_a_loss_and_a_function_of_the_users():
     before = cosine(prepared(x), program(x)).item()
     distill(prepared, program, batches, cosine, epochs=20, lr=3e-3)
     assert cosine(prepared(x), program(x)).item() < 0.9 * before
+
+
+def test_logits_by_the_divergence_of_their_classes():
+    """The other loss would not take a shift of all logits for equal."""
+    exported, batches, x = net()
+    prepared = prepared_of(exported, batches)
+    before = kl_divergence(prepared(x), exported(x)).item()
+
+    def shifted(inputs):
+        return {name: y + 100 for name, y in exported(inputs).items()}
+
+    distill(prepared, shifted, batches, "kl_div", epochs=20, lr=3e-3)
+    assert kl_divergence(prepared(x), exported(x)).item() < 0.9 * before
 
 
 def test_batch_norms_named_batches_and_dynamic_shapes():
@@ -203,6 +217,8 @@ def test_bad_slices():
         (lambda actual, expected: 0.5, "must give one number, a tensor, not float"),
         (lambda actual, expected: torch.tensor(0.5), "no gradient"),
         (lambda actual, expected: actual["out"].sum() / 0, "is -?inf before training"),
+        ("kl", "unknown loss 'kl': did you mean 'kl_div'"),
+        (3, "unknown loss 3: allowed"),
     ],
 )
 def test_a_failed_call_leaves_the_model_as_it_was(loss, message):

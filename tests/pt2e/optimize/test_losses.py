@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.optimize.losses import call_with_batch, hold_out, relative_error
+from pt2mx.pt2e.optimize.losses import call_with_batch, hold_out, kl_divergence, relative_error
 
 
 def test_relative_error():
@@ -40,3 +40,17 @@ def test_batches_by_position_by_name_and_alone():
 def test_a_batch_that_is_written_stays():
     batch = {"x": torch.ones(2)}
     assert call_with_batch(lambda x: x.add_(1), batch).tolist() == [2, 2] and batch["x"].tolist() == [1, 1]
+
+
+def test_divergence_of_predicted_classes():
+    references, logits = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    p, q = references.double().softmax(2), logits.double().softmax(2)
+    expected = (p * (p / q).log()).sum(2).mean()
+    got = kl_divergence({"logits": logits + 7, "ids": torch.arange(3)}, {"logits": references, "ids": torch.arange(3)})
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert kl_divergence(references, references + 1).item() == pytest.approx(0, abs=1e-6)
+    masked = torch.tensor([[0.0, float("-inf"), 1.0]])
+    assert kl_divergence(masked.clone().requires_grad_(), masked) == 0
+    assert kl_divergence(logits.bfloat16(), references).dtype == torch.float32
+    with pytest.raises(MXError, match="no float tensor"):
+        kl_divergence(torch.arange(3), torch.arange(3))
