@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import re
+from collections import defaultdict
 from pathlib import Path
 from subprocess import CalledProcessError
 
@@ -14,7 +15,7 @@ from transformers import BertConfig, BertModel, LlamaConfig
 
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.language.texts import built_in_text
-from tests.benchmarks import byte_limit, cpu_decode, language, slices, step
+from tests.benchmarks import byte_limit, cpu_decode, language, qat, qat_slices, slices, step
 from tests.benchmarks.accuracy import digits
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import evaluation, models, ours, process, torchao_mx
@@ -229,3 +230,13 @@ def test_slices_of_a_small_model():
     assert list(rows) == ["nearest", "sliced nearest", "balanced", "sliced balanced", "nested"]
     assert rows["nested"]["mxfp4"] == f"{rows['balanced']['mxfp4']} (1.00x)"
     assert float(str(rows["sliced balanced"]["mxfp4"]).split("(")[1].removesuffix("x)")) > 2
+
+
+def test_training_with_slices(monkeypatch):
+    monkeypatch.setitem(qat.SCHEDULES, "cnn", (qat.Schedule(2, 3e-3), qat.Schedule(1, 2e-3)))
+    figures = defaultdict(list)
+    qat_slices.run("cnn", 0, ["mxint8", "int4"], figures)
+    rows = qat_slices.table(figures, ["mxint8", "int4"])
+    assert [row["format"] for row in rows] == ["mxint8", "int4"]
+    assert rows[0]["alone"] == rows[0]["sliced"] != rows[0]["together"]
+    assert all(0 < float(row["over alone"]) < 2 for row in rows)

@@ -62,8 +62,9 @@ def distill(
         `prepared`, in its former mode, for `convert_pt2e`. The same arguments give the same bits.
 
     Raises:
-        MXError: for a model that is not prepared for training or has fake quantization disabled, without batches, for
-            an unknown loss, and for one that is no number or has no gradient. An error leaves the model unchanged.
+        MXError: for a model that is not prepared for training or has fake quantization disabled, for slices with other
+            parameters, without batches, for an unknown loss, and for one that is no number or has no gradient. An error
+            leaves the model unchanged.
 
     Example:
         >>> import torch, pt2mx

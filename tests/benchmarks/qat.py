@@ -17,6 +17,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,8 @@ def exported(model: nn.Module) -> torch.fx.GraphModule:
     return torch.export.export(model, (torch.randn(2, 1, 8, 8),), dynamic_shapes=shapes).module()
 
 
-def train(model: nn.Module, digits: Digits, schedule: Schedule) -> None:
+def train(model: nn.Module, digits: Digits, schedule: Schedule, slices: Sequence[nn.Module] = ()) -> None:
+    """Train a model, together with slices that share its parameters: the loss is the sum."""
     images, labels = digits.train
     steps = schedule.epochs * (len(labels) // BATCH)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -123,7 +125,8 @@ def train(model: nn.Module, digits: Digits, schedule: Schedule) -> None:
         order = torch.randperm(len(labels))
         for batch in order.split(BATCH)[: len(labels) // BATCH]:  # the rest has its turn in another epoch
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            for one in (model, *slices):
+                nn.functional.cross_entropy(one(images[batch]), labels[batch]).backward()
             optimizer.step()
             rate.step()
 
