@@ -82,6 +82,8 @@ def distill(
         >>> bool(error() < before)
         True
     """
+    if not isinstance(slices, Sequence):
+        raise MXError(f"slices must be a list of models, not one {type(slices).__name__}: pass [model]")
     models = [prepared, *slices]
     for model in models:
         if not isinstance(model, PreparedModule) or not _quantizes(model):

@@ -208,6 +208,8 @@ def test_bad_slices():
         distill(anchor, exported, batches, slices=[other])
     with pytest.raises(MXError, match="expected what prepare_qat_pt2e returned"):
         distill(anchor, exported, batches, slices=[exported])
+    with pytest.raises(MXError, match=r"slices must be a list of models, not one .*: pass \[model\]"):
+        distill(anchor, exported, batches, slices=anchor)
 
 
 @pytest.mark.parametrize(
