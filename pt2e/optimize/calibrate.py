@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError, nearest
@@ -142,6 +143,7 @@ class _Observed:
 
     def run(self, batches: Iterable[object]) -> int:
         """Run the batches, return how many there were, and delete the observer modules from the copy."""
+        self._drop_outputs()
         for graph in graph_modules(self.model):
             graph.recompile()
         count = 0
@@ -152,6 +154,17 @@ class _Observed:
         for owner, name in self.names:
             owner.delete_submodule(name)
         return count
+
+    def _drop_outputs(self) -> None:
+        """Leave out what no observer reads: of a language model the head, its largest matmul."""
+        (output,) = self.model.graph.find_nodes(op="output")
+        output.args = torch.fx.map_arg(output.args, lambda node: None)
+        self.model.graph.eliminate_dead_code(_may_observe)
+
+
+def _may_observe(node: Node) -> bool:
+    """Return True for a node that does more than return a value, or calls subgraphs, which may have observers."""
+    return node.is_impure() or isinstance(node.target, HigherOrderOperator)
 
 
 def _budgets(model: GraphModule) -> tuple[int, int]:

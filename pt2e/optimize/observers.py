@@ -64,6 +64,7 @@ class MXHessianObserver(nn.Module):
         home: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self._is_impure = True  # torch.fx keeps its call, whose result nothing reads
         self.rows, self.line, self.block, self.home = rows, line, block, home
         self.columns = _COLUMNS if columns is None else columns
         self.count = 0
@@ -200,6 +201,7 @@ class MXIndexObserver(nn.Module):
 
     def __init__(self, rows: int) -> None:
         super().__init__()
+        self._is_impure = True
         self.rows = rows
         self.counts = torch.zeros(rows, dtype=torch.int64)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
@@ -22,6 +23,34 @@ def test_batches_stay_where_the_model_writes_its_input():
     graph, before = exported(Writes(), x.clone()), x.clone()
     assert rows(pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x]))["linear.weight"].algorithm == "gptq"
     assert torch.equal(x, before)
+
+
+def test_what_no_observer_reads_is_not_computed():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.head = nn.Linear(64, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.linear(x)).softmax(1)
+
+    x = correlated(128, 64)
+    model = exported(Head(), x)
+    quantizer = MXQuantizer().set_module_name("linear", W4)
+    expected = rows(pt2mx.optimize(model, quantizer, [x]))["linear.weight"]
+    with torch.no_grad():
+        model.get_parameter("head.weight").fill_(float("nan"))
+    calls = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Calls():
+        assert rows(pt2mx.optimize(model, quantizer, [x]))["linear.weight"] == expected
+    assert torch.ops.aten.baddbmm_.default in calls and torch.ops.aten.softmax.int not in calls
+    assert torch.ops.aten._softmax.default not in calls
 
 
 def test_batches_by_name():
