@@ -145,9 +145,9 @@ def round_weights(model):
             elif type(module).__name__.endswith(("Experts", "Router")):
                 for weight in module.parameters():
                     weight.copy_(pt2mx.fake_quantize_mx(weight, spec))
-            elif isinstance(module, nn.Conv1d):  # blocks along the input channels
-                weight = module.weight.transpose(1, 2)
-                module.weight.copy_(pt2mx.fake_quantize_mx(weight, spec).transpose(1, 2))
+            elif isinstance(module, nn.Conv1d):  # blocks along the input channels, or along taps where it is depthwise
+                axis = 2 if module.groups > 1 and module.weight.shape[1] == 1 else 1
+                module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec.replace(axis=axis)))
     return model
 
 
