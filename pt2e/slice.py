@@ -29,7 +29,7 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.weights import carry_notes
 from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY
 
-#: meta of the nodes of a graph that was not loaded: what its own recipe says
+#: meta keys under which a graph that was not loaded keeps the settings of its own recipe
 _OF_RECIPE = (Q_ANNOTATION_KEY, CONFIG_KEY, REASON_KEY, REMARK_KEY)
 
 
@@ -88,7 +88,7 @@ def slice_graph(graph: GraphModule, quantizer: MXQuantizer) -> GraphModule:
         MXError: as `slice_program`.
     """
     _check_graph(graph)
-    graph = copy_sharing_tensors(graph)  # its subgraphs are those of its program
+    graph = copy_sharing_tensors(graph)  # the program shares its subgraphs
     for node in (node for one in graph_modules(graph) for node in one.graph.nodes):
         for key in _OF_RECIPE:
             node.meta.pop(key, None)

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel, LlamaConfig
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.language.texts import built_in_text
 from tests.benchmarks import byte_limit, cpu_decode, language, qat, qat_slices, slices, step
-from tests.benchmarks.accuracy import digits
+from tests.benchmarks.accuracy import digits, efficientnet
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import evaluation, models, ours, process, torchao_mx
 from tests.benchmarks.peers import figures as peer_figures
@@ -35,6 +35,21 @@ def test_the_bytes_of_a_step():
         weights = linear // 2 + linear // 32
         others = 4 * (3 * 64 + 8)  # norms and the frequencies of RoPE
         assert byte_limit.bytes_of_step(model, 3, 512) == weights + others + 3 * 512 * 2 * 32 * 4
+
+
+def test_crops_of_pictures(monkeypatch):
+    """A picture of one color gives crops of one color each; mixed ones have several."""
+    colors = {"red.png": (255.0, 0.0, 0.0), "gray.png": (128.0, 128.0, 128.0)}
+    monkeypatch.setattr(
+        efficientnet, "_read", lambda name: torch.tensor(colors[name])[:, None, None].expand(3, 300, 400)
+    )
+    monkeypatch.setattr(efficientnet, "_SEEN", tuple(colors))
+    crops = efficientnet.crops(tuple(colors), 8, 0)
+    assert crops.shape == (8, 3, 224, 224) and torch.equal(crops, efficientnet.crops(tuple(colors), 8, 0))
+    assert crops.std((2, 3)).max() < 1e-5 and -1 <= crops.min() and crops.max() <= 1.01
+    assert (crops[::2, 0] > crops[::2, 1] + 0.5).all() and torch.equal(crops[1::2, 0], crops[1::2, 1])
+    mixed = efficientnet.blended(8, 0)
+    assert mixed.shape == crops.shape and mixed.abs().max() <= 1 and mixed.std((2, 3)).max() > 0.1
 
 
 def test_the_bandwidth_of_a_copy(monkeypatch):

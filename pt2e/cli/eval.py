@@ -63,6 +63,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise MXError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    if not all(split_names(options.tasks)):
+        raise MXError(f"--tasks {options.tasks!r} holds an empty name: give names of tasks, separated by commas")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise MXError(f"--include-path {options.include_path!r} is no folder: give one with YAML files of tasks")
     if options.output is not None:

@@ -144,8 +144,8 @@ def load_processor(folder: Folder) -> Any:
 
 
 def copy_processor(folder: Folder, to: Folder) -> None:
-    """Copy the configurations of a processor that `to` lacks, such as those of a feature extractor, which a model does
-    not load."""
+    """Copy the configurations of a processor that `to` lacks, such as the one of a feature extractor: a model does not
+    load it."""
     for name in _PROCESSOR:
         if (Path(folder) / name).is_file() and not (Path(to) / name).exists():
             shutil.copyfile(Path(folder) / name, Path(to) / name)

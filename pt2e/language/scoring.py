@@ -140,7 +140,7 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 class _StopStrings(_criteria.StoppingCriteria):  # type: ignore[name-defined]
-    """Stops a sequence at a string in its new tokens; that of transformers also looks into the prompt."""
+    """Stops a sequence at a string in its new tokens. The class of transformers also searches the prompt."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], first: int) -> None:
         self._tokenizer, self._stops, self._first = tokenizer, stops, first

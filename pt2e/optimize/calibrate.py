@@ -156,7 +156,7 @@ class _Observed:
         return count
 
     def _drop_outputs(self) -> None:
-        """Leave out what no observer reads: of a language model the head, its largest matmul."""
+        """Remove the nodes that no observer needs, such as the head of a language model, its largest matmul."""
         (output,) = self.model.graph.find_nodes(op="output")
         output.args = torch.fx.map_arg(output.args, lambda node: None)
         self.model.graph.eliminate_dead_code(_may_observe)

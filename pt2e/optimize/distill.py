@@ -48,9 +48,10 @@ def distill(
         float_program: the exported float model, or any function of the same arguments that returns the same outputs.
         batches: inputs in the form that `optimize` takes, like those that the model will see. One epoch over thousands
             of sentences is better than many epochs over hundreds. A single batch is not held out.
-        loss: "kl_div" for a model of logits, the Kullback-Leibler divergence of the classes that it predicts, which are
-            the last dimension; "relative" or None: the squared error over the squared output, averaged over all float
-            outputs; or a function (outputs of `prepared`, outputs of `float_program`) -> a tensor of one number.
+        loss: "kl_div": the Kullback-Leibler divergence between the classes that both predict, for a model that returns
+            logits; classes are the last dimension. "relative" or None: the squared error over the squared output,
+            averaged over all float outputs. Or a function (outputs of `prepared`, outputs of `float_program`) -> a
+            tensor of one number.
         slices: models that `prepare_qat_pt2e(..., anchor=prepared)` returned, for narrower formats. All train the same
             parameters; the loss is the sum over the models.
         epochs: passes over the batches.
@@ -203,6 +204,8 @@ def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
     """Raise an MXError unless the models train the same parameters."""
     trained = {id(parameter) for parameter in prepared.parameters()}
     for model in slices:
+        if model is prepared:
+            raise MXError("slices holds the prepared model itself, whose loss counts already: leave it out")
         if not {id(parameter) for parameter in model.parameters() if parameter.requires_grad} <= trained:
             raise MXError(
                 "a slice does not share its parameters with the prepared model: call prepare_qat_pt2e(exported, "
@@ -212,8 +215,8 @@ def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
 
 @contextmanager
 def _copied_tensors(models: Sequence[GraphModule]) -> Iterator[None]:
-    """Replace the parameters and buffers, which the exported model shares, by copies, of which the models share the
-    same; restore them after an error."""
+    """Replace the parameters and buffers, which the exported model shares, with copies that the models share; restore
+    them after an error."""
     modules = [module for model in models for module in model.modules()]
     dictionaries: list[dict[str, Any]] = [d for module in modules for d in (module._parameters, module._buffers)]
     shared = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]

@@ -15,7 +15,7 @@ from pt2mx.errors import MXError
 _HELD_OUT = 8
 #: keeps gradients above the smallest float16 and above Adam's epsilon; the scale cancels in Adam and in signed descent
 LOSS_SCALE = 4096.0
-#: its class is never predicted, and the difference of two is zero
+#: a logit of probability zero that is finite, so that the difference of two is zero
 _LEAST_LOGIT = -1e30
 
 
@@ -25,8 +25,10 @@ def relative_error(outputs: object, references: object) -> Tensor:
 
 
 def kl_divergence(outputs: object, references: object) -> Tensor:
-    """Return the Kullback-Leibler divergence of the classes that logits predict, from those that the references
-    predict: () float32, in nats, the mean over all rows. Classes are the last dimension."""
+    """Return the Kullback-Leibler divergence from the references' predictions to the outputs', () float32, in nats.
+
+    Both are logits with classes in the last dimension. The divergence is the mean over all rows and tensors.
+    """
     return _mean(_divergence, outputs, references)
 
 
@@ -45,7 +47,7 @@ def _mean(loss: Callable[[Tensor, Tensor], Tensor], outputs: object, references:
 
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
     classes = reference.shape[-1] if reference.dim() else 1
-    # classes that a mask excludes, by an infinity, count as no error
+    # a class that a mask excludes with -inf counts as no error
     y, r = (x.float().clamp(min=_LEAST_LOGIT).reshape(-1, classes) for x in (logits, reference.detach()))
     return kl_div(y.log_softmax(1), r.log_softmax(1), log_target=True, reduction="batchmean")
 

@@ -177,7 +177,7 @@ def _grouped(node: Node, weight: Node, side: int) -> _View | None:
 
 def _convolution(node: Node, weight: Node, side: int) -> _View | None:
     """W: (N, K / groups, *taps), transposed (K, N / groups, *taps): one line of channels for each tap. In a group of
-    one channel a line has the taps of the last dimension with several."""
+    one channel, a line has the taps of the last kernel dimension that is larger than 1."""
     call, shape = Convolution.of(node), shape_of(weight) or ()
     if call is None or side != 1:
         return None

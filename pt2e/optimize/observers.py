@@ -64,7 +64,7 @@ class MXHessianObserver(nn.Module):
         home: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._is_impure = True  # torch.fx keeps its call, whose result nothing reads
+        self._is_impure = True  # torch.fx keeps its call although nothing uses the result
         self.rows, self.line, self.block, self.home = rows, line, block, home
         self.columns = _COLUMNS if columns is None else columns
         self.count = 0

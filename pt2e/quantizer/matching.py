@@ -6,7 +6,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -120,21 +120,29 @@ def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -
     )
 
 
-def _weight_values(node: Node) -> int:
-    """Return the number of values of the largest parameter that is a factor of an operator; 0 without one."""
-    roles = ("weight", "operand")
-    factors = [operand_node(node, operand) for operand in operands_of(node) if operand.role in roles]
-    return max((value_of(one).numel() for one in factors if one is not None and one.op == "get_attr"), default=0)
+class Context(NamedTuple):
+    """The calls around each node, where a setting asks for them, and the constant nodes of all graphs."""
+
+    calls: Calls
+    constants: set[Node]
+
+
+def _weight_values(node: Node, constants: set[Node]) -> int:
+    """Return the number of values of the largest weight of an operator; 0 without one."""
+    weights = [operand_node(node, operand) for operand in operands_of(node) if operand.role in ("weight", "operand")]
+    return max((value_of(one).numel() for one in weights if one in constants), default=0)
 
 
 #: setting kind, in order of precedence -> depth of the match of a key around a node, -1 for no match
-MATCHERS: dict[str, Callable[[Any, Node, Calls], int]] = {
-    "module_name_object_type_order": lambda key, node, calls: 0 if _is_call(key, calls.get(node, ())) else -1,
-    "module_name": lambda key, node, calls: len(key) if _is_inside(key, node) else -1,
-    "module_name_regex": lambda key, node, calls: min(
+MATCHERS: dict[str, Callable[[Any, Node, Context], int]] = {
+    "module_name_object_type_order": lambda key, node, context: 0 if _is_call(key, context.calls.get(node, ())) else -1,
+    "module_name": lambda key, node, context: len(key) if _is_inside(key, node) else -1,
+    "module_name_regex": lambda key, node, context: min(
         0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))
     ),
-    "module_type": lambda key, node, calls: _depth(node, lambda name, kind: _is_type(key, kind)),
-    "small_weights": lambda key, node, calls: sys.maxsize - key if 0 < _weight_values(node) <= key else -1,
-    "operator_type": lambda key, node, calls: _position(key, names_of(operator_name(node.target))),
+    "module_type": lambda key, node, context: _depth(node, lambda name, kind: _is_type(key, kind)),
+    "small_weights": lambda key, node, context: (
+        sys.maxsize - key if 0 < _weight_values(node, context.constants) <= key else -1
+    ),
+    "operator_type": lambda key, node, context: _position(key, names_of(operator_name(node.target))),
 }

@@ -95,8 +95,11 @@ def _convolution(node: Node) -> tuple[Operand, ...]:
 
 
 def reduced_axis(weight: Sequence[object], is_grouped: bool) -> int:
-    """Return the block axis of a convolution's weight, (out, in / groups, *kernel): the input channels. A group of one
-    channel, as in a depthwise convolution, reduces taps only: return the last dimension with several."""
+    """Return the block axis of a convolution's weight, (out, in / groups, *kernel): the input channels.
+
+    A group of one channel, as in a depthwise convolution, reduces only taps. Return the last kernel dimension that is
+    larger than 1 then.
+    """
     if not is_grouped or len(weight) < 3 or weight[1] != 1:
         return 1
     return next((axis for axis in range(len(weight) - 1, 1, -1) if weight[axis] != 1), 1)

@@ -18,7 +18,7 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.graph_patterns import default_exclusion
-from pt2mx.pt2e.quantizer.matching import MATCHERS, Calls, number_calls
+from pt2mx.pt2e.quantizer.matching import MATCHERS, Context, number_calls
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
     argument_of,
@@ -109,11 +109,12 @@ class MXQuantizer(StoredSettings, Quantizer):
         chosen: dict[Node, MXQuantizationConfig] = {}
         plans: dict[Node, Plan] = {}
         calls = number_calls(nodes_in_order(model)) if self._settings[recipe.ORDER] else {}
+        context = Context(calls, constants)
         for node in candidates:
             if Q_ANNOTATION_KEY in node.meta:
                 node.meta[REASON_KEY] = "annotated by another quantizer"
                 continue
-            config, reason = self._config_of(node, calls, matched, constants)
+            config, reason = self._config_of(node, context, matched)
             if config is None:
                 node.meta[REASON_KEY] = reason
             else:
@@ -155,23 +156,24 @@ class MXQuantizer(StoredSettings, Quantizer):
                     settings.setdefault(node, ((kind, count), config))
         return settings
 
-    def _config_of(
-        self, node: Node, calls: Calls, matched: set[tuple[str, object]], constants: set[Node]
-    ) -> tuple[Config, str]:
+    def _config_of(self, node: Node, context: Context, matched: set[tuple[str, object]]) -> tuple[Config, str]:
         """Return the config of an operator, and the reason if it is None. Adds matching settings to `matched`."""
         if self._kv_cache is not None and _writes_cache(node):
             matched.add(("kv_cache", None))
             return MXQuantizationConfig(activation=self._kv_cache), ""
         matching: list[tuple[str, Config]] = []
+        is_general = True  # only a more specific setting quantizes what the global one would skip
         for kind, matches in MATCHERS.items():
-            hits = [key for key in self._settings[kind] if matches(key, node, calls) >= 0]
+            hits = [key for key in self._settings[kind] if matches(key, node, context) >= 0]
             matched.update((kind, key) for key in hits)
             if hits:
-                innermost = max(hits, key=lambda key: matches(key, node, calls))
+                innermost = max(hits, key=lambda key: matches(key, node, context))
                 matching.append((f"{kind} {innermost!r}", self._settings[kind][innermost]))
+                is_general &= kind == recipe.SMALL_WEIGHTS
         if self._filter is not None and not self._filter(node):
             return None, "excluded by the filter function"
-        if not matching and self._global is not None and (reason := default_exclusion(node, constants)):
+        is_chosen = matching or self._global is not None
+        if is_general and is_chosen and (reason := default_exclusion(node, context.constants)):
             return None, reason
         source, config = matching[0] if matching else ("the global setting", self._global)
         return config, "no setting matches it" if not matching and config is None else f"excluded by {source}"

@@ -14,8 +14,8 @@
 A config maps roles to specs; `null` leaves operators in high precision. A spec is a spelling that `pt2mx.parse` takes,
 or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
 to specs, `ste` selects the gradient, `value_blocks` the block axis of an attention's values, and `tensor_scale` the
-scale of a whole activation. `first` and `last` map numbers of operators to configs, and `small_weights` the most values
-of a weight. `module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how
+scale of a whole activation. `first` and `last` map numbers of operators to configs, and `small_weights` maps numbers of
+values of a weight. `module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how
 `pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`).
 `kv_cache` is the spec of a decoder's cached keys and values.
 
@@ -41,7 +41,8 @@ from pt2mx.spec import MXSpec, parse
 
 #: kinds of settings whose keys are counts: of operators, and of a weight's values
 ENDS = ("first", "last")
-COUNTS = (*ENDS, "small_weights")
+SMALL_WEIGHTS = "small_weights"
+COUNTS = (*ENDS, SMALL_WEIGHTS)
 #: the kind of settings whose keys are (module, type, index)
 ORDER = "module_name_object_type_order"
 #: kinds of settings, which are suffixes of `MXQuantizer`'s setters. All but the global one map keys to configs, or are

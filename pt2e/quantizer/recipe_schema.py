@@ -21,7 +21,7 @@ _MEANINGS = {
     "global": "every operator that nothing else names",
     "first": "how many of the first operators -> their config",
     "last": "how many of the last operators -> their config",
-    "small_weights": "most values of a weight -> the config of operators with such weights",
+    "small_weights": "the largest number of values of a small weight -> the config of operators with such weights",
     "module_name_object_type_order": "lists of module, operator, index, config",
     "module_name": "qualified name of a module -> its config",
     "module_name_regex": "regular expression of a module's whole name -> its config",

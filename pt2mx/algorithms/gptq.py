@@ -91,7 +91,7 @@ def gptq_of_groups(
     act_order: bool = True,
     bounds: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Round the weights of groups, each as `gptq` does: a depthwise convolution has hundreds of small ones.
+    """Round many matrices at once, each as `gptq` does: a depthwise convolution has hundreds of small ones.
 
     Args:
         weights: (groups, N, K) float.

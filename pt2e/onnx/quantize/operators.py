@@ -6,13 +6,13 @@ A new operator is a new row. The block axis is the dimension that the operator r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from onnx import NodeProto
 
 from pt2mx.pt2e.onnx.nodes import node_attributes
-from pt2mx.pt2e.quantizer.operators import ROWS, Operand
+from pt2mx.pt2e.quantizer.operators import ROWS, Operand, reduced_axis
 
 aten = torch.ops.aten
 
@@ -33,6 +33,13 @@ def _gemm(node: NodeProto) -> tuple[Operand, ...]:
 def _conv(weight_axis: int) -> tuple[Operand, ...]:
     # X (batch, channels, ...), W (out, in / groups, ...), transposed (in, out / groups, ...)
     return Operand("input", 0, "activation", 1), Operand("weight", 1, "weight", weight_axis), _BIAS
+
+
+def block_axis(node: NodeProto, operand: Operand, shape: Sequence[object]) -> int:
+    """Return the block axis of an operand of that shape."""
+    if node.op_type != "Conv" or operand.name != "weight":
+        return operand.axis
+    return reduced_axis(shape, is_grouped=node_attributes(node).get("group", 1) > 1)
 
 
 def _gather(node: NodeProto) -> tuple[Operand, ...]:

@@ -15,13 +15,13 @@ from torch.fx import Graph, Node
 from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
-from pt2mx.pt2e.onnx.quantize.operators import ATEN, operands_of
+from pt2mx.pt2e.onnx.quantize.operators import ATEN, block_axis, operands_of
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.graph_patterns import REMARK
-from pt2mx.pt2e.quantizer.matching import modules_of
+from pt2mx.pt2e.quantizer.matching import Context, modules_of
 from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.quantizer.recipe import ORDER
+from pt2mx.pt2e.quantizer.recipe import ORDER, SMALL_WEIGHTS
 from pt2mx.pt2e.quantizer.settings import Config
 from pt2mx.spec import MXSpec
 
@@ -126,7 +126,7 @@ def _planned(
         if unfit := _unfit(graph, tensor, source, node, operand):
             reasons.append(unfit)
             continue
-        axis = operand.axis
+        axis = block_axis(node, operand, graph.shape(tensor) or ())
         if _is_value(graph, node, operand, source):
             axis = {-1: -2, -2: -1}[axis] if config.value_blocks == "head_dim" else axis
             remarks += [REMARK] * (config.value_blocks == "key_length")
@@ -218,7 +218,8 @@ class NodeSettings(MXQuantizer):
     def __init__(self, quantizer: MXQuantizer) -> None:
         super().__init__()
         self.__dict__.update(vars(quantizer))
-        unsupported = {"algorithms": self.algorithms, "kv_cache": self.kv_cache, ORDER: self._settings[ORDER]}
+        kinds = {kind: self._settings[kind] for kind in (ORDER, SMALL_WEIGHTS)}
+        unsupported = {"algorithms": self.algorithms, "kv_cache": self.kv_cache, **kinds}
         for name, value in unsupported.items():
             if value:
                 raise MXError(f"{name} is not for ONNX files: take it out of the settings, or quantize the torch model")
@@ -228,7 +229,7 @@ class NodeSettings(MXQuantizer):
     def config_of(self, node: Node) -> tuple[Config, str]:
         """Return the config of a node, and the reason if it is None."""
         self._candidates_seen.append(node)
-        return self._config_of(node, {}, self._matched, constants=set())  # a proxy has no operands
+        return self._config_of(node, Context({}, set()), self._matched)  # a proxy has no operands
 
     def at_the_ends(self, quantized: list[Node]) -> dict[Node, tuple[Config, str]]:
         """Return the configs of quantized nodes, in the order of execution, that `set_first` and `set_last` select."""

@@ -1,9 +1,9 @@
 """EfficientNet-Lite0 with its ImageNet weights, every operator quantized; photographs of scikit-image and scikit-learn.
 
 Calibrated on 256 crops of 18 pictures, distilled on 3,072 crops that are blended, pasted and recolored. Tested on 64
-crops of four other photographs, which the model knows: a cat, a coffee, a flower and a rocket. Mean and worst cosine of
-the logits, and how often the best class agrees with the float model's. The first operator and weights of at most 32,768
-values, among them all depthwise ones, have INT8 weights in each format.
+crops of four other photographs of ImageNet classes: a cat, a cup of coffee, a flower and a rocket. Mean and worst
+cosine of the logits, and how often the best class agrees with the float model's. In each format the first operator and
+weights of at most 32,768 values, among them all depthwise ones, are INT8.
 """
 
 from __future__ import annotations

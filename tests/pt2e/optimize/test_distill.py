@@ -206,6 +206,8 @@ def test_bad_slices():
         MXError, match="a slice does not share its parameters with the prepared model: call prepare_qat"
     ):
         distill(anchor, exported, batches, slices=[other])
+    with pytest.raises(MXError, match="slices holds the prepared model itself"):
+        distill(anchor, exported, batches, slices=[anchor])
     with pytest.raises(MXError, match="expected what prepare_qat_pt2e returned"):
         distill(anchor, exported, batches, slices=[exported])
     with pytest.raises(MXError, match=r"slices must be a list of models, not one .*: pass \[model\]"):

@@ -90,6 +90,7 @@ def test_the_constant_matrix_of_fourier_features_is_excluded_unless_a_setting_na
     matmul, layer = reasons(model, x, MXQuantizer().set_global(FP4))
     assert not matmul[1] and layer == ("aten.linear", True, None)
     assert matmul[2].startswith("angles: sine and cosine use the matmul with the constant features_")
+    assert reasons(model, x, MXQuantizer().set_global(FP4).set_small_weights(FP4, 4096))[0] == matmul
     graph = exported(model.eval(), x)
     for explicit in (
         MXQuantizer().set_global(FP4).set_module_name("features", FP4),

@@ -114,6 +114,21 @@ def test_operators_with_small_weights():
     assert quantized(quantizer, "fp8") == [3, 4, 5, 9, 10, 11, 12]
 
 
+def test_small_weights_that_an_operator_reads_through_others():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(32, 8)), nn.Parameter(torch.randn(8, 32))
+
+        def forward(self, x):
+            y = torch.cond(x.sum() > 0, lambda x: x @ self.b.t(), lambda x: -x @ self.b.t(), (x,))
+            return x @ self.a, nn.functional.linear(x, self.a.reshape(8, 32)), y
+
+    model = torch.export.export(Views().eval(), (torch.randn(4, 32),)).module()
+    prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_small_weights(FP4, 256))
+    assert [one.quantized for one in pt2mx.quantization_report(prepared).operators] == [True] * 4
+
+
 def test_a_call_that_is_not_made_is_warned_about():
     quantizer = MXQuantizer().set_global(FP8).set_module_name_object_type_order("blocks.0", nn.Linear, 3, FP4)
     with pytest.warns(UserWarning, match=r"module_name_object_type_order \('blocks.0', .*Linear', 3\) matches no"):
@@ -249,7 +264,7 @@ def test_a_recipe_holds_every_setting(tmp_path):
         (lambda q: q.from_dict({"module_name_object_type_order": [("a", None)]}), r"\(key, key, key, config\)"),
         (lambda q: q.from_dict({"": {"weigth": "mxfp4"}}), "unknown key 'weigth' of a config: did you mean 'weight'"),
         (lambda q: q.from_dict({"first": [("1", None)]}), "count='1'"),
-        (lambda q: q.set_small_weights(FP4, 0), "small_weights: count=0 must be an integer of at least 1"),
+        (lambda q: q.set_small_weights(FP4, 0), "small_weights: values=0 must be an integer of at least 1"),
         (lambda q: MXQuantizationConfig.from_dict("mxfp4"), "expected a dictionary of activation"),
         (lambda q: q.set_filter_function(bool).to_dict(), "a filter function cannot be written to a dictionary"),
     ],

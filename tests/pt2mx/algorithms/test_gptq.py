@@ -5,6 +5,8 @@ import torch
 
 from pt2mx import FORMATS, MXError, MXSpec, fake_quantize_mx
 from pt2mx.algorithms import block_exponents, gptq, round_to_blocks
+from pt2mx.algorithms.gptq import gptq_of_groups
+from pt2mx.algorithms.scales import scales_of_values
 
 
 def hessian(k: int, rows: int = 512) -> torch.Tensor:
@@ -23,6 +25,20 @@ def test_independent_columns_are_rounded_to_nearest(name):
     weight, spec = torch.randn(9, 70), MXSpec(name, 32)
     rounded = gptq(weight, torch.diag(torch.rand(70) + 0.1), spec, damping=0)
     assert torch.equal(rounded, fake_quantize_mx(weight, spec))
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_groups_are_rounded_as_each_alone(act_order):
+    """One has an input of zeros, another a column of zeros."""
+    spec, damping = MXSpec("mxfp4", 32), [0.01, 0.1, 0.0, 1.0]
+    weights, hessians = torch.randn(4, 5, 150), torch.stack([hessian(150), hessian(150, 20), *torch.zeros(2, 150, 150)])
+    hessians[3] = hessians[0]
+    hessians[3, 7], hessians[3, :, 7] = 0, 0
+    exponents = block_exponents(weights.flatten(0, 1), spec)
+    scales = scales_of_values(exponents, 150, spec, None).view_as(weights)
+    together = gptq_of_groups(weights, hessians, spec, scales, torch.tensor(damping), act_order)
+    for got, *one, share in zip(together, weights, hessians, damping, strict=True):
+        assert torch.equal(got, gptq(*one, spec, damping=share, act_order=act_order))
 
 
 def test_two_columns_reach_what_exhaustive_search_finds():

@@ -44,6 +44,13 @@ def test_files_of_older_opsets(tmp_path, opset, ir_version):
     assert [operator.module for operator in report.operators][::3] == ["conv1", "fc"]
 
 
+def test_blocks_of_a_depthwise_convolution_run_along_taps(tmp_path):
+    nodes = [helper.make_node("Conv", ["x", "w"], ["y"], "conv", group=40)]
+    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [2, 40, 9, 9])}, {"y": 4}, {"w": weight(40, 1, 3, 3)})
+    _, model = quantized(floats, tmp_path)
+    assert specs(model) == {"x_mx": ("fp8_e4m3", 32, 1, 40), "w_mx": ("fp4_e2m1", 32, -1, 3)}
+
+
 @pytest.mark.parametrize("opset", [11, 18])
 def test_weight_only_gives_the_outputs_of_the_dequantized_model(tmp_path, opset):
     floats = old_network(opset, 7)

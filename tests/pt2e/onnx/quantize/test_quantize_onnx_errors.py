@@ -3,7 +3,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pt2mx import MXError, MXQuantizationConfig
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import model_of, old_network
@@ -73,6 +73,7 @@ def unconvertible():
         (saved(lambda: old_network(18, 10)), MXQuantizationConfig(), "the config names no spec for its operands"),
         (saved(lambda: old_network(18, 10)), MXQuantizationConfig(activation="mxfp8{32}(mse)"), "hold the scale modes"),
         (saved(lambda: old_network(18, 10)), "mxfp4_decoder", "algorithms is not for ONNX files"),
+        (saved(lambda: old_network(18, 10)), MXQuantizer().set_small_weights(None, 9), "small_weights is not for ONNX"),
     ],
 )  # fmt: skip
 def test_errors_leave_nothing_behind(tmp_path, write, config, match):
