@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ElementFormat
 from pt2mx.scale_formats import ScaleFormat
 
@@ -23,11 +24,12 @@ class ScaleMode:
 
     It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
     then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over the block;
-    of equal ones the first.
+    of equal ones the first. `elements` names the elements for which the rule is defined; None: every element.
     """
 
     threshold: Callable[[ElementFormat], int]
     exponent_offsets: tuple[int, ...] = (0,)
+    elements: tuple[str, ...] | None = None
 
     @property
     def searches(self) -> bool:
@@ -39,9 +41,9 @@ def _never(element: ElementFormat) -> int:
     return _FP32_MANTISSA
 
 
-def _max_normal_mantissa(element: ElementFormat) -> int:
-    """The fp32 mantissa field of `max_normal`."""
-    return round((element.max_normal / 2.0**element.emax - 1) * 2**23)
+def _mantissa(value: float, element: ElementFormat) -> int:
+    """The fp32 mantissa field of a value in the element's largest binade."""
+    return round((value / 2.0**element.emax - 1) * 2**23)
 
 
 #: of scales that are powers of two
@@ -52,7 +54,10 @@ SCALE_MODES: dict[str, ScaleMode] = {
     "ceil": ScaleMode(lambda element: 0),
     # up where amax / max_normal is above a power of two, so that nothing saturates: Mishra et al., "Recipes for
     # Pre-training LLMs with MXFP8" (arXiv:2506.08027), and cuBLAS, "1D Block Quantization"
-    "rceil": ScaleMode(_max_normal_mantissa),
+    "rceil": ScaleMode(lambda element: _mantissa(element.max_normal, element)),
+    # up where amax / 7.25 is above a power of two: Yu et al., "MXAttention" (arXiv:2607.24377), and AutoRound's
+    # "mx_fp4_rceil_v2"; both for FP4 alone
+    "rceil_v2": ScaleMode(lambda element: _mantissa(7.25, element), elements=("fp4_e2m1",)),
     # up where amax plus half a unit in the last place of the element reaches the next power of two: "even" of torchao's
     # `ScaleCalculationMode` and of Quark
     "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << (22 - element.mantissa_bits))),
@@ -114,9 +119,28 @@ FLOAT_SCALE_MODES: dict[str, FloatScaleMode] = {
 }
 
 
-def scale_modes(scale_format: ScaleFormat) -> Mapping[str, ScaleMode | FloatScaleMode]:
-    """Return the scale modes of a scale format, by name."""
-    return SCALE_MODES if scale_format.is_power_of_two else FLOAT_SCALE_MODES
+def scale_modes(
+    scale_format: ScaleFormat, element: ElementFormat | None = None
+) -> Mapping[str, ScaleMode | FloatScaleMode]:
+    """Return the scale modes of a scale format, by name; with an element, those that are defined for it."""
+    if not scale_format.is_power_of_two:
+        return FLOAT_SCALE_MODES
+    return {
+        name: mode
+        for name, mode in SCALE_MODES.items()
+        if element is None or mode.elements is None or element.name in mode.elements
+    }
+
+
+def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFormat) -> None:
+    """Raise an `MXError` unless scales of this format and element have a scale mode of that name."""
+    modes = scale_modes(scale_format)
+    if not isinstance(name, str) or name not in modes:
+        scales = "" if scale_format.is_power_of_two else f" of {scale_format} scales"
+        raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
+    defined = scale_modes(scale_format, element)
+    if name not in defined:
+        raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ElementFormat, parse_element
-from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, scale_modes
+from pt2mx.modes import ROUNDINGS, check_scale_mode, scale_modes
 from pt2mx.scale_formats import ScaleFormat, parse_scale_format
 from pt2mx.spec_text import ROW, fields_of_text, text_of
 
@@ -78,11 +78,9 @@ class MXSpec:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise MXError(f"{field}={value!r} must be an integer{described}")
-        for field, allowed in (("scale_mode", scale_modes(self.scale_format)), ("rounding", ROUNDINGS)):
-            value = getattr(self, field)
-            if not isinstance(value, str) or value not in allowed:
-                scales = f" of {self.scale_format} scales" if allowed is FLOAT_SCALE_MODES else ""
-                raise MXError(f"unknown {field} {value!r}{scales}: {nearest(value, allowed)}")
+        check_scale_mode(self.scale_mode, self.scale_format, self.element)
+        if not isinstance(self.rounding, str) or self.rounding not in ROUNDINGS:
+            raise MXError(f"unknown rounding {self.rounding!r}: {nearest(self.rounding, ROUNDINGS)}")
         if not self.scale_format.is_power_of_two and (self.scale_exp_bits, self.scale_sig_bits) != (8, 0):
             widths = f"scale_exp_bits={self.scale_exp_bits} and scale_sig_bits={self.scale_sig_bits}"
             raise MXError(f"{widths} are widths of e8m0 scales: {self.scale_format} has its own")

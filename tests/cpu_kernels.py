@@ -9,16 +9,26 @@ import torch
 from torch import Tensor
 
 from pt2mx import FORMATS, MXSpec
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.reference import random_bits
 from pt2mx.kernels.select import run_kernel
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
+from pt2mx.scale_formats import SCALE_FORMATS
 from tests.compare import differing
+from tests.oracle import modes_of
 from tests.random_values import random_values
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
+
+
+def modes_of_element(name: str) -> list[tuple[str, str]]:
+    """Return the scale modes that are defined for an element, with each rounding."""
+    return [(scale_mode, rounding) for scale_mode in modes_of(name) for rounding in ROUNDINGS]
+
+
 #: of dimensions and of blocks, around those of vectors
 _SIZES = (0, 1, 2, 3, 5, 16, 31, 33, 64, 70)
 _BLOCKS = (1, 2, 3, 8, 16, 31, 32, 33, 48, 64, 100, 2**40)
@@ -69,7 +79,10 @@ def random_specs(
             shape[shape.index(max(shape))] = 3
         x = random_values(tuple(shape), draw.choice(DTYPES), draw.randrange(5))
         name, block, axis = draw.choice([*FORMATS, "int4", "fp3_e1m1"]), draw.choice(_BLOCKS), draw.randrange(x.dim())
-        spec = MXSpec(name, block, axis, *draw.choice(modes), scale_format=draw.choice(scale_formats))
+        scale_format = SCALE_FORMATS[draw.choice(scale_formats)]
+        defined = scale_modes(scale_format, ELEMENTS[name])
+        mode = draw.choice([mode for mode in modes if mode[0] in defined])
+        spec = MXSpec(name, block, axis, *mode, scale_format=scale_format)
         yield (x.transpose(0, -1) if draw.random() < 0.5 else x), spec
 
 

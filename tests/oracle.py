@@ -10,6 +10,8 @@ from bisect import bisect_left
 from fractions import Fraction
 
 from pt2mx import ELEMENTS, ElementFormat
+from pt2mx.modes import scale_modes
+from pt2mx.scale_formats import SCALE_FORMATS
 
 #: the elements with codes of at most a byte, which every kernel supports
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
@@ -18,6 +20,11 @@ WIDE = [
     *("int9", "int12", "int16", "int16_full"),
     *("fp9_e7m1", "fp12_e3m8", "fp16_e1m14", "fp16_e5m10", "fp16_e7m8"),
 ]
+
+
+def modes_of(name: str) -> list[str]:
+    """Return the scale modes of E8M0 scales that are defined for an element."""
+    return list(scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS[name]))
 
 
 #: Philox-4x32-10 as Salmon et al. (SC 2011) define it, in Python integers
@@ -107,6 +114,8 @@ def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rou
         e = ceil_log2(amax) - element.emax
     elif scale_mode == "rceil":
         e = ceil_log2(amax / Fraction(element.max_normal))
+    elif scale_mode == "rceil_v2":
+        e = ceil_log2(amax / Fraction(29, 4))
     elif scale_mode == "even":
         half_ulp = Fraction(2) ** (floor_log2(amax) - element.mantissa_bits - 1)
         e = floor_log2(amax + half_ulp) - element.emax

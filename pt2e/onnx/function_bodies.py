@@ -158,7 +158,8 @@ def _check(spec: MXSpec) -> None:
     if spec.block_rows > 1:
         raise MXError(f"{spec}: ONNX files hold activations in blocks of one row; quantize activations with those")
     if not has_function(spec) or spec.rounding not in ROUNDINGS:
-        modes = [mode for mode in scale_modes(spec.scale_format) if has_function(spec.replace(scale_mode=mode))]
+        known = scale_modes(spec.scale_format, spec.element)
+        modes = [mode for mode in known if has_function(spec.replace(scale_mode=mode))]
         raise MXError(
             f"{spec}: ONNX files hold the scale modes {', '.join(modes)} and the roundings {', '.join(ROUNDINGS)}; "
             "quantize activations with those"

@@ -16,8 +16,9 @@ from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.linear import decoder_of
 from pt2mx.kernels.packing import group_of
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
 from pt2mx.ops.contract import schema_of
+from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 SOURCES = Path(__file__).parent / "src"
@@ -71,7 +72,8 @@ def _element(element: ElementFormat) -> str:
     """Return an initializer of the C++ struct `Element`."""
     fields = [spec_constants(element, SCALE_MODES["floor"], 1)[name] for name in _ELEMENT]
     decoder, _ = decoder_of(MXSpec(element, 32), 32)
-    thresholds = ", ".join(str(mode.threshold(element)) for mode in SCALE_MODES.values())
+    defined = scale_modes(SCALE_FORMATS["e8m0"], element)
+    thresholds = ", ".join(str(m.threshold(element)) if name in defined else "-1" for name, m in SCALE_MODES.items())
     numbers = (decoder, *map(int, fields), *group_of(element.bits))
     limits = (f"{float(limit)}f" for limit in (element.max_normal, element.lowest))
     return f'{{"{element.name}", {", ".join((*map(str, numbers), *limits))}, {{{thresholds}}}}}'

@@ -1,11 +1,12 @@
 """The results of each mode, written by hand; test_reference compares all combinations with the oracle."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from pt2mx import MXError, MXSpec, create_mx_spec, dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx import MXError, MXSpec, create_mx_spec, dequantize_mx, fake_quantize_mx, parse, quantize_mx
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, ScaleMode
 from tests.cpu_kernels import check_cpu
 from tests.random_values import random_values
@@ -51,19 +52,32 @@ def test_directed_roundings_see_the_smallest_values(tiny):
 @pytest.mark.parametrize(
     ("amax", "exponents"),  # FP4: emax 2, max 6 = 1.5 * 4
     [
-        (4.0, {"floor": 0, "ceil": 0, "rceil": 0, "even": 0}),
-        (4.0000005, {"floor": 0, "ceil": 1, "rceil": 0, "even": 0}),
-        (6.0, {"floor": 0, "ceil": 1, "rceil": 0, "even": 0}),
-        (6.0000005, {"floor": 0, "ceil": 1, "rceil": 1, "even": 0}),
-        (6.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "even": 0}),
-        (7.0, {"floor": 0, "ceil": 1, "rceil": 1, "even": 1}),
-        (7.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "even": 1}),
+        (4.0, {"floor": 0, "ceil": 0, "rceil": 0, "rceil_v2": 0, "even": 0}),
+        (4.0000005, {"floor": 0, "ceil": 1, "rceil": 0, "rceil_v2": 0, "even": 0}),
+        (6.0, {"floor": 0, "ceil": 1, "rceil": 0, "rceil_v2": 0, "even": 0}),
+        (6.0000005, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 0}),
+        (6.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 0}),
+        (7.0, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 1}),
+        (7.25, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 1}),
+        (7.2500005, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 1, "even": 1}),
+        (7.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 1, "even": 1}),
     ],
 )
 def test_scale_modes(amax, exponents):
     for mode, exponent in exponents.items():
         scale, _ = quantize_mx(torch.tensor([amax]), "fp4_e2m1", 1, scale_mode=mode)
         assert scale.item() - 127 == exponent, mode
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "fp4_e1m2", "int4"])
+def test_a_mode_of_fp4_alone_is_refused_for_other_elements(name):
+    message = f"scale_mode 'rceil_v2' is not defined for {name}: use one of floor, ceil, rceil, even, mse for it"
+    with pytest.raises(MXError, match=re.escape(message)):
+        MXSpec(name, scale_mode="rceil_v2")
+    with pytest.raises(MXError, match=re.escape(f"in '{name}(rceil_v2)': {message}")):
+        parse(f"{name}(rceil_v2)")
+    with pytest.raises(MXError, match=re.escape(message)):
+        fake_quantize_mx(torch.ones(32), name, scale_mode="rceil_v2")
 
 
 def test_mse_takes_the_exponent_that_loses_least():

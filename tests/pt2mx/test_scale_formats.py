@@ -86,11 +86,12 @@ def test_texts(spelling, expected):
 
 @pytest.mark.parametrize("f", SCALE_FORMATS.values(), ids=str)
 def test_every_text_parses_back(f):
-    for mode, rounding, rows, block, name in itertools.product(
-        scale_modes(f), ROUNDINGS, (1, 128, ROW), (16, ROW), ("fp4_e2m1", "int8_full", "fp8_e4m3_finite")
+    for name, rounding, rows, block in itertools.product(
+        ("fp4_e2m1", "int8_full", "fp8_e4m3_finite"), ROUNDINGS, (1, 128, ROW), (16, ROW)
     ):
-        spec = MXSpec(name, block, -1, mode, rounding, scale_format=f, block_rows=rows)
-        assert parse(str(spec)) == spec == copy.deepcopy(spec)
+        for mode in scale_modes(f, ELEMENTS[name]):
+            spec = MXSpec(name, block, -1, mode, rounding, scale_format=f, block_rows=rows)
+            assert parse(str(spec)) == spec == copy.deepcopy(spec)
 
 
 def test_defaults_follow_the_scale_format():
@@ -174,5 +175,6 @@ def test_a_format_of_ones_own_by_the_recipe(monkeypatch):
 
 
 def test_families_of_scale_modes():
-    assert scale_modes(SCALE_FORMATS["e8m0"]) is SCALE_MODES
+    assert scale_modes(SCALE_FORMATS["e8m0"]) == scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["fp4_e2m1"]) == SCALE_MODES
+    assert [*scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["int8"])] == ["floor", "ceil", "rceil", "even", "mse"]
     assert all(scale_modes(f) is FLOAT_SCALE_MODES for f in FLOATS)

@@ -19,10 +19,11 @@ from tests.compare import same
 from tests.float_scale_models import IDS, Net, quantized
 from tests.onnx_float_files import old_network, recurrent_network
 from tests.onnx_nodes import differences, run
+from tests.oracle import modes_of
 from tests.random_values import random_values
 
 NATIVE = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full")
-SCALE_MODES_OF_ONNX = [mode for mode, rule in SCALE_MODES.items() if not rule.searches]
+NATIVE_MODES = [(name, mode) for name in NATIVE for mode in modes_of(name) if not SCALE_MODES[mode].searches]
 SHAPES = [((6, 70), -1), ((2, 45, 3), 1), ((33, 4), 0)]
 
 
@@ -48,8 +49,7 @@ def adversarial(shape):
     return torch.cat([random_values(shape, torch.float32, kind) for kind in range(5)])
 
 
-@pytest.mark.parametrize("mode", SCALE_MODES_OF_ONNX)
-@pytest.mark.parametrize("element", NATIVE)
+@pytest.mark.parametrize(("element", "mode"), NATIVE_MODES)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_activations(element, mode, shape, axis):
     x = torch.cat([adversarial(shape) for _ in range(4)])

@@ -11,6 +11,7 @@ from pt2mx.cpp import tables
 from pt2mx.ops.attention import NOT_QUANTIZED
 from pt2mx.ops.contract import schema_of
 from tests.fresh_process import run_program
+from tests.oracle import modes_of
 from tests.pt2mx.cpp.calls import check, ours, packed, run_calls
 
 _ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp5_e2m2", "int4", "int3_full")
@@ -173,7 +174,7 @@ def test_rotations(dtype, tmp_path):
         for shape, size, axis in (((3, 64), 32, -1), ((2, 128, 5), 64, 1), ((256,), 1, 0), ((0, 8), 8, -1))
     ]
     for element in _ELEMENTS:
-        for scale_mode in pt2mx.modes.SCALE_MODES:
+        for scale_mode in modes_of(element):
             for rounding in set(pt2mx.modes.ROUNDINGS) - {"stochastic"}:
                 x = torch.randn(4, 96).to(dtype)
                 calls.append(("rotated_fake_quantize_mx", (x, 32, element, 20, scale_mode, rounding)))
@@ -258,3 +259,9 @@ def test_bad_arguments_are_errors(change, message, tmp_path):
         args[position] = value
     result = run_calls([("linear_mx", args)], tmp_path)
     assert result.status == 1 and re.search(message, result.err)
+
+
+def test_a_scale_mode_of_another_element_is_an_error(tmp_path):
+    args = torch.ones(2, 64), 32, "int8", 32, "rceil_v2", "even"
+    result = run_calls([("rotated_fake_quantize_mx", args)], tmp_path)
+    assert result.status == 1 and "scale mode rceil_v2 is not defined for int8" in result.err

@@ -7,7 +7,7 @@ import pt2mx
 from pt2mx.modes import SCALE_MODES
 from tests.attention import attend
 from tests.compare import same
-from tests.oracle import NARROW
+from tests.oracle import NARROW, modes_of
 
 pytestmark = pytest.mark.cuda
 
@@ -51,8 +51,15 @@ def test_elements(name, dtype):
     check(operands(64, dtype), (name, 32))
 
 
-@pytest.mark.parametrize("mode", [name for name, mode in SCALE_MODES.items() if not mode.searches])
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp4_e2m1", "int8"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        for name in ("fp8_e4m3", "fp4_e2m1", "int8")
+        for mode in modes_of(name)
+        if not SCALE_MODES[mode].searches
+    ],
+)
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_scale_modes(mode, name, dtype):
     check(operands(32, dtype), (name, 32, mode, "even"))

@@ -4,11 +4,12 @@ from torch.library import opcheck
 
 from pt2mx import FORMATS, MXError
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import fake_quantize_mx
 from pt2mx.ops.hadamard import hadamard, rotated_fake_quantize_mx
 from tests.compare import same
 from tests.cpu_kernels import DTYPES
+from tests.oracle import modes_of
 from tests.random_values import random_values
 
 HALF = (torch.bfloat16, torch.float16)
@@ -98,7 +99,7 @@ def test_quantized_is_one_after_the_other(shape, dtype):
     x = random_values(shape, dtype, 2)
     for i, element in enumerate(FORMATS):
         for size, block in ((1, 32), (32, 32), (32, 16), (4, 48), (32, 10**6)):
-            mode = list(SCALE_MODES)[i % len(SCALE_MODES)]
+            mode = (*modes_of(element),)[i % len(modes_of(element))]
             got = rotated_fake_quantize_mx(x, size, element, block, mode, "even")
             assert (
                 same(got, fake_quantize_mx(hadamard(x, size, -1), element, block, -1, mode, "even", None, "identity"))

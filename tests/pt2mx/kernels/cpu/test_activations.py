@@ -12,10 +12,10 @@ from pt2mx.kernels import quantized_activations, reference
 from pt2mx.kernels.cpu import activations as cpu
 from pt2mx.kernels.cpu import quantize
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS
 from tests.compare import differing, same
 from tests.cpu_kernels import DTYPES
-from tests.oracle import NARROW
+from tests.oracle import NARROW, modes_of
 from tests.random_values import random_values
 
 #: of rows and blocks: one in registers, several, shorter than a vector, ragged, of no whole vectors, longer than a row
@@ -25,7 +25,7 @@ LAYOUTS = (((7, 96), 32), ((3, 160), 64), ((5, 9), 32), ((5, 100), 32), ((4, 20)
 @pytest.mark.parametrize("activation", ["none", "relu"])
 @pytest.mark.parametrize("name", NARROW)
 def test_every_element(name, activation):
-    for i, scale_mode in enumerate(SCALE_MODES):
+    for i, scale_mode in enumerate(modes_of(name)):
         for j, (shape, block) in enumerate(LAYOUTS):
             dtype, target = DTYPES[i % 3], DTYPES[j % 3]
             spec = MXSpec(name, block, 1, scale_mode)
@@ -54,7 +54,7 @@ def test_every_magnitude(name):
 def test_every_rounding_of_norms(rounding, dtype):
     x, residual = torch.randn(2, 33, 100).to(dtype)
     weight, bias = torch.randn(2, 100).to(dtype)
-    for scale_mode in SCALE_MODES:
+    for scale_mode in modes_of("fp6_e2m3"):
         spec = MXSpec("fp6_e2m3", 32, 1, scale_mode, rounding)
         normed, got = cpu.layer_norm_fake_quantize(x, residual, weight, bias, 1e-5, spec, torch.bfloat16)
         assert same(got, reference.fake_quantize(normed, spec).to(torch.bfloat16))

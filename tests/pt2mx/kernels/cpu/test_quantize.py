@@ -13,7 +13,7 @@ from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
 from pt2mx.kernels.reference import random_bits
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, environment, random_specs
+from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, environment, modes_of_element, random_specs
 from tests.oracle import NARROW
 from tests.random_values import random_values
 
@@ -22,7 +22,7 @@ from tests.random_values import random_values
 def test_every_mode(name):
     """Blocks of 4 and of 32, ragged, along either axis; all of them where the specification's formats round to even."""
     layouts = ((4, 1), (32, 1), (4, 0))
-    for i, (scale_mode, rounding) in enumerate(MODES):
+    for i, (scale_mode, rounding) in enumerate(modes_of_element(name)):
         dtype, target = DTYPES[i % 3], DTYPES[i // 3 % 3]
         for block, axis in layouts if name in FORMATS and rounding == "even" else layouts[i // 9 % 3 :][:1]:
             x = torch.cat([random_values((6, 70), dtype, kind) for kind in range(5)])
@@ -33,7 +33,7 @@ def test_every_mode(name):
 def test_every_bfloat16_pattern(name):
     """In blocks of one."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    for scale_mode, rounding in MODES:
+    for scale_mode, rounding in modes_of_element(name):
         spec = MXSpec(name, 1, 0, scale_mode, rounding)
         seed = torch.tensor(3) if ROUNDINGS[rounding].random else None
         random = [] if seed is None else [cpu.random_bits(seed, x.shape)]
@@ -187,10 +187,10 @@ def test_other_processors(run_python, tmp_path, capability):
     code = """
 import torch
 from pt2mx import FORMATS, MXSpec
-from tests.cpu_kernels import DTYPES, MODES, check_cpu
+from tests.cpu_kernels import DTYPES, check_cpu, modes_of_element
 from tests.random_values import random_values
 for name in FORMATS:
-    for i, (scale_mode, rounding) in enumerate(MODES):
+    for i, (scale_mode, rounding) in enumerate(modes_of_element(name)):
         x = torch.cat([random_values((7, 50), DTYPES[i % 3], kind) for kind in range(5)])
         check_cpu(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
 print(torch.backends.cpu.get_cpu_capability())
