@@ -42,7 +42,7 @@ def device(meaning: str) -> Argument:
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
 
 
-PRESETS = ("fast", "balanced", "best")
+PRESETS = ("fast", "imatrix", "balanced", "best")
 METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
 OPERANDS = ("both", "weights", "activations")

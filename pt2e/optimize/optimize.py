@@ -58,6 +58,7 @@ def optimize(
 
     Presets:
     - `fast` chooses block scales of least squared error, without inputs.
+    - `imatrix` weights that error of each column by the mean square of its input, the "importance matrix" of llama.cpp.
     - `balanced` rounds the weights of linear layers, matmuls and convolutions by GPTQ, in one pass over the batches,
       and rotates the inputs and weights of linear layers and matmuls within blocks of 32. Other weights are rounded as
       by `fast`.
@@ -70,7 +71,7 @@ def optimize(
         quantizer: the `MXQuantizer` that will prepare the result.
         batches: calibration inputs, each a tuple of positional or a dictionary of named arguments, or one tensor.
             `fast` needs none.
-        preset: "fast", "balanced" or "best"; None: the preset of the quantizer's recipe, or "balanced".
+        preset: "fast", "imatrix", "balanced" or "best"; None: the preset of the quantizer's recipe, or "balanced".
         algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
         anchor: the format of the file from which `slice_program` makes weights in the quantizer's formats, as

@@ -80,8 +80,8 @@ class ScaleSearch(Algorithm):
     """Scales of blocks of least squared error, for the weights that GPTQ does not round.
 
     Args:
-        by_inputs: True weights the error of each column by the mean square of its input. This is the error of the
-            matmul if the columns of the input are independent.
+        by_inputs: True weights the error of each column by the mean square of its input, as llama.cpp does with its
+            importance matrix. This is the error of the matmul if the columns of the input are independent.
 
     Raises:
         MXError: for an option out of its range.
@@ -173,6 +173,7 @@ def range_of(option: str) -> tuple[Any, float, float]:
 
 PRESETS: dict[str, tuple[Algorithm, ...]] = {
     "fast": (ScaleSearch(),),
+    "imatrix": (ScaleSearch(by_inputs=True),),
     "balanced": (Rotation(), ScaleSearch(), GPTQ()),
     "best": (Smoothing(), Rotation(attention=True), ScaleSearch(), GPTQ(), LearnedRounding()),
 }

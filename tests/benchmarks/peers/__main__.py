@@ -33,6 +33,8 @@ FOLDER = ROOT / "build" / "peers"
 #: method -> its module, and the requirement of its environment; None: the environment of this process
 METHODS: dict[str, tuple[str, str | None]] = {
     "nearest": ("ours", None),
+    "fast": ("ours", None),
+    "imatrix": ("ours", None),
     "balanced": ("ours", None),
     "best": ("ours", None),
     "torchao": ("torchao_mx", None),

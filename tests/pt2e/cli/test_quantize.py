@@ -157,6 +157,7 @@ def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     said = {
         "": ["2 weights: 2 rounded by gptq; 0 smoothed, 2 rotated"],
         "--optimize none": [],
+        "--optimize imatrix": ["2 weights: 1 rounded by scales, 1 rounded by nearest values; 0 smoothed, 0 rotated"],
         "--optimize fast": ["2 weights: 1 rounded by scales, 1 rounded by nearest values; 0 smoothed, 0 rotated"],
     }
     sqnr = {}

@@ -59,6 +59,43 @@ def test_algorithms_with_options():
     assert all(row.reason == "GPTQ is not chosen, and no search of scales" for row in rotated.values())
 
 
+def test_imatrix_takes_the_scales_of_least_weighted_error():
+    """Against the definition: of the exponent of `even` and its neighbours, the first with the least error."""
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 40, bias=False).eval().requires_grad_(False)
+    nn.init.normal_(linear.weight)
+    x = torch.randn(2000, 96) * (2 * torch.randn(96)).exp()  # independent channels of different sizes
+    graph, importance = torch.export.export(linear, (x,)).module(), x.square().mean(0)
+    spec = pt2mx.MXSpec("mxfp4", 32, 1)
+    scale, _ = pt2mx.quantize_mx(linear.weight, spec.replace(scale_mode="even"))
+
+    def of_scales(offset):
+        unit = (2.0 ** (scale.float() - 127 + offset)).repeat_interleave(32, 1)
+        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nearest = ((linear.weight / unit).abs().unsqueeze(-1) - magnitudes).abs().argmin(-1)
+        return linear.weight.sign() * magnitudes[nearest] * unit
+
+    def weighted(weight):
+        return ((weight - linear.weight).square() * importance).unflatten(1, (3, 32)).sum(2)
+
+    candidates = torch.stack([of_scales(offset) for offset in (0, -1, 1)])  # (3, 40, 96)
+    best = torch.stack([weighted(candidate) for candidate in candidates]).argmin(0).repeat_interleave(32, 1)
+    want = candidates.gather(0, best.unsqueeze(0)).squeeze(0)
+    rounded = {}
+    for preset in ("imatrix", "fast"):
+        optimized = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [(x,)], preset=preset)
+        rounded[preset] = optimized.get_parameter("weight")
+        (row,) = rows(optimized).values()
+        assert (row.algorithm, row.rotated, row.smoothed) == ("scales", 0, "")
+        assert len(optimized.graph.nodes) == len(graph.graph.nodes)
+    assert torch.equal(rounded["imatrix"], want)
+    error = {preset: float(weighted(weight).sum()) for preset, weight in rounded.items()}
+    nearest = float(weighted(pt2mx.fake_quantize_mx(linear.weight, spec.replace(scale_mode="even"))).sum())
+    assert error["imatrix"] < 0.9 * error["fast"] and error["imatrix"] < 0.9 * nearest, (error, nearest)
+    with pytest.raises(MXError, match="batches is empty"):
+        pt2mx.optimize(graph, MXQuantizer().set_global(W4), preset="imatrix")
+
+
 def test_the_algorithms_of_the_quantizer():
     graph, batches, _ = net()
     quantizer = MXQuantizer().set_global(W4).set_algorithms("fast")

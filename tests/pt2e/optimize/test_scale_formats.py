@@ -23,7 +23,7 @@ def relative_error(y, exact):
 @pytest.mark.parametrize(
     ("weight", "activation", "bounds"),
     [
-        ("nvfp4", None, {"fast": 0.85, "balanced": 0.5, "best": 0.45}),
+        ("nvfp4", None, {"fast": 0.85, "imatrix": 0.85, "balanced": 0.5, "best": 0.45}),
         ("nvfp4", "nvfp4", {"fast": 0.9, "balanced": 0.75, "best": 0.7}),
         ("int4{32}(bf16)", None, {"fast": 0.9, "balanced": 0.55}),
     ],

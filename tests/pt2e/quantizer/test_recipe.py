@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
-from pt2mx.algorithms import GPTQ, Rotation
+from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.recipe import read_yaml
 from tests.flow import calibrated, exported
@@ -125,6 +125,8 @@ def test_the_section_of_algorithms(tmp_path):
     assert MXQuantizer.from_recipe(path).algorithms == quantizer.algorithms
     assert MXQuantizer.from_dict(quantizer.to_dict()).algorithms == quantizer.algorithms
     assert quantizer.set_algorithms("best").to_recipe().endswith("algorithms: best\n")
+    path.write_text("global: {weight: mxfp4}\nalgorithms: imatrix\n")
+    assert MXQuantizer.from_recipe(path).algorithms == (ScaleSearch(by_inputs=True),)
     assert "algorithms" not in quantizer.set_algorithms(None).to_recipe()
     assert MXQuantizer.from_recipe("mxfp8").algorithms is None
     path.write_text("global: {weight: mxfp4}\nalgorithms: {gptk: }\n")
