@@ -16,6 +16,7 @@ from torch import Tensor
 from pt2mx.algorithms.scales import block_exponents, check_exponents, check_matrix, scales_of_values
 from pt2mx.errors import MXError
 from pt2mx.kernels import elements
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 #: columns whose errors one matmul subtracts from the later columns
@@ -164,20 +165,13 @@ def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec,
     """columns: (groups, K, N), changed; factor: (groups, K, K) upper; scale, ends: (groups, K, N) -> (groups, K, N)
     values of the format."""
     rounded, k = torch.empty_like(columns), columns.shape[1]
-    inverse, of_errors = scale.reciprocal(), factor.unsqueeze(3)
     for first in range(0, k, _PANEL):
-        last = min(first + _PANEL, k)
-        errors = torch.empty_like(columns[:, first:last])
-        for i in range(first, last):
-            w = columns[:, i]
-            inside = _within(w, [end[:, i] for end in ends])
-            value = elements.round_to_element(inside * inverse[:, i], spec.element, spec.rounding)
-            torch.mul(value, scale[:, i], out=rounded[:, i])
-            error = errors[:, i - first]
-            torch.sub(w, rounded[:, i], out=error).div_(of_errors[:, i, i])
-            columns[:, i + 1 : last].addcmul_(of_errors[:, i, i + 1 : last], error.unsqueeze(1), value=-1)
-        if last < k:
-            columns[:, last:].baddbmm_(factor[:, first:last, last:].mT, errors, alpha=-1)
+        panel = slice(first, min(first + _PANEL, k))
+        later = slice(panel.stop, k)
+        multipliers, *bounds = (tensor[:, panel] for tensor in (scale, *ends))
+        args = columns[:, panel], factor[:, panel, panel], multipliers, spec, *bounds
+        rounded[:, panel], errors = run_kernel("gptq_panel", *args)
+        columns[:, later].baddbmm_(factor[:, panel, later].mT, errors, alpha=-1)
     return rounded
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
 
-__all__ = ["ANY_SCALES", "KERNELS", "run_kernel", "runs_triton"]
+__all__ = ["ANY_SCALES", "KERNELS", "STEPS", "run_kernel", "runs_triton"]
 
 #: operator -> type of device -> "module of pt2mx.kernels:function"; "any": the definition. Operators without a
-#: definition here are defined in `pt2mx.ops`, by other operators
+#: definition here are defined in `pt2mx.ops`, by other operators. `STEPS` are no operators
 KERNELS: dict[str, dict[str, str]] = {
     "quantize_mx": {
         "any": "reference_chunked:quantize",
@@ -53,6 +53,7 @@ KERNELS: dict[str, dict[str, str]] = {
         "cpu": "cpu.hadamard:rotate",
         "cuda": "gpu.hadamard:rotate",
     },
+    "gptq_panel": {"any": "gptq_panel:round_panel", "cpu": "cpu.gptq_panel:round_panel"},
     "rotated_fake_quantize_mx": {
         "cpu": "cpu.quantize:rotated_fake_quantize",
         "cuda": "gpu.quantize:rotated_fake_quantize",
@@ -113,6 +114,9 @@ KERNELS: dict[str, dict[str, str]] = {
     "mm_fp8_rows": {"any": "fp8_rowwise:mm", "cuda": "gpu.fp8_rowwise:mm"},
 }
 
+#: rows of `KERNELS` that are steps of algorithms: no graph calls them
+STEPS = {"gptq_panel"}
+
 #: kernels of a device that look at the scale format and rows of a spec, and take its tensor scales as arguments. The
 #: others run for E8M0 scales of one row only
 ANY_SCALES = {
@@ -120,7 +124,12 @@ ANY_SCALES = {
     for device in ("cpu", "gpu")
     for name in ("quantize", "dequantize", "fake_quantize", "clip_gradient")
 } | {f"{module}:{name}" for module in ("cpu.linear", "gpu.bf16_matmul") for name in ("linear", "grouped_linear")}
-ANY_SCALES |= {"cpu.attention:attend", "gpu.attention:attend", "gpu.rope:rotate_quantize_and_store"}
+ANY_SCALES |= {
+    "cpu.gptq_panel:round_panel",
+    "cpu.attention:attend",
+    "gpu.attention:attend",
+    "gpu.rope:rotate_quantize_and_store",
+}
 
 
 def run_kernel(operator: str, *args: Any) -> Any:

@@ -134,6 +134,14 @@ class HadamardCall(ctypes.Structure):
     )
 
 
+class GptqPanelCall(ctypes.Structure):
+    _fields_ = (
+        ("spec", c_void_p),
+        *_fields(c_int64, "groups width n"),
+        *_fields(c_void_p, "columns shares scale low high rounded errors"),
+    )
+
+
 class ActivationCall(ctypes.Structure):
     _fields_ = (
         ("spec", c_void_p),
@@ -159,7 +167,7 @@ class RecordedCall(ctypes.Structure):
 #: all structures; the library knows the size of each by its name
 STRUCTURES = (
     *(FloatScale, Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
-    *(DenseAttentionCall, HadamardCall, ActivationCall, RecordedCall),
+    *(DenseAttentionCall, HadamardCall, GptqPanelCall, ActivationCall, RecordedCall),
 )
 
 

@@ -17,7 +17,7 @@ class Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("operator", select.KERNELS)
 def test_rows_name_operators_and_functions(operator):
-    assert getattr(torch.ops.pt2mx, operator).default
+    assert operator in select.STEPS or getattr(torch.ops.pt2mx, operator).default
     for device, name in select.KERNELS[operator].items():
         module, _, function = name.partition(":")
         assert device in ("any", "cpu", "cuda") and module.startswith("gpu.") == (device == "cuda")

@@ -12,10 +12,10 @@ struct Size {
 };
 
 #define SIZE(type) {#type, sizeof(type)}
-constexpr Size kSizes[] = {SIZE(FloatScale),    SIZE(Spec),           SIZE(QuantizeCall),
-                           SIZE(Epilogue),      SIZE(LinearCall),     SIZE(ConvolutionCall),
-                           SIZE(AttentionCall), SIZE(MatmulCall),     SIZE(DenseAttentionCall),
-                           SIZE(HadamardCall),  SIZE(ActivationCall), SIZE(RecordedCall)};
+constexpr Size kSizes[] = {
+    SIZE(FloatScale),      SIZE(Spec),           SIZE(QuantizeCall), SIZE(Epilogue),           SIZE(LinearCall),
+    SIZE(ConvolutionCall), SIZE(AttentionCall),  SIZE(MatmulCall),   SIZE(DenseAttentionCall), SIZE(HadamardCall),
+    SIZE(GptqPanelCall),   SIZE(ActivationCall), SIZE(RecordedCall)};
 
 }  // namespace
 

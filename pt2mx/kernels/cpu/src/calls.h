@@ -135,6 +135,19 @@ struct HadamardCall {
   void* out;
 };
 
+// Columns of weights, (groups, width, n), that GPTQ rounds one after the other.
+struct GptqPanelCall {
+  const Spec* spec;
+  int64_t groups, width, n;
+  const float* columns;
+  const float* shares;  // (groups, width, width): row i has what column i makes up for of each error before it
+  const float* scale;   // what multiplies the element of each value
+  const float* low;     // the smallest value to which each is rounded; or null
+  const float* high;    // the largest
+  float* rounded;
+  float* errors;
+};
+
 // An activation of rows of x, or the layer norm of x plus a residual, quantized. Weight and bias: (n).
 struct ActivationCall {
   const Spec* spec;
@@ -203,6 +216,7 @@ int32_t pt2mx_dense_attention(const DenseAttentionCall* call, ParallelFor parall
 int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parallel_for);
 int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
+int32_t pt2mx_gptq_panel(const GptqPanelCall* call, ParallelFor parallel_for);
 // Returns how many of the calls ran: less than n where a kernel returned an error or threw an exception.
 int64_t pt2mx_replay(const RecordedCall* calls, int64_t n);
 
