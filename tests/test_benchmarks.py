@@ -1,27 +1,21 @@
-"""The benchmarks of a step of decoding and of peers, on tiny models on the CPU."""
+"""The benchmarks of a step of decoding, on tiny models on the CPU."""
 
 import argparse
 import json
-import math
 import re
 from collections import defaultdict
 from pathlib import Path
-from subprocess import CalledProcessError
 
 import gguf
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig
+from transformers import LlamaConfig
 
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.language.texts import built_in_text
 from tests.benchmarks import byte_limit, cpu_decode, language, qat, qat_slices, slices, step
 from tests.benchmarks.accuracy import digits, efficientnet
-from tests.benchmarks.peers import __main__ as peers
-from tests.benchmarks.peers import evaluation, models, ours, process, torchao_mx
-from tests.benchmarks.peers import figures as peer_figures
 from tests.benchmarks.random_gguf import write_random_llama
-from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
+from tests.language_models import quantized_decoder
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -151,92 +145,6 @@ def test_a_random_gguf_file(tmp_path):
     assert len(tensors) == 11 and tensors["token_embd.weight"].shape.tolist() == [TINY["hidden_size"], 96]
     values = gguf.dequantize(tensors["blk.0.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
-
-
-def test_the_interval_of_a_mean():
-    assert peer_figures.bootstrap_interval([0.25] * 16) == (0.25, 0.25)
-    assert peer_figures.bootstrap_interval([0.0, 1.0]) == (0, 1)  # each end has a quarter of the samples
-    assert peer_figures.bootstrap_interval([0.0, 1.0], share=0.4) == (0.5, 0.5)
-    values = torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    low, high = peer_figures.bootstrap_interval(values.tolist())
-    error = 1.96 * float(values.std()) / 20
-    assert (low, high) == pytest.approx((float(values.mean()) - error, float(values.mean()) + error), abs=0.01)
-
-
-def test_figures_of_known_predictions():
-    windows = [torch.tensor([[0, 1, 2]]), torch.tensor([[0, 2, 2]])]
-    even = torch.zeros(1, 3, 3)
-    first = torch.tensor([2.0, 1.0, 1.0]).log().expand(1, 3, 3)  # 1/2, 1/4, 1/4
-    kl = (2 * math.log(4 / 3) + math.log(2 / 3)) / 3
-    assert peer_figures.divergences(lambda window: first, windows, [even, first]) == {
-        "perplexity": "4.00",
-        "KL, 95% interval": f"{kl / 2:.4f} (0.0000 to {kl:.4f})",
-        "same argmax": "100.0%",
-    }
-    expected = [torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]])]
-    assert peer_figures.cosines(lambda window: torch.tensor([[1.0, 0.0]]), windows, expected) == {
-        "1 - cosine, 95% interval": "0.2000 (0.0000 to 0.4000)",
-        "worst": "0.6000",
-    }
-
-
-@pytest.fixture(params=["smollm2", "minilm"])
-def peers_of_a_tiny_model(request, monkeypatch, tmp_path):
-    """The evaluation of a tiny decoder or encoder, and a function that runs a method in this process."""
-    subject = models.MODELS[request.param]
-
-    def load(layers):
-        if request.param == "smollm2":
-            return models.cut(tiny_decoder("llama"), layers, tie_word_embeddings=False), tokenizer_of_bytes()
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300}
-        return models.cut(
-            BertModel(BertConfig(**sizes, num_hidden_layers=2, initializer_range=0.5)), layers
-        ), tokenizer_of_bytes()
-
-    subject = subject._replace(load=load, length=32, seen=4, held_out=3)
-    monkeypatch.setitem(models.MODELS, request.param, subject)
-    monkeypatch.setattr(evaluation, "package_text", lambda packages, length: built_in_text()[: length // 8])
-
-    def run(quantize, name, method="nearest"):
-        job = tmp_path / f"{method}-{name}.json"
-        options = {"method": method, "format": name, "iterations": 1, "model_name": request.param}
-        job.write_text(json.dumps({**options, "auto": subject.auto}))
-        monkeypatch.setattr("sys.argv", ["", str(job)])
-        process.run(quantize)
-        assert json.loads(job.with_suffix(".cost").read_text())["peak MB"] > 100
-        return job
-
-    return evaluation.Evaluation(tmp_path, subject, layers=1), run
-
-
-def test_peers_are_evaluated_as_this_project_is(peers_of_a_tiny_model):
-    evaluated, run = peers_of_a_tiny_model
-    in_float = evaluated.of_float()
-    assert "0.0000 (0.0000 to 0.0000)" in in_float.values()
-    by_format = []
-    for name in ("W4", "W4A4"):
-        of_program = evaluated.of_program(run(ours.quantize, name).with_suffix(".pt2"))
-        weights = run(torchao_mx.quantize, name, "torchao").with_suffix(".safetensors")
-        assert evaluated.of_weights(weights, name) == of_program
-        by_format.append(of_program)
-    assert by_format[0] != by_format[1] and in_float not in by_format
-    assert evaluated.of_float() == in_float  # the model has its own weights again
-    with pytest.raises(ValueError, match=r"of the values of \S+ are not fp4_e2m1"):
-        evaluated.of_weights(run(lambda job: job.model.state_dict(), "W4", "float").with_suffix(".safetensors"), "W4")
-
-
-def test_a_peer_that_cannot_run_is_named(monkeypatch, tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    monkeypatch.setitem(peers.METHODS, "broken", ("no_such_module", None))
-    with pytest.raises(peers.MethodError, match=r"No module named tests\.benchmarks\.peers\.no_such_module"):
-        peers._measured(None, tmp_path, {"method": "broken", "format": "W4"})
-    monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    monkeypatch.setattr(peers, "environment", lambda *given: (_ for _ in ()).throw(CalledProcessError(1, "pip")))
-    (tmp_path / "unknown").mkdir()
-    with pytest.raises(peers.MethodError, match=r"pip install unknown==1\.0 failed"):
-        peers._python("unknown==1.0")
-    assert not (tmp_path / "unknown").exists()
 
 
 def test_slices_of_a_small_model():

@@ -36,7 +36,7 @@ _HELD_OUT = "chelsea.png", "coffee.png", "flower.jpg", "rocket.jpg"
 
 
 def case() -> Case:
-    model, held_out = load(), crops(_HELD_OUT, HELD_OUT, 1)
+    model, (seen, held_out) = load(), calibration_and_held_out()
     shapes = ({0: torch.export.Dim("batch", max=1024)},)
     exported = torch.export.export(model, (held_out[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
@@ -50,11 +50,17 @@ def case() -> Case:
         shown = {"cosine": f"{cosine.mean():.4f}", "worst": f"{cosine.min():.4f}", "same class": f"{100 * same:.0f}%"}
         return Figures(1 - float(cosine.mean()), shown)
 
-    batches, lessons = crops(_SEEN, CALIBRATION, 2).split(AT_ONCE), blended(LESSONS, 5).split(AT_ONCE)
-    return Case(exported, batches, _quantizer, judge, tuple(FORMATS), lessons=lessons, rate=5e-5)
+    batches, lessons = seen.split(AT_ONCE), blended(LESSONS, 5).split(AT_ONCE)
+    return Case(exported, batches, quantizer, judge, tuple(FORMATS), lessons=lessons, rate=5e-5)
 
 
-def _quantizer(name: str, scale_mode: str) -> MXQuantizer:
+def calibration_and_held_out() -> tuple[Tensor, Tensor]:
+    """Return the crops for calibration and for the test, (count, 3, 224, 224) each."""
+    return crops(_SEEN, CALIBRATION, 2), crops(_HELD_OUT, HELD_OUT, 1)
+
+
+def quantizer(name: str, scale_mode: str) -> MXQuantizer:
+    """Return the quantizer of a format of `FORMATS`, with FP4 of that scale mode."""
     spec = parse(FORMATS[name], scale_mode=scale_mode) if name == "W4A8" else FORMATS[name]
     int8 = get_default_mx_quantization_config(weight="mxint8", activation="mxint8")
     chosen = MXQuantizer().set_global(get_default_mx_quantization_config(weight=spec, activation="mxint8"))

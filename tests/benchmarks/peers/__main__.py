@@ -1,119 +1,96 @@
-"""Accuracy at 4 bits by this project and by its peers: the same model, calibration and held-out text.
+"""Accuracy by this project and by its peers: the same model, calibration and held-out inputs.
 
-    python -m tests.benchmarks.peers [--model smollm2|minilm] [--layers 4] [--methods balanced AutoRound ...]
-        [--formats W4 W4A4] [--iterations 200]
+    python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet] [--layers 4] [--formats W4 W4A4]
+        [--methods balanced AutoRound ...] [--again] [--device cpu]
 
 Each method runs in a process of its own, the peers in environments in `build/peers/` that the first run makes with pip.
-A peer writes dequantized weights. They are evaluated with the activation quantizer of this project. W4: MXFP4 weights;
-W4A8, W4A4: with MXFP8 or MXFP4 activations; the peers learn W4A8 as W4. The seconds are processor time.
+The scores of each window are kept in `build/peers/results/`: later runs show them and do not run the method again,
+unless `--again` is given. Delete the folder to draw other windows.
+
+The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers learn W4A8 as
+W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations. `over balanced` is the mean difference from the
+loss of `balanced`, window by window, with its 95% interval. The seconds are processor time, on other devices wall time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
+import datetime
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.benchmarks.measure import hardware, print_table
+from tests.benchmarks.measure import Row, hardware, print_table
 from tests.benchmarks.peers.evaluation import Evaluation
-from tests.benchmarks.peers.figures import Cells
+from tests.benchmarks.peers.figures import Metric, difference_text
+from tests.benchmarks.peers.methods import FOLDER, METHODS, MethodError, run_method
 from tests.benchmarks.peers.models import MODELS
-from tests.environments import environment
+from tests.benchmarks.peers.results import Result, Results
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "build" / "peers"
-#: method -> its module, and the requirement of its environment; None: the environment of this process
-METHODS: dict[str, tuple[str, str | None]] = {
-    "nearest": ("ours", None),
-    "fast": ("ours", None),
-    "imatrix": ("ours", None),
-    "balanced": ("ours", None),
-    "best": ("ours", None),
-    "torchao": ("torchao_mx", None),
-    "AutoRound": ("auto_round", "auto-round==0.16.1"),
-    "GPTQ": ("llm_compressor", "llmcompressor==0.14.0.1"),
-    "SmoothQuant + GPTQ": ("llm_compressor", "llmcompressor==0.14.0.1"),
-    "SpinQuant + GPTQ": ("llm_compressor", "llmcompressor==0.14.0.1"),
-    "NNCF": ("nncf_weights", "nncf==3.4.0"),
-    "ModelOpt": ("model_opt", "nvidia-modelopt==0.47.0"),
-}
+#: the method that others are compared with
+OURS = "balanced"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
-    parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of the model")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--formats", nargs="+", choices=("W4", "W4A8", "W4A4"), default=["W4", "W4A4"])
-    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="steps of AutoRound for each layer")
+    parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of a language model")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="by default all of the model")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default those of the model")
+    parser.add_argument("--again", action="store_true", help="run methods that have a result")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
-    with tempfile.TemporaryDirectory() as folder:
-        evaluation = Evaluation(Path(folder), model, options.layers)
-        rows, errors = [{"format": "float", "method": "", **evaluation.of_float()}], []
-        for name in options.formats:
-            for method in options.methods:
-                job = {"auto": model.auto, "model_name": options.model, "method": method, "format": name}
-                try:
-                    cells = _measured(evaluation, Path(folder), {**job, "iterations": options.iterations})
-                    rows.append({"format": name, "method": method, **cells})
-                    print(rows[-1], file=sys.stderr)
-                except MethodError as error:
-                    errors.append(f"{name}, {method}: {error}")
+    methods = options.methods or [name for name, method in METHODS.items() if options.model in method.models]
+    folder = FOLDER / "results" / f"{options.model}-{options.layers or 'all'}"
+    results, errors = Results(folder), []
+    with tempfile.TemporaryDirectory() as jobs:
+        evaluation = Evaluation(Path(jobs), model, options.layers, folder, options.device)
+        rows: list[Row] = [{"format": "float", "method": "", **model.metric.cells(evaluation.of_float())}]
+        job = {"auto": model.auto, "model_name": options.model, "device": options.device}
+        for name in options.formats or model.formats:
+            chosen = [method for method in methods if name in (METHODS[method].formats or (name,))]
+            for method in chosen:
+                if options.again or results.load(method, name) is None:
+                    try:
+                        results.save(method, name, _measured(evaluation, Path(jobs), method, {**job, "format": name}))
+                        print(f"{name}, {method}: done", file=sys.stderr)
+                    except MethodError as error:
+                        errors.append(f"{name}, {method}: {error}")
+            rows += _rows(results, model.metric, chosen, name)
     print_table(rows, list(dict.fromkeys(key for row in rows for key in row)))
     print("", *errors, sep="\n")
-    text = f"{model.seen} windows of {model.length} tokens seen, {model.held_out} held out"
-    print(f"{options.layers or 'all'} layers, {text}; {hardware()}")
+    print(f"{options.layers or 'all'} layers, {len(evaluation.windows)} windows held out; {hardware()}")
 
 
-class MethodError(Exception):
-    """A method that cannot run, or whose weights are not MXFP4."""
-
-
-def _measured(evaluation: Evaluation, folder: Path, options: dict[str, Any]) -> Cells:
-    """Return the figures of a method, and what it cost.
+def _measured(evaluation: Evaluation, folder: Path, method: str, job: dict[str, str]) -> Result:
+    """Run a method and return its result.
 
     Raises:
-        MethodError: with the last line that the method printed.
+        MethodError: for a method that cannot run, or whose weights are not MXFP4.
     """
-    module, requirement = METHODS[options["method"]]
-    job = folder / f"{options['method']}-{options['format']}.json"
-    job.write_text(json.dumps(options))
-    command = [str(_python(requirement)), "-m", f"tests.benchmarks.peers.{module}", str(job)]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    if done.returncode:
-        raise MethodError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    cost = {name: f"{value:.0f}" for name, value in json.loads(job.with_suffix(".cost").read_text()).items()}
-    if (program := job.with_suffix(".pt2")).exists():
-        return {**evaluation.of_program(program), **cost}
+    file, cost = run_method(folder, method, job)
     try:
-        return {**evaluation.of_weights(job.with_suffix(".safetensors"), options["format"]), **cost}
+        scores = evaluation.of_result(file, job["format"])
     except (ValueError, RuntimeError) as error:
         raise MethodError(str(error)) from error
+    processor = job["device"] if job["device"] == "cpu" else torch.cuda.get_device_name(job["device"])
+    return Result(scores, cost["seconds"], cost["peak MB"], processor, datetime.date.today().isoformat())
 
 
-def _python(requirement: str | None) -> Path:
-    """Return the interpreter of an environment in `build/peers/`, which the first call makes."""
-    if requirement is None:
-        return Path(sys.executable)
-    folder = FOLDER / requirement.partition("==")[0]
-    python = folder / "bin" / "python"
-    if not python.exists():
-        try:
-            return environment(folder, f"torch=={torch.__version__.partition('+')[0]}", requirement)
-        except subprocess.CalledProcessError as error:
-            shutil.rmtree(folder)
-            raise MethodError(f"pip install {requirement} failed") from error
-    return python
+def _rows(results: Results, metric: Metric, methods: list[str], name: str) -> Iterator[Row]:
+    """Return the rows of a format, of the methods that have a result."""
+    ours = results.load(OURS, name)
+    for method in methods:
+        if (result := results.load(method, name)) is not None:
+            row: Row = {"format": name, "method": method, **metric.cells(result.scores)}
+            if ours is not None and method != OURS:
+                row[f"over {OURS}"] = difference_text(result.scores[metric.loss], ours.scores[metric.loss])
+            cost = {"seconds": f"{result.seconds:.0f}", "peak MB": f"{result.peak:.0f}"}
+            yield {**row, **cost, "on": f"{result.processor}, {result.day}"}
 
 
 if __name__ == "__main__":

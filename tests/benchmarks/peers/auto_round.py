@@ -10,11 +10,13 @@ from tests.benchmarks.peers.process import Job, run
 
 
 def quantize(job: Job) -> dict[str, Tensor]:
-    data = torch.utils.data.DataLoader([{"input_ids": row} for row in job.tokens], batch_size=8)
-    windows, length = job.tokens.shape
+    data = torch.utils.data.DataLoader([{"input_ids": row} for row in job.inputs], batch_size=8)
+    windows, length = job.inputs.shape[:2]
     sizes = {"nsamples": windows, "seqlen": length, "batch_size": 8, "iters": job.iterations}
     scheme = {} if job.format == "W4A4" else {"act_bits": 16}
-    rounder = AutoRound(job.model, job.tokenizer, scheme="MXFP4", dataset=data, device_map="cpu", **sizes, **scheme)
+    rounder = AutoRound(
+        job.model, job.tokenizer, scheme="MXFP4", dataset=data, device_map=job.device, **sizes, **scheme
+    )
     weights = rounder.quantize()[0].state_dict()
     return {name.replace(".orig_layer.", "."): tensor for name, tensor in weights.items()}
 

@@ -2,82 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import pt2mx
-from pt2mx.pt2e.program import load_program
 from tests.benchmarks.accuracy.case import config
-from tests.benchmarks.accuracy.texts import package_text
-from tests.benchmarks.peers.figures import Cells, Forward
+from tests.benchmarks.peers.figures import Scores
 from tests.benchmarks.peers.models import IN_FLOAT, Model
-from tests.benchmarks.peers.process import CALIBRATION, CHECKPOINT
+from tests.benchmarks.peers.process import CALIBRATION, CHECKPOINT, HELD_OUT, OUTPUT, save_checkpoint
 
 
 class Evaluation:
-    """The float model, and the held-out text on which methods are compared with it.
+    """The float model, and the held-out inputs on which methods are compared with it.
 
     Args:
-        folder: the folder of the jobs, which gets the checkpoint and the calibration tokens.
+        folder: the folder of the jobs, which gets the checkpoint and the inputs.
         model: what to compare on.
         layers: the number of layers to keep; None: all.
+        kept: a folder that keeps the inputs, so that later runs use the same ones.
+        device: where to evaluate.
     """
 
-    def __init__(self, folder: Path, model: Model, layers: int | None) -> None:
+    def __init__(self, folder: Path, model: Model, layers: int | None, kept: Path, device: str = "cpu") -> None:
         self.model = model
         self.net, tokenizer = model.load(layers)
-        self.net.save_pretrained(folder / CHECKPOINT)
-        tokenizer.save_pretrained(folder / CHECKPOINT)
-        seen = _tokens(tokenizer, ("sympy", "scipy"), model.seen, model.length)
-        save_file({"input_ids": seen}, folder / CALIBRATION)
-        self.windows = _tokens(tokenizer, ("networkx", "sklearn", "numpy"), model.held_out, model.length).split(1)
+        save_checkpoint(folder / CHECKPOINT, self.net, tokenizer)
+        if not (kept / HELD_OUT).exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            for name, inputs in zip((CALIBRATION, HELD_OUT), model.inputs(tokenizer), strict=True):
+                save_file({"inputs": inputs}, kept / name)
+        for name in (CALIBRATION, HELD_OUT):
+            (folder / name).symlink_to((kept / name).absolute())
+        self.net.to(device)
+        self.windows = load_file(folder / HELD_OUT, device)["inputs"].split(1)
         self.forward = model.wrap(self.net)
         with torch.no_grad():
             self.references = [self.forward(window) for window in self.windows]
 
-    def of_float(self) -> Cells:
-        """Return the figures of the float model."""
-        return self._figures(self.forward)
+    def of_float(self) -> Scores:
+        """Return the scores of the float model."""
+        return self._scores(self.references)
 
-    def of_program(self, file: Path) -> Cells:
-        """Return the figures of a program of this project."""
-        return self._figures(load_program(file).module())
+    @torch.no_grad()
+    def of_result(self, file: Path, name: str) -> Scores:
+        """Return the scores of outputs, or of dequantized weights with the activation quantizer of this project.
 
-    def of_weights(self, file: Path, name: str) -> Cells:
-        """Return the figures of dequantized weights, with the activation quantizer of this project.
+        Args:
+            file: what the process of a method wrote.
+            name: the format.
 
         Raises:
             ValueError: for weights that are not MXFP4.
+            RuntimeError: for weights that do not fit the model.
         """
+        result = load_file(file, str(self.windows[0].device))
+        if OUTPUT.format(0) in result:
+            return self._scores(result[OUTPUT.format(i)] for i in range(len(self.windows)))
         original = {key: tensor.clone() for key, tensor in self.net.state_dict().items()}
         chosen = config(name, "even")
         hooks = []
         try:
-            self.net.load_state_dict(load_file(file))
+            self.net.load_state_dict(result)
             for path, linear in self.net.named_modules():
                 if isinstance(linear, nn.Linear) and not path.endswith(IN_FLOAT):
                     _check_grid(path, linear.weight, chosen.weight)
                     if chosen.activation is not None:
                         hooks.append(linear.register_forward_pre_hook(_rounding(chosen.activation)))
-            return self._figures(self.forward)
+            return self._scores(self.forward(window) for window in self.windows)
         finally:
             for hook in hooks:
                 hook.remove()
             self.net.load_state_dict(original)
 
-    def _figures(self, forward: Forward) -> Cells:
-        return self.model.figures(forward, self.windows, self.references)
-
-
-def _tokens(tokenizer: Any, packages: tuple[str, ...], windows: int, length: int) -> Tensor:
-    """Return the tokens of docstrings, (windows, length) int64."""
-    ids = tokenizer(package_text(packages, 8 * windows * length), verbose=False)["input_ids"]
-    return torch.tensor(ids[: windows * length]).view(windows, length)
+    def _scores(self, outputs: Iterable[Tensor]) -> Scores:
+        return self.model.metric.scores(outputs, self.windows, self.references)
 
 
 def _check_grid(name: str, weight: Tensor, spec: pt2mx.MXSpec) -> None:

@@ -1,4 +1,7 @@
-"""llm-compressor: GPTQ, alone and after SmoothQuant or the rotations of SpinQuant that weights absorb."""
+"""llm-compressor: GPTQ, alone and after SmoothQuant or the rotations of SpinQuant that weights absorb.
+
+It chooses the device itself: a GPU where torch sees one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.benchmarks.peers.process import Job, run
 
 
 def quantize(job: Job) -> dict[str, Tensor]:
-    rows = job.tokens.tolist()
+    rows = job.inputs.tolist()
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
     before = {
         "SmoothQuant": [SmoothQuantModifier(smoothing_strength=0.5)],

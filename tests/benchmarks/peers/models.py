@@ -1,11 +1,13 @@
-"""The models on which methods are compared: their weights and texts, and the figures of a result.
+"""The models on which methods are compared: their weights and inputs, and the metric of a result.
 
-Calibrated on docstrings of sympy and scipy, evaluated on docstrings of networkx, scikit-learn and numpy.
+Language models are calibrated on docstrings of sympy and scipy, and evaluated on docstrings of networkx, scikit-learn
+and numpy; EfficientNet on the photographs of `accuracy/efficientnet.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.models import SentenceEncoder
-from tests.benchmarks.accuracy import smollm2
+from tests.benchmarks.accuracy import efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder
-from tests.benchmarks.peers.figures import cosines, divergences
+from tests.benchmarks.accuracy.texts import package_text
+from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
 #: modules that stay in float; names of their ends
 IN_FLOAT = ("lm_head", "pooler.dense")
@@ -27,24 +30,24 @@ class Model(NamedTuple):
     """A model to compare methods on.
 
     Args:
-        auto: the class of transformers that loads its checkpoint.
-        load: number of layers to keep, or None for all -> the model of transformers and its tokenizer.
-        wrap: the model of transformers -> a module from tokens, (B, S), to its output.
+        load: number of layers to keep, or None for all -> the model and its tokenizer, None for a model of images.
+        inputs: tokenizer -> the calibration inputs and the held-out inputs, (windows, ...) each.
+        wrap: the model -> a module from inputs to its output.
         quantizer: format, scale mode -> the quantizer of this project.
-        figures: a module as above, windows, their float outputs -> the cells of the table.
-        length: the tokens of a window.
-        seen: the number of windows for calibration.
-        held_out: the number of windows for evaluation.
+        metric: how outputs are compared.
+        formats: the formats that the command runs by default.
+        at_once: the windows of a batch for calibration.
+        auto: the class of transformers that loads the checkpoint.
     """
 
-    auto: str
     load: Callable[[int | None], tuple[nn.Module, Any]]
+    inputs: Callable[[Any], tuple[Tensor, Tensor]]
     wrap: Callable[[nn.Module], nn.Module]
     quantizer: Callable[[str, str], MXQuantizer]
-    figures: Callable[..., dict[str, str]]
-    length: int
-    seen: int
-    held_out: int
+    metric: Metric
+    formats: tuple[str, ...] = ("W4", "W4A4")
+    at_once: int = 2
+    auto: str = ""
 
 
 class Embedding(nn.Module):
@@ -68,6 +71,16 @@ def cut(model: nn.Module, layers: int | None, **fields: Any) -> nn.Module:
     return result
 
 
+def docstrings(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of docstrings, (seen, length) and (held_out, length) int64."""
+
+    def tokens(windows: int, *packages: str) -> Tensor:
+        ids = tokenizer(package_text(packages, 8 * windows * length), verbose=False)["input_ids"]
+        return torch.tensor(ids[: windows * length]).view(windows, length)
+
+    return tokens(seen, "sympy", "scipy"), tokens(held_out, "networkx", "sklearn", "numpy")
+
+
 def _smollm2(layers: int | None) -> tuple[nn.Module, Any]:
     decoder, tokenizer = smollm2.load()
     return cut(decoder, layers, tie_word_embeddings=False), tokenizer  # methods may rotate the embedding alone
@@ -79,19 +92,46 @@ def _minilm(layers: int | None) -> tuple[nn.Module, Any]:
     return cut(transformers.AutoModel.from_pretrained(weights), layers), tokenizer
 
 
+def _efficientnet(layers: int | None) -> tuple[nn.Module, Any]:
+    model = efficientnet.load()
+    for name, conv in list(model.named_modules()):
+        if isinstance(conv, nn.Conv2d):  # of a class of its own, which pads its input; quantizers know `nn.Conv2d`
+            settings = conv.kernel_size, conv.stride, 0, conv.dilation, conv.groups
+            plain = nn.Conv2d(conv.in_channels, conv.out_channels, *settings, bias=conv.bias is not None)
+            plain.load_state_dict(conv.state_dict())
+            model.set_submodule(name, nn.Sequential(conv.static_padding, plain))
+    return model.eval(), None
+
+
 def _linears(name: str, scale_mode: str) -> MXQuantizer:
     return MXQuantizer().set_operator_type("aten.linear", config(name, scale_mode))
 
 
-_SMOLLM2 = Model(
-    auto="AutoModelForCausalLM",
-    load=_smollm2,
-    wrap=smollm2.Logits,
-    quantizer=smollm2.quantizer,
-    figures=divergences,
-    length=256,
-    seen=32,
-    held_out=16,
-)
-_MINILM = Model("AutoModel", _minilm, Embedding, _linears, cosines, length=64, seen=128, held_out=64)
-MODELS = {"smollm2": _SMOLLM2, "minilm": _MINILM}
+MODELS = {
+    "smollm2": Model(
+        load=_smollm2,
+        inputs=partial(docstrings, length=256, seen=32, held_out=16),
+        wrap=smollm2.Logits,
+        quantizer=smollm2.quantizer,
+        metric=DIVERGENCE,
+        auto="AutoModelForCausalLM",
+    ),
+    "minilm": Model(
+        load=_minilm,
+        inputs=partial(docstrings, length=64, seen=128, held_out=64),
+        wrap=Embedding,
+        quantizer=_linears,
+        metric=EMBEDDING,
+        formats=("W4", "W4A8", "W4A4"),
+        auto="AutoModel",
+    ),
+    "efficientnet": Model(
+        load=_efficientnet,
+        inputs=lambda tokenizer: efficientnet.calibration_and_held_out(),
+        wrap=lambda model: model,
+        quantizer=efficientnet.quantizer,
+        metric=CLASSES,
+        formats=tuple(efficientnet.FORMATS),
+        at_once=efficientnet.AT_ONCE,
+    ),
+}

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 import pt2mx
 from tests.benchmarks.peers.models import MODELS
 from tests.benchmarks.peers.process import Job, run
 
 
-def quantize(job: Job) -> None:
-    subject = MODELS[job.model_name]
-    shapes = ({0: torch.export.Dim("batch")},)
-    model = torch.export.export(subject.wrap(job.model), (job.tokens[:2],), dynamic_shapes=shapes).module()
+def quantize(job: Job) -> nn.Module:
+    subject, inputs = MODELS[job.model_name], job.inputs.to(job.device)
+    shapes = ({0: torch.export.Dim("batch", max=1024)},)
+    wrapped = subject.wrap(job.model.to(job.device))
+    model = torch.export.export(wrapped, (inputs[:2],), dynamic_shapes=shapes).module()
     quantizer = subject.quantizer(job.format, "even")
     if job.method != "nearest":
-        batches = [(batch,) for batch in job.tokens.split(2)]
+        batches = [(batch,) for batch in inputs.split(subject.at_once)]
         model = pt2mx.optimize(model, quantizer, batches, preset=job.method)
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
-    program = torch.export.export(converted, (job.tokens[:2],), dynamic_shapes=shapes)
-    pt2mx.save_program(program, job.output.with_suffix(".pt2"))
+    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The process that quantizes a model by one method: read the job, measure the method, write what it made.
 
-A folder holds the job: `checkpoint/`, the calibration tokens, and `NAME.json` with the options. The process writes
-`NAME.safetensors`, the dequantized weights of the whole model, and `NAME.cost`: processor seconds and peak memory.
+A folder holds the job: `checkpoint/`, the calibration inputs, the held-out inputs, and `NAME.json` with the options.
+The process writes `NAME.safetensors` and `NAME.cost`, the seconds and the peak memory. The first holds the dequantized
+weights of the whole model. Methods that have activation quantizers of their own write the outputs for the held-out
+inputs instead.
 """
 
 from __future__ import annotations
@@ -20,53 +22,79 @@ from torch import Tensor, nn
 
 from tests.benchmarks.peak import peak
 
-#: the file of the calibration tokens, `input_ids` (windows, tokens) int64
-CALIBRATION = "calibration.safetensors"
-CHECKPOINT = "checkpoint"
+#: the files of the inputs, `inputs` (windows, ...)
+CALIBRATION, HELD_OUT = "calibration.safetensors", "held_out.safetensors"
+CHECKPOINT, PICKLED = "checkpoint", "model.pt"
+#: the name of the outputs for a held-out window of that index
+OUTPUT = "output {}"
 
 
 class Job(NamedTuple):
     """A model to quantize.
 
     Args:
-        model: the float model of transformers, in evaluation mode.
-        tokenizer: its tokenizer.
-        tokens: the calibration tokens, (windows, tokens) int64.
+        model: the float model in evaluation mode, on the CPU.
+        tokenizer: its tokenizer; None: a model of images.
+        inputs: the calibration inputs, (windows, tokens) int64 or (windows, 3, height, width) float32.
         model_name: the name of the model.
         method: the name of the method.
-        format: "W4", or "W4A8" or "W4A4" where activations are quantized, too.
+        format: the formats of weights and activations, such as "W4" or "W4A8".
         iterations: the steps of methods that learn.
-        output: the path of the result, without a suffix.
+        device: where to quantize; a device other than the CPU makes the seconds wall time.
     """
 
     model: nn.Module
     tokenizer: Any
-    tokens: Tensor
+    inputs: Tensor
     model_name: str
     method: str
     format: str
     iterations: int
-    output: Path
+    device: str
 
 
-def run(quantize: Callable[[Job], dict[str, Tensor] | None]) -> None:
+def save_checkpoint(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    """Write a model of transformers with its tokenizer, or any module where the tokenizer is None."""
+    folder.mkdir()
+    if tokenizer is None:
+        torch.save(model, folder / PICKLED)
+    else:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def load_checkpoint(folder: Path, auto: str) -> tuple[nn.Module, Any]:
+    """Return what `save_checkpoint` wrote, on the CPU.
+
+    Args:
+        folder: the folder of the checkpoint.
+        auto: the class of transformers that loads the model.
+    """
+    if (folder / PICKLED).exists():
+        return torch.load(folder / PICKLED, weights_only=False), None
+    model = getattr(transformers, auto).from_pretrained(folder, dtype=torch.float32).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
     """Quantize the model of the job that the command line names.
 
     Args:
-        quantize: returns the weights; None where it has written the result itself.
+        quantize: returns the dequantized weights, or a module to call with held-out inputs on the job's device.
     """
     file = Path(sys.argv[1])
     options = json.loads(file.read_text())
-    checkpoint = file.parent / CHECKPOINT
-    model = getattr(transformers, options.pop("auto")).from_pretrained(checkpoint, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    tokens = load_file(file.parent / CALIBRATION)["input_ids"]
-    job = Job(model, tokenizer, tokens, output=file.with_suffix(""), **options)
+    model, tokenizer = load_checkpoint(file.parent / CHECKPOINT, options.pop("auto"))
+    job = Job(model, tokenizer, load_file(file.parent / CALIBRATION)["inputs"], **options)
     torch.manual_seed(0)
-    begin = time.process_time()
-    weights = quantize(job)
-    cost = {"seconds": time.process_time() - begin, "peak MB": peak()}
-    if weights is not None:
-        saved = {name: tensor.detach().float().contiguous().clone() for name, tensor in weights.items()}
-        save_file(saved, job.output.with_suffix(".safetensors"))
-    job.output.with_suffix(".cost").write_text(json.dumps(cost))
+    clock = time.process_time if job.device == "cpu" else time.perf_counter
+    begin = clock()
+    result = quantize(job)
+    cost = {"seconds": clock() - begin, "peak MB": peak()}
+    if isinstance(result, nn.Module):
+        held_out = load_file(file.parent / HELD_OUT)["inputs"].split(1)
+        with torch.no_grad():
+            result = {OUTPUT.format(i): result(window.to(job.device)) for i, window in enumerate(held_out)}
+    saved = {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in result.items()}
+    save_file(saved, file.with_suffix(".safetensors"))
+    file.with_suffix(".cost").write_text(json.dumps(cost))

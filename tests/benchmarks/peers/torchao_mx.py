@@ -13,7 +13,7 @@ from tests.benchmarks.peers.process import Job, run
 def quantize(job: Job) -> dict[str, Tensor]:
     weights = job.model.state_dict()
     for name, module in job.model.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith(("lm_head", "pooler.dense")):
+        if isinstance(module, nn.Linear | nn.Conv2d) and not name.endswith(("lm_head", "pooler.dense")):
             packed = MXTensor.to_mx(module.weight, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.EVEN)
             weights[f"{name}.weight"] = packed.dequantize(torch.float32)
     return weights
