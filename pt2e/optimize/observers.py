@@ -14,6 +14,8 @@ ROWS = 8192
 _COLUMNS = 4096
 #: fewest columns of a part, however small the memory
 FEWEST_COLUMNS = 32
+#: columns of the strips in which a CPU computes the upper triangle of sums; an accelerator computes both triangles
+_STRIP = 192
 #: fractional part of the golden ratio: the fractional parts of its multiples are spread evenly in [0, 1)
 _GOLDEN = (5**0.5 - 1) / 2
 #: rows of the mean expert that are added to each expert, as a multiple of K, and the weight of each. With 16 experts,
@@ -69,8 +71,22 @@ class MXHessianObserver(nn.Module):
         self.columns = _COLUMNS if columns is None else columns
         self.count = 0
         self.counts = torch.zeros(0, dtype=torch.int64)
-        self.parts: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        self._is_mirrored = True  # whether the lower triangles have their values
         self.amax: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        if not self._is_mirrored:
+            for part in self._parts:
+                for own in _strips(part.shape[1]):
+                    part[:, own.stop :, own] = part[:, own, own.stop :].mT
+            self._is_mirrored = True
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: list[Tensor]) -> None:
+        self._parts, self._is_mirrored = parts, True
 
     @torch.no_grad()
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor:
@@ -102,13 +118,19 @@ class MXHessianObserver(nn.Module):
         if rows.shape[1] > ROWS:
             rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
-        for part, columns in zip(self.parts, rows.split([part.shape[1] for part in self.parts], 2), strict=True):
+        for part, columns in zip(self._parts, rows.split([part.shape[1] for part in self._parts], 2), strict=True):
             same_device = part.device == rows.device
             sums = part[groups] if same_device else torch.zeros_like(part[groups], device=rows.device)
-            sums.baddbmm_(columns.mT, columns)  # autocast does not cast in-place operators
+            if rows.is_cpu:
+                for own in _strips(sums.shape[1]):
+                    sums[:, own, own.start :].baddbmm_(columns[:, :, own].mT, columns[:, :, own.start :])
+                self._is_mirrored = False
+            else:
+                sums.baddbmm_(columns.mT, columns)  # autocast does not cast in-place operators
             if not same_device:
                 part[groups] += sums.to(part.device)
-        torch.maximum(amax[groups], torch.linalg.vector_norm(rows, torch.inf, 1), out=amax[groups])
+        for extremes in (rows.amax(1), -rows.amin(1)):  # a norm takes ten times as long
+            torch.maximum(amax[groups], extremes, out=amax[groups])
         self.counts[groups] += rows.shape[1]
         self.count += rows.shape[1]
 
@@ -116,6 +138,11 @@ class MXHessianObserver(nn.Module):
         """Return the mean square of each column, (groups, K)."""
         squares = torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1)
         return squares / self.counts.clamp(min=1).unsqueeze(1).to(squares.device)
+
+
+def _strips(k: int) -> list[slice]:
+    """Return the columns of each strip."""
+    return [slice(first, first + _STRIP) for first in range(0, k, _STRIP)]
 
 
 class Size(NamedTuple):

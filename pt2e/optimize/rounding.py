@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import nan
+from math import isfinite, nan
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
         return "its matmuls reduce other dimensions of it"
     if not any(observer.count for _, observer in target.inputs):
         return "no batch reached its operators"
-    if not all(part.isfinite().all() for part in _hessians(target)):
+    if not all(isfinite(_peak(part)) for part in _hessians(target)):
         return "its inputs hold an Inf or a NaN, or their squares overflow"
     return ""
 
@@ -229,9 +229,8 @@ def rounding_errors(target: WeightTarget, *roundings: Tensor) -> list[float]:
     """
     value = target.value.detach()
     hessians = _hessians(target)
-    if not all(part.isfinite().all() for part in hessians):
-        hessians = []
-    hessians = [part / max(map(_peak, hessians)) for part in hessians]
+    peaks = [_peak(part) for part in hessians]
+    hessians = [part / max(peaks) for part in hessians] if all(map(isfinite, peaks)) else []
     unit = _peak(value.float())
     reads = sum((observer.counts.to(value.device) for observer in target.rows), torch.zeros(1, device=value.device))
 
@@ -248,8 +247,10 @@ def rounding_errors(target: WeightTarget, *roundings: Tensor) -> list[float]:
 
 
 def _peak(values: Tensor) -> float:
-    """Return the largest absolute value, never zero. Dividing by it keeps squares within float32."""
-    return max(float(values.abs().max()), torch.finfo(torch.float32).tiny)
+    """Return the largest absolute value, never zero; Inf or NaN if a value is. Dividing by it keeps squares within
+    float32."""
+    least, most = map(float, torch.aminmax(values))
+    return max(-least, most, torch.finfo(torch.float32).tiny)
 
 
 def _report(

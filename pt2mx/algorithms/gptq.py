@@ -131,7 +131,8 @@ def gptq_of_groups(
         order = diagonal.argsort(dim=1, descending=True, stable=True)
     each = torch.arange(groups, device=weights.device)[:, None]
     ends = [bound.mT for bound in bounds]
-    scale, ordered = scales.mT, hessians[each[:, None], order[:, :, None], order[:, None]]
+    # rows first, then columns: both at once take three times as long
+    scale, ordered = scales.mT, hessians[each, order].gather(2, order[:, None].expand_as(hessians))
     factor = _inverse_factor(ordered, damping)  # (groups, K, K) upper
     with _one_thread(weights):
         rounded = _round_columns(

@@ -180,3 +180,16 @@ def test_without_a_look_at_inputs_all_rows_count():
     weight = model.weight.detach()
     rounded = fake_quantize_mx(weight, pt2mx.MXSpec("fp4_e2m1", axis=-1))
     assert row.before == pytest.approx(share(weight, rounded, torch.ones(40)), rel=1e-5)
+
+
+@pytest.mark.parametrize("columns", [4096, 320])
+def test_both_triangles_of_sums_between_batches(columns):
+    """A CPU computes one triangle, in strips, and copies it when the sums are read."""
+    observer, rows = MXHessianObserver(lambda x: x, line=640, columns=columns), torch.randn(4, 2, 50, 640)
+    whole = torch.zeros(2, 640, 640)
+    for batch in rows:
+        observer(batch)
+        whole += batch.mT @ batch
+        parts = torch.arange(640).split(observer.parts[0].shape[1])
+        for part, own in zip(observer.parts, parts, strict=True):
+            torch.testing.assert_close(part, whole[:, own][:, :, own])
