@@ -247,8 +247,10 @@ class MXObserver(StatisticsCollector, ObserverBase):
         dequantize.meta.update({**self.statistics_meta(), **node.meta.get(NOTES_KEY, {})})
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
+        if not self.folds_weights:  # finding all modules at each call would take a third of the conversion
+            return
         modules = [model.get_submodule(str(n.target)) for n in model.graph.find_nodes(op="call_module")]
-        if self.folds_weights and not any(isinstance(module, MXObserver) for module in modules):
+        if not any(isinstance(module, MXObserver) for module in modules):
             compute_codes(model, constant_nodes(model.graph))
             if any(isinstance(module, ScaledWeight) for module in modules):
                 warnings.warn(

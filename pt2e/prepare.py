@@ -15,6 +15,7 @@ from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import Dequantize, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
+from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
@@ -128,6 +129,11 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     check_exported(model)
     if not isinstance(quantizer, torchao_pt2e.Quantizer):
         raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
+    with recompile_once() as mark:
+        return mark(_prepare_copy(model, quantizer, for_training))
+
+
+def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
     meta = {**model.meta, FLOAT_SIZE_KEY: float_size(model)}
     model = to_annotate(model, for_training)
     mark_constants(model)
@@ -143,7 +149,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
         warnings.warn(
             f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
             "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
-            stacklevel=3,
+            stacklevel=4,
         )
     if for_training:
         _warn_of_codes(graphs)
@@ -266,7 +272,7 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
         warnings.warn(
             f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "
             "exported model that optimize was given",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

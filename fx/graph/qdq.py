@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -75,14 +76,23 @@ def insert_quantize_dequantize(
         dequantize = graph.call_function(ops.dequantize_mx, Dequantize(data, scale, *blocks).with_scales(*scales).args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
-    for node in created:
-        set_value(node)
-    if all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
-        dequantize.meta["val"] = torch.empty_like(value)  # what the operator would return, ten times as fast
+    if tensor_scale is None and all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
+        # what the operators would return, in a fifth of the time
+        quantized = tuple(value.new_empty(s, dtype=dtype) for s, dtype in _results(value.shape, quantize.args[1:]))
+        quantize.meta["val"], dequantize.meta["val"] = quantized, torch.empty_like(value)
+        scale.meta["val"], data.meta["val"] = quantized
     else:
-        set_value(dequantize)
+        for node in (*created, dequantize):
+            set_value(node)
     dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
     return dequantize
+
+
+@functools.lru_cache(maxsize=1024)
+def _results(shape: torch.Size, args: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Return the shapes and dtypes of the scale and the codes of a tensor of that shape; `args` follow it in the
+    operator."""
+    return [(one.shape, one.dtype) for one in ops.quantize_mx(torch.empty(shape, device="meta"), *args)]
 
 
 def insert_amax(tensors: list[Node], before: Node) -> Node:

@@ -1,0 +1,86 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule, symbolic_trace
+
+from pt2mx.fx.graph import recompile
+from pt2mx.fx.graph.recompile import recompile_once
+
+
+class Negated(nn.Module):
+    def forward(self, x):
+        return -x
+
+
+@pytest.fixture
+def model():
+    return symbolic_trace(Negated())
+
+
+@pytest.fixture
+def compiled(model, monkeypatch):
+    """The modules whose code was generated, after that of `model`."""
+    modules = []
+    original = recompile._recompile
+    monkeypatch.setattr(recompile, "_recompile", lambda module: (modules.append(module), original(module))[1])
+    return modules
+
+
+def change(model: GraphModule) -> None:
+    """Make the result of a graph its input."""
+    (x,) = model.graph.find_nodes(op="placeholder")
+    model.graph.output_node().args = (x,)
+    model.recompile()
+
+
+def test_a_result_gets_code_once(model, compiled):
+    x = torch.ones(2)
+    with recompile_once() as mark:
+        result = mark(GraphModule(model, model.graph))
+        for _ in range(3):
+            change(result)
+        assert compiled == []
+    assert compiled == [result] and torch.equal(result(x), x)
+
+
+def test_older_modules_get_code_and_copies_in_between_do_not(model, compiled):
+    x = torch.ones(2)
+    with recompile_once():
+        copy = GraphModule(model, model.graph)
+        change(model)
+    assert compiled == [model] and torch.equal(model(x), x) and torch.equal(copy(x), x)
+
+
+def test_a_module_that_is_called_gets_code(model):
+    x = torch.ones(2)
+    with recompile_once():
+        change(model)
+        assert torch.equal(model(x), x)
+
+
+def test_an_error_leaves_no_code_behind(model):
+    x = torch.ones(2)
+    with pytest.raises(ZeroDivisionError), recompile_once():
+        change(model)
+        raise ZeroDivisionError
+    change(fresh := symbolic_trace(Negated()))
+    assert torch.equal(model(x), x) and torch.equal(fresh(x), x)
+
+
+def test_nested_contexts(compiled):
+    with recompile_once() as mark_outer:
+        with recompile_once() as mark:
+            inner = mark(symbolic_trace(Negated()))
+        assert compiled == []
+        outer = mark_outer(nn.Sequential(inner))
+    assert compiled == [inner] and torch.equal(outer(torch.ones(2)), -torch.ones(2))
+
+
+def test_other_threads_are_not_delayed(compiled):
+    with recompile_once():
+        thread = threading.Thread(target=lambda: symbolic_trace(Negated()))
+        thread.start()
+        thread.join()
+        assert len(compiled) == 1
