@@ -14,7 +14,17 @@ from transformers import BertConfig, BertModel
 from pt2mx.pt2e.language.texts import built_in_text
 from tests.benchmarks.accuracy import efficientnet
 from tests.benchmarks.peers import __main__ as peers
-from tests.benchmarks.peers import evaluation, figures, methods, models, ours, process, results, torchao_mx
+from tests.benchmarks.peers import (
+    evaluation,
+    figures,
+    methods,
+    models,
+    ours,
+    process,
+    results,
+    torchao_int8,
+    torchao_mx,
+)
 from tests.language_models import tiny_decoder, tokenizer_of_bytes
 
 
@@ -66,8 +76,9 @@ def _tiny_bert():
 
 def _tiny_cnn():
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 32, 3, stride=2), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(32, 10)).eval()
+    shared, pooled = nn.ReLU6(), nn.AdaptiveAvgPool2d(1)
+    convolutions = nn.Conv2d(3, 32, 3, stride=2), shared, nn.Conv2d(32, 32, 3), shared
+    return nn.Sequential(*convolutions, pooled, nn.Flatten(), nn.Linear(32, 10)).eval()
 
 
 LOADS = {
@@ -77,6 +88,14 @@ LOADS = {
     ),
     "minilm": lambda layers: (models.cut(_tiny_bert(), layers), tokenizer_of_bytes()),
     "efficientnet": lambda layers: (_tiny_cnn(), None),
+}
+
+
+#: method -> its function; others are presets of this project
+QUANTIZE = {
+    "torchao": torchao_mx.quantize,
+    "torchao INT8": torchao_int8.quantize,
+    "float": lambda job: job.model.state_dict(),
 }
 
 
@@ -102,9 +121,7 @@ def run(monkeypatch, tmp_path):
         file = folder / "job.json"
         file.write_text(json.dumps({"method": method, "iterations": 1, "device": "cpu", **job}))
         monkeypatch.setattr("sys.argv", ["", str(file)])
-        process.run(
-            {"torchao": torchao_mx.quantize, "float": lambda job: job.model.state_dict()}.get(method, ours.quantize)
-        )
+        process.run(QUANTIZE.get(method, ours.quantize))
         return file.with_suffix(".safetensors"), json.loads(file.with_suffix(".cost").read_text())
 
     return run_here
@@ -154,6 +171,36 @@ def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, cap
     peers.main([*command, "nearest", "--again"])
     assert ran == ["nearest"] * 2
     assert (tmp_path / "results" / f"{tiny}-1" / process.HELD_OUT).read_bytes() == windows
+
+
+@pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
+def test_static_int8_of_a_cnn(tiny, run, tmp_path):
+    """Every layer has weights of one scale per channel, also after an activation function that two layers share."""
+    evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], None, tmp_path / "kept")
+    file, _ = run(tmp_path, "torchao INT8", {"auto": "", "model_name": tiny, "format": "W8A8"})
+    losses = evaluated.of_result(file, "W8A8")["1 - cosine"]
+    assert 1e-7 < min(losses) and max(losses) < 1e-3
+    job = process.Job(_tiny_cnn(), None, torch.randn(4, 3, 32, 32), tiny, "torchao INT8", "W8A8", 0, "cpu")
+    targets = [str(node.target) for node in torchao_int8.quantize(job).graph.nodes]
+    assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 3
+    assert targets.count("quantized_decomposed.quantize_per_tensor.default") >= 3
+
+
+class _PaddingConv(nn.Conv2d):
+    def __init__(self):
+        super().__init__(4, 8, 3, stride=2, groups=2, bias=False)
+        self.static_padding = nn.ZeroPad2d((0, 1, 1, 0))
+
+    def forward(self, x):
+        return super().forward(self.static_padding(x))
+
+
+def test_convolutions_that_pad_become_plain():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_PaddingConv(), nn.ReLU()), torch.randn(2, 4, 9, 9)
+    expected = model(x)
+    plain = models.with_plain_convolutions(model)
+    assert torch.equal(plain(x), expected) and type(plain[0][1]) is nn.Conv2d
 
 
 def test_results_are_kept_per_window(tmp_path):

@@ -42,10 +42,10 @@ _AUTO_ROUND, _LLM_COMPRESSOR, _NNCF = "auto-round==0.16.1", "llmcompressor==0.14
 _ALL = LANGUAGE + IMAGES
 METHODS = {
     "nearest": Method("ours", models=_ALL),
-    "fast": Method("ours", models=_ALL),
-    "imatrix": Method("ours", models=_ALL),
+    "fast": Method("ours"),
+    "imatrix": Method("ours"),
     "balanced": Method("ours", models=_ALL),
-    "best": Method("ours", models=_ALL),
+    "best": Method("ours"),
     "torchao": Method("torchao_mx", models=_ALL, formats=("W4", "W4A8", "W4A4")),
     "GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),
     "SmoothQuant + GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),

@@ -92,15 +92,18 @@ def _minilm(layers: int | None) -> tuple[nn.Module, Any]:
     return cut(transformers.AutoModel.from_pretrained(weights), layers), tokenizer
 
 
-def _efficientnet(layers: int | None) -> tuple[nn.Module, Any]:
-    model = efficientnet.load()
+def with_plain_convolutions(model: nn.Module) -> nn.Module:
+    """Replace convolutions that pad their input, by a module `static_padding`, with it and an `nn.Conv2d`.
+
+    Quantizers know convolutions by this class. The others would stay in float.
+    """
     for name, conv in list(model.named_modules()):
-        if isinstance(conv, nn.Conv2d):  # of a class of its own, which pads its input; quantizers know `nn.Conv2d`
+        if isinstance(conv, nn.Conv2d):
             settings = conv.kernel_size, conv.stride, 0, conv.dilation, conv.groups
             plain = nn.Conv2d(conv.in_channels, conv.out_channels, *settings, bias=conv.bias is not None)
             plain.load_state_dict(conv.state_dict())
             model.set_submodule(name, nn.Sequential(conv.static_padding, plain))
-    return model.eval(), None
+    return model.eval()
 
 
 def _linears(name: str, scale_mode: str) -> MXQuantizer:
@@ -126,7 +129,7 @@ MODELS = {
         auto="AutoModel",
     ),
     "efficientnet": Model(
-        load=_efficientnet,
+        load=lambda layers: (with_plain_convolutions(efficientnet.load()), None),
         inputs=lambda tokenizer: efficientnet.calibration_and_held_out(),
         wrap=lambda model: model,
         quantizer=efficientnet.quantizer,
