@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from zipfile import ZipFile
 
 import torch
 from torch import nn
+from torch._export.serde import serialize
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
@@ -23,6 +25,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import placeholders_first
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of, write_out_arguments
+from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, deep_copy
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.pt2e.archive import check_kind
@@ -66,8 +69,20 @@ def save_program(
     check_output(path)
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
-    with whole_file(path) as file, deferred_interrupts():
+    with whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
         torch.export.save(program, file, extra_files=provenance.extra_files())
+
+
+@contextmanager
+def _without_canonical_form() -> Iterator[None]:
+    """Keep torch from also computing a canonical form of a program that it saves, a test whose result it discards: that
+    takes a third of the time."""
+    canonicalize = serialize.canonicalize
+    serialize.canonicalize = lambda program, *args: program
+    try:
+        yield
+    finally:
+        serialize.canonicalize = canonicalize
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
@@ -178,6 +193,16 @@ def _write_out(node: dict[str, Any]) -> None:
     ]
 
 
+def export_program(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Return `torch.export.export` of a module, without gradients. It generates the code of the graph once."""
+    with torch.no_grad(), recompile_once() as mark:
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        mark(program.graph_module)
+    return program
+
+
 def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
     """Return the program of a graph, as an export of the graph would, without tracing it.
 
@@ -186,11 +211,18 @@ def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
             change.
         program: the other program.
     """
-    model = copy_sharing_tensors(model)
+    with recompile_once() as mark:
+        result = _program_of(copy_sharing_tensors(model), program)
+        mark(result.graph_module)
+    return result
+
+
+def _program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
+    """Return the program of a graph, which becomes the graph of the result."""
     graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
     for node in graph.find_nodes(op="call_module", target="_guards_fn"):
         graph.erase_node(node)
-    tensors = _lift_tensors(model)
+    tensors = _lift_tensors(model, state.keys())
     for node in list(graph.nodes):
         if node.op == "call_function" and "val" not in node.meta:
             set_value(node)
@@ -213,8 +245,11 @@ def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
     )
 
 
-def _lift_tensors(model: GraphModule) -> list[InputSpec]:
-    """Make the tensors that a graph reads its first inputs: parameters, buffers, constants. Return these inputs."""
+def _lift_tensors(model: GraphModule, saved: Set[str]) -> list[InputSpec]:
+    """Make the tensors that a graph reads its first inputs: parameters, buffers, constants. Return these inputs.
+
+    `saved`: the names in the state of the graph.
+    """
     placeholders_first(model)
     first, buffers = model.graph.find_nodes(op="placeholder")[0], dict(model.named_buffers())
     reads: dict[int, list[Node]] = {}  # a tied tensor has several names, and one input
@@ -235,6 +270,6 @@ def _lift_tensors(model: GraphModule) -> list[InputSpec]:
         for node in nodes:
             node.replace_all_uses_with(lifted)
             model.graph.erase_node(node)
-        persistent = name in model.state_dict() if kind is InputKind.BUFFER else None
+        persistent = name in saved if kind is InputKind.BUFFER else None
         specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
     return specs

@@ -23,6 +23,7 @@ from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load
 from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import quiet_export
 
 #: positional or keyword arguments of one call
@@ -89,8 +90,8 @@ class LoadedModel:
 def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> torch.export.ExportedProgram:
     """Return `torch.export.export` of a module called with a batch."""
     args, kwargs = _arguments(batch)
-    with torch.no_grad(), quiet_export():
-        return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
+    with quiet_export():
+        return export_program(module, args, kwargs, dynamic_shapes)
 
 
 def call(model: Callable[..., object], batch: Batch) -> object:

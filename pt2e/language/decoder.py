@@ -31,6 +31,7 @@ from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInp
 from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
+from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers, ima
         encoded = encoder_results(SourceEncoder(model)(**example_source(model)))
         mask, result = encoded.attention_mask, encoded.last_hidden_state
         call |= decoder_inputs(encoded)
-    decoder, logits = program.module(), []
+    decoder, logits = program.module(check_guards=False), []
     for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
         tokens_here = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
         kept = torch.arange(last - first, device=model.device)
@@ -210,8 +211,7 @@ def export(decoder: nn.Module, example: dict[str, Any], length: int | None = Non
     """
     dynamic = DYNAMIC if length is None else {**DYNAMIC, **_OF_LENGTH}
     shapes = {n: pytree.tree_map(lambda _, n=n: dynamic.get(n, {}), value) for n, value in example.items()}
-    with torch.no_grad():
-        return torch.export.export(decoder, (), example, dynamic_shapes=shapes, strict=False)
+    return export_program(decoder, (), example, shapes)
 
 
 def inputs(

@@ -102,7 +102,9 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    graph = remove_unused(exported.module())
+    # guards hold the equal sizes of the inputs, which the second export needs
+    is_exported_again = quantizer.kv_cache is not None or any(hop_calls(exported.graph_module))
+    graph = remove_unused(exported.module(check_guards=is_exported_again))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     encoder = None
@@ -117,11 +119,11 @@ def quantize_language_model(
     first = tower or source
     with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
         converted = quantize_graph(graph, quantizer, batches, stage)
-    if quantizer.kv_cache is None and not any(hop_calls(converted)):
-        program = program_of(converted, exported)
-    else:
+    if is_exported_again:
         converted = pack_cache(converted)
         program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device, images=images))
+    else:
+        program = program_of(converted, exported)
     carry_notes(converted, program.graph_module)
     config = copy.deepcopy(model.config)
     if length is not None:

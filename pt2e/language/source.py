@@ -19,6 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import SOURCE_MASK, CacheLayer, DecoderCache
+from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -227,5 +228,4 @@ def export(encoder: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
     """Export a float or a converted encoder, for batches of any size and, where there is a mask, any length."""
     sizes = {0: _SIZE, 1: _SIZE} if "attention_mask" in example else {0: _SIZE}
     shapes = dict.fromkeys(example, sizes)
-    with torch.no_grad():
-        return torch.export.export(encoder, (), example, dynamic_shapes=shapes, strict=False)
+    return export_program(encoder, (), example, shapes)

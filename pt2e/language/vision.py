@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.attention import PACKED_ATTENTION, register_attention
+from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
 if TYPE_CHECKING:
@@ -191,8 +192,8 @@ def export_tower(model: PreTrainedModel) -> ExportedProgram:
     shapes = {name: {0: Dim.DYNAMIC} for name in example}
     with _packed_attention(model):
         try:
-            with quiet_export(), torch.no_grad():
-                return torch.export.export(VisionTower(model), (), example, dynamic_shapes=shapes, strict=False)
+            with quiet_export():
+                return export_program(VisionTower(model), (), example, shapes)
         except Exception as error:
             text = f"the vision tower of {type(model).__name__} cannot be exported: {one_line(error)}"
             raise MXError(f"{text}; {WITHOUT_EXPORT}") from error

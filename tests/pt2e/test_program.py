@@ -5,6 +5,7 @@ import zipfile
 import pytest
 import torch
 from torch import nn
+from torch._export.serde import serialize
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
@@ -217,3 +218,12 @@ def test_the_program_of_a_graph_is_that_of_an_export(recipe, tmp_path):
         assert all(map(torch.equal, module(*inputs), converted(*inputs))) and inputs[2] == 2
         with pytest.raises(AssertionError, match=r"offsets.size\(\)\[0\] == ids.size\(\)\[0\]"):
             module(inputs[0], torch.ones(4), inputs[2])
+
+
+def test_the_canonical_form_is_left_out_while_saving(program, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(serialize, "canonicalize", lambda *args: calls.append(args))
+    given = serialize.canonicalize
+    pt2mx.save_program(program, tmp_path / "net.pt2")
+    assert not calls and serialize.canonicalize is given
+    assert torch.equal(pt2mx.load_program(tmp_path / "net.pt2").module()(X), program.module()(X))
