@@ -39,8 +39,8 @@ def distill(
     """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
     Adam trains all parameters that require a gradient, with a rate that decays to zero. It holds out one batch of
-    eight, and keeps the step that is best on these. Weights that `optimize` rounded lie exactly on the MX grid, so that
-    training starts from the optimized model.
+    eight, at most 64 batches, and keeps the step that is best on these. Weights that `optimize` rounded lie exactly on
+    the MX grid, so that training starts from the optimized model.
 
     Args:
         prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its

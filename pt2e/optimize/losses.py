@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 
-#: one of so many batches is held out
-_HELD_OUT = 8
+#: one of so many batches is held out, and at most so many in all
+_HELD_OUT, _MOST = 8, 64
 #: keeps gradients above the smallest float16 and above Adam's epsilon; the scale cancels in Adam and in signed descent
 LOSS_SCALE = 4096.0
 #: a logit of probability zero that is finite, so that the difference of two is zero
@@ -64,10 +64,10 @@ def _relative(output: Tensor, reference: Tensor) -> Tensor:
 def hold_out(count: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
     """Return the indices of the batches to train on, and of the held-out ones that choose the best step.
 
-    One batch of eight is held out at random, and at least one; a single batch is both.
+    One batch of eight is held out at random, at least one and at most 64; a single batch is both.
     """
     order = torch.randperm(count, generator=generator).tolist()
-    size = -(-count // _HELD_OUT) if count > 1 else 0
+    size = min(-(-count // _HELD_OUT), _MOST) if count > 1 else 0
     return sorted(order[size:]), sorted(order[:size] or order)
 
 

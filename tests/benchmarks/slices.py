@@ -76,7 +76,7 @@ def rows(case: Case, anchor: str, distill: bool) -> Iterator[Row]:
     yield row("nested", sliced(converted(nested, wide)), losses)[0]
     if not distill:
         return
-    lessons = case.lessons or case.batches
+    lessons = case.batches if case.lessons is None else case.lessons(case.examples)
     trained = []
     for name, graph in graphs.items():
         prepared = pt2mx.prepare_qat_pt2e(graph, recipes[name])

@@ -1,10 +1,11 @@
 """Accuracy at 4 bits on pretrained weights: rounded to nearest, by the presets of `pt2mx.optimize`, and distilled.
 
     python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...]
-        [--formats W4 "NVFP4 W4" ...] [--json]
+        [--formats W4 "NVFP4 W4" ...] [--device cuda]
+        [--examples 8192] [--rate 1e-4] [--json]
 
-One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or log-perplexity),
-followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
+One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or the KL
+divergence), followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
 until the model is prepared or distilled, and the peak memory of the process. Each model's file describes the data for
 calibration and evaluation.
 """
@@ -31,13 +32,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
     parser.add_argument("--presets", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS), metavar="PRESET")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default the formats of each model")
+    parser.add_argument("--device", default="cpu", help="where models run and are trained (default: cpu)")
+    parser.add_argument("--examples", type=int, help="number of examples for distillation, by default the model's")
+    parser.add_argument("--rate", type=float, help="learning rate of distillation, by default the model's")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    changes = {key: value for key in ("examples", "rate") if (value := getattr(options, key)) is not None}
     found: dict[str, list[Row]] = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:
             try:
-                found[name] = processes.submit(rows, name, options.presets, options.formats).result()
+                found[name] = processes.submit(
+                    rows, name, options.presets, options.formats, options.device, **changes
+                ).result()
             except NotInstalledError as error:
                 print(f"{name} is left out: {error}", file=sys.stderr)
                 continue

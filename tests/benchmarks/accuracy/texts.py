@@ -1,4 +1,7 @@
-"""Text that every machine has: the docstrings of Python's standard library, and of installed packages."""
+"""Text that every machine has: the docstrings of Python's standard library, and of installed packages.
+
+Models are calibrated on some packages, distilled on others, and evaluated on a third set.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,26 @@ import torch
 
 from tests.benchmarks.accuracy.packages import folder
 
+#: packages whose docstrings models are calibrated on, evaluated on, and distilled on
+SEEN, HELD_OUT = ("sympy", "scipy"), ("networkx", "sklearn", "numpy")
+LESSONS = ("torch", "transformers", "torchvision", "onnx", "sentence_transformers", "sympy", "scipy", "IPython")
+
 
 def sentences() -> list[str]:
-    """The sentences of the docstrings, each once, in an order that is always the same."""
-    found: dict[str, None] = {}
-    for text in _docstrings(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
-        found.update(dict.fromkeys(s for s in re.split(r"(?<=[.!?])\s+", text) if 20 < len(s) < 200))
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
-    listed = list(found)
-    return [listed[i] for i in order]
+    """Return the sentences of the docstrings, each once, in an order that is always the same."""
+    return _shuffled(_sentences(_docstrings(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))))
+
+
+def more_sentences(count: int) -> list[str]:
+    """Return sentences of the docstrings of packages for distillation, none of `sentences`."""
+    known = set(sentences())
+    return [s for s in _shuffled(_sentences(package_docstrings(LESSONS))) if s not in known][:count]
+
+
+def package_docstrings(names: Sequence[str]) -> list[str]:
+    """Return the docstrings of packages of more than 200 characters, each once, in an order that is always the same."""
+    paths = [path for name in names for path in sorted(folder(name).rglob("*.py"))]
+    return _shuffled(dict.fromkeys(docstring for docstring in _docstrings(paths) if len(docstring) > 200))
 
 
 def package_text(names: Sequence[str], length: int) -> str:
@@ -37,8 +51,21 @@ def package_text(names: Sequence[str], length: int) -> str:
     return text[:length]
 
 
+def _sentences(texts: Iterable[str]) -> dict[str, None]:
+    return {s: None for text in texts for s in re.split(r"(?<=[.!?])\s+", text) if 20 < len(s) < 200}
+
+
+def _shuffled(texts: Iterable[str]) -> list[str]:
+    listed = list(texts)
+    return [listed[i] for i in torch.randperm(len(listed), generator=torch.Generator().manual_seed(0)).tolist()]
+
+
 def _docstrings(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_bytes())):
+        try:
+            nodes = list(ast.walk(ast.parse(path.read_bytes())))
+        except SyntaxError:  # of a newer Python
+            continue
+        for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 yield " ".join((ast.get_docstring(node) or "").split())

@@ -19,7 +19,7 @@ from pt2mx.pt2e.cli.models import SentenceEncoder
 from tests.benchmarks.accuracy import efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder
-from tests.benchmarks.accuracy.texts import package_text
+from tests.benchmarks.accuracy.texts import HELD_OUT, SEEN, package_text
 from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
 #: modules that stay in float; names of their ends
@@ -74,11 +74,11 @@ def cut(model: nn.Module, layers: int | None, **fields: Any) -> nn.Module:
 def docstrings(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor]:
     """Return the tokens of docstrings, (seen, length) and (held_out, length) int64."""
 
-    def tokens(windows: int, *packages: str) -> Tensor:
+    def tokens(windows: int, packages: tuple[str, ...]) -> Tensor:
         ids = tokenizer(package_text(packages, 8 * windows * length), verbose=False)["input_ids"]
         return torch.tensor(ids[: windows * length]).view(windows, length)
 
-    return tokens(seen, "sympy", "scipy"), tokens(held_out, "networkx", "sklearn", "numpy")
+    return tokens(seen, SEEN), tokens(held_out, HELD_OUT)
 
 
 def _smollm2(layers: int | None) -> tuple[nn.Module, Any]:
