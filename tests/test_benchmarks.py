@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 
 from pt2mx import MXQuantizer
 from tests.benchmarks import byte_limit, cpu_decode, language, qat, qat_slices, slices, step
-from tests.benchmarks.accuracy import digits, efficientnet
+from tests.benchmarks.accuracy import digits, efficientnet, texts
 from tests.benchmarks.random_gguf import write_random_llama
 from tests.language_models import quantized_decoder
 
@@ -145,6 +146,29 @@ def test_a_random_gguf_file(tmp_path):
     assert len(tensors) == 11 and tensors["token_embd.weight"].shape.tolist() == [TINY["hidden_size"], 96]
     values = gguf.dequantize(tensors["blk.0.ffn_down.weight"].data, gguf.GGMLQuantizationType.Q4_0)
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
+
+
+def test_a_distilled_model():
+    """The chosen number of examples trains a model further than its rounding."""
+    case = digits.case("mlp")
+    sizes = []
+
+    def lessons(count):
+        sizes.append(count)
+        return case.batches[:count]
+
+    case = replace(case, lessons=lessons, examples=8, rate=1e-3).to("cpu")
+    rows = {row["rounding"]: row for row in case.rows(["balanced", "distilled"], ["W4A4"]) if "rounding" in row}
+    assert sizes == [8] and float(rows["distilled"]["loss"]) < float(rows["balanced"]["loss"])
+
+
+def test_sentences_of_packages(monkeypatch):
+    """Those for distillation are none of those for calibration; short and long ones are left out."""
+    shared, other, long = "This sentence is in both of them.", "And another one is not at all.", "x" * 180 + " y."
+    monkeypatch.setattr(texts, "sentences", lambda: [shared])
+    monkeypatch.setattr(texts, "package_docstrings", lambda names: [f"{shared} {other} Short. {long}{long}"])
+    assert texts.more_sentences(5) == [other] and texts.more_sentences(0) == []
+    assert max(map(len, texts._docstrings([Path(__file__)]))) > 50
 
 
 def test_slices_of_a_small_model():

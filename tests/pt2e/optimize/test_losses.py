@@ -24,7 +24,7 @@ def test_relative_error():
         relative_error(torch.tensor([1]), torch.tensor([1]))
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (8, 1), (9, 2), (24, 3)])
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 1), (8, 1), (9, 2), (24, 3), (1000, 64)])
 def test_one_of_eight_batches_is_held_out(count, size):
     train, others = hold_out(count, torch.Generator().manual_seed(0))
     assert len(others) == size and sorted({*train, *others}) == list(range(count))
