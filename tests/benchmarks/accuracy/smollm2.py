@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, all linear layers of the decoder quantized; head, embedding and attention matmuls in float.
 
 The package's weights are a GGUF file of 4.5 bits a value (Q4_1): they lie on an affine grid that no MX format has.
-Windows of 256 tokens: calibrated on 32 of docstrings of sympy and scipy, distilled on others of several packages, and
+Blocks of 256 tokens: calibrated on 32 of docstrings of sympy and scipy, distilled on others of several packages, and
 evaluated on 48 of networkx, scikit-learn and numpy. The loss is the KL divergence from the float model, in nats.
 """
 
@@ -38,12 +38,12 @@ class Logits(nn.Module):
 def case() -> Case:
     decoder, tokenizer = load()
 
-    def windows(text: str, count: int) -> Tensor:
+    def blocks(text: str, count: int) -> Tensor:
         ids = tokenizer(text, verbose=False)["input_ids"]
         return torch.tensor(ids[: count * WINDOW]).view(-1, WINDOW)
 
-    seen = windows(texts.package_text(texts.SEEN, 8 * CALIBRATION * WINDOW), CALIBRATION)
-    held_out = windows(texts.package_text(texts.HELD_OUT, 8 * HELD_OUT * WINDOW), HELD_OUT).split(1)
+    seen = blocks(texts.package_text(texts.SEEN, 8 * CALIBRATION * WINDOW), CALIBRATION)
+    held_out = blocks(texts.package_text(texts.HELD_OUT, 8 * HELD_OUT * WINDOW), HELD_OUT).split(1)
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
@@ -56,7 +56,7 @@ def case() -> Case:
 
     def lessons(count: int) -> tuple[Tensor, ...]:
         text = "\n\n".join(texts.package_docstrings(texts.LESSONS))
-        return windows(text[: 8 * count * WINDOW], count).split(AT_ONCE)
+        return blocks(text[: 8 * count * WINDOW], count).split(AT_ONCE)
 
     batches = [(batch,) for batch in seen.split(AT_ONCE)]
     return Case(exported, batches, quantizer, judge, lessons=lessons, distill_loss="kl_div")
