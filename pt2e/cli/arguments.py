@@ -117,6 +117,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "section `algorithms` of the recipe, or none)",
         ),
         argument(
+            "--distill",
+            metavar="TEXT",
+            help="for a language model: a text, or a folder of .txt files, on which to train the quantized weights to "
+            "predict like the float model",
+        ),
+        argument(
             "--output",
             default="out.pt2",
             help="the exported program to write, or for a language model a folder (default: out.pt2)",

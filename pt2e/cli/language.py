@@ -47,6 +47,7 @@ _QUANTIZING = {
     "recipe": (None,),
     "optimize": (None, "none"),
     "calibration": (None, "none"),
+    "distill": (None,),
     "tensor_parallel": (1,),
     "text_length": (None,),
     "compile": (False,),
@@ -116,7 +117,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     contexts = ranks.rank_contexts(options.tensor_parallel)
     if len(contexts) > 1:
         _check_without_values(options, quantizer)
-    stages = 4 if quantizer.algorithms is None else 5
+    stages = 4 + (quantizer.algorithms is not None) + (options.distill is not None)
     with ranks.only_first_prints(), Progress(1 + stages * len(contexts)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
@@ -128,11 +129,12 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
             texts = calibration_audio(options.calibration, model, name, quantizer)
         elif len(contexts) == 1:
             texts = _calibration(options.calibration, tokenizer, processor, quantizer)
+        lessons = [] if options.distill is None else blocks(read_text(options.distill), tokenizer)
         reports = []
         for context in contexts:
             with context:
                 reports.append(
-                    _quantize_rank(model, quantizer, texts, processor or tokenizer, options, progress, values)
+                    _quantize_rank(model, quantizer, texts, lessons, processor or tokenizer, options, progress, values)
                 )
         progress.end()
         ranks.wait()
@@ -144,6 +146,7 @@ def _quantize_rank(
     model: PreTrainedModel,
     quantizer: MXQuantizer,
     texts: Sequence[Tensor | Mapping[str, Tensor]],
+    lessons: Sequence[Tensor],
     tokenizer: Any,
     options: argparse.Namespace,
     progress: Progress,
@@ -154,7 +157,12 @@ def _quantize_rank(
     Returns its report, and the share of the checkpoint that it holds."""
     with user_errors("quantize the model"):
         part = model if options.tensor_parallel == 1 else shard(model)
-        chosen = {"part": options.part, "allow_partial": options.allow_partial, "length": options.text_length}
+        chosen = {
+            "part": options.part,
+            "allow_partial": options.allow_partial,
+            "length": options.text_length,
+            "lessons": lessons,
+        }
         quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **chosen)
     coverage = values.held_by(quantized.coverage.read)
     note_coverage(coverage)
@@ -193,6 +201,8 @@ def _check_quantize(options: argparse.Namespace) -> None:
     check_folder_name(options.output, options.model.removeprefix("hf:"))
     if options.tensor_parallel < 1:
         raise MXError(f"--tensor-parallel {options.tensor_parallel} must be at least 1")
+    if options.distill is not None and options.tensor_parallel != 1:
+        raise MXError("--distill trains a whole model: leave --tensor-parallel out")
 
 
 def _check_without_values(options: argparse.Namespace, quantizer: MXQuantizer) -> None:

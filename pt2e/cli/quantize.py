@@ -61,6 +61,10 @@ def run(options: argparse.Namespace) -> Result | None:
         return result
     if options.tensor_parallel != 1:
         raise MXError("--tensor-parallel is for a language model: give --model hf:NAME, and --output a folder")
+    if options.distill is not None:
+        raise MXError(
+            "--distill is for a language model: give --model hf:NAME, and --output a folder; or pt2mx.distill"
+        )
     if options.text_length is not None:
         raise MXError("--text-length is for a language model: give --model hf:NAME, and --output a folder")
     if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):

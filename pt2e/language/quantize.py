@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
@@ -42,6 +43,7 @@ def quantize_language_model(
     part: str | None = None,
     allow_partial: bool = False,
     length: int | None = None,
+    lessons: Sequence[Tensor] = (),
 ) -> LanguageModel:
     """Export a language model with its cache, and quantize its weights and the inputs multiplied with them.
 
@@ -63,6 +65,8 @@ def quantize_language_model(
         allow_partial: True: the program may leave out any part that text does not reach.
         length: the tokens of the longest text, for a model with RoPE of the types "longrope" and "dynamic": the program
             has the frequencies for that length. None: those for short texts. Other models read any number of tokens.
+        lessons: tokens, (B, S) int64 each, on which `pt2mx.distill` trains the quantized decoder to predict like the
+            float one (`kl_div`), after its algorithms; thousands of texts once. For models of text alone.
 
     Returns:
         A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
@@ -84,6 +88,7 @@ def quantize_language_model(
     """
     check_model(model)
     check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
+    check_texts(lessons, model.config.get_text_config().vocab_size, model.main_input_name)
     stage("export")
     length = longest_text(model, length)
     layers = layers_of(model)
@@ -91,6 +96,10 @@ def quantize_language_model(
         check_tower(model)
     source = FloatSource(model) if has_source(layers) else None
     tower = FloatTower(model) if part is None and has_tower(model) else None
+    if lessons and (source or tower):
+        raise MXError(
+            "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
+        )
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
     read = tensors_read(exported, decoder.PREFIX)
@@ -118,7 +127,8 @@ def quantize_language_model(
         batches = [batch | tower.read(text) for batch, text in zip(batches, texts, strict=True)]
     first = tower or source
     with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
-        converted = quantize_graph(graph, quantizer, batches, stage)
+        lesson_batches = [decoder.inputs(layers, model.device, tokens) for tokens in lessons]
+        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
     if is_exported_again:
         converted = pack_cache(converted)
         program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device, images=images))

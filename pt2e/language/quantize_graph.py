@@ -9,14 +9,17 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.optimize.distill import distill
+from pt2mx.pt2e.optimize.losses import kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: operators that multiply two activations in a decoder
@@ -32,18 +35,36 @@ def quantize_graph(
     quantizer: MXQuantizer,
     batches: Sequence[dict[str, Any]],
     stage: Callable[[str], None] = lambda name: None,
+    lessons: Sequence[dict[str, Any]] = (),
 ) -> GraphModule:
-    """Optimize, calibrate and convert the graph of a program; `batches` are its inputs, by name."""
+    """Optimize, calibrate, distil and convert the graph of a program.
+
+    Args:
+        graph: the float graph, whose first output holds logits.
+        quantizer: the quantizer.
+        batches: inputs for calibration, by name.
+        stage: called with the name of each stage as it begins.
+        lessons: inputs for distillation, by name; none: the weights are not trained.
+    """
+    optimized = graph
     if quantizer.algorithms is not None:
         stage("optimize")
-        graph = optimize(graph, quantizer, batches)
+        optimized = optimize(graph, quantizer, batches)
     stage("calibrate")
-    prepared = prepare_pt2e(graph, quantizer)
+    prepared = (prepare_qat_pt2e if lessons else prepare_pt2e)(optimized, quantizer)
     with torch.no_grad():
         for batch in batches:
             prepared(**batch)
+    if lessons:
+        stage("distill")
+        distill(prepared, graph, lessons, _divergence_of_logits).eval()
     stage("convert")
     return convert_pt2e(prepared)
+
+
+def _divergence_of_logits(outputs: object, references: object) -> Tensor:
+    """Return the divergence of the logits; a decoder may also return states."""
+    return kl_divergence(*(pytree.tree_leaves(each)[0] for each in (outputs, references)))
 
 
 @contextmanager

@@ -154,12 +154,29 @@ def test_perplexity(run):
         ((*QUANTIZE, "hf:llama", "--output", "llama"), "is the folder of the checkpoint"),
         ((*QUANTIZE, "hf:llama", "--output", "text.txt"), "is a file: a language model is written to a folder"),
         ((*QUANTIZE, "hf:llama", "--output", "o", "--compile"), "--compile is for a program"),
+        ((*QUANTIZE, "hf:llama", "--output", "o", "--distill", "none.txt"), "no text in 'none.txt'"),
+        (
+            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--tensor-parallel", "2"),
+            "--distill trains a whole model",
+        ),
+        ((*QUANTIZE, "hf:llama", "--output", "o.pt2", "--distill", "text.txt"), "--distill is for a language model"),
         ((*QUANTIZE, "hf:nowhere", "--output", "o"), "no language model"),
     ],
 )
 def test_errors(run, arguments, text):
     status, _, err = run(*arguments)
     assert status == 2 and re.search(text, err), err
+
+
+def test_distill(run, place):
+    (place / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    arguments = ("quantize", "--recipe", "mxfp4_weight_only", "--model", "hf:llama")
+    assert run(*arguments, "--distill", "long.txt", "--output", "trained")[0] == 0
+    trained, nearest = (
+        LanguageModel.from_pretrained(place / name).program.state_dict for name in ("trained", "quantized")
+    )
+    assert trained.keys() == nearest.keys()
+    assert not all(torch.equal(tensor, nearest[name]) for name, tensor in trained.items())
 
 
 def test_a_checkpoint_without_a_tokenizer(run, place):

@@ -3,9 +3,11 @@ import torch
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
+from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
+from tests.encoder_decoders import tiny_encoder_decoder
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
 
 
@@ -50,6 +52,36 @@ def test_converted_equals_prepared():
         expected = call(prepared)
         converted = decoder_by_recipe("mxfp8", "llama", num_hidden_layers=1).program.module()
         assert torch.equal(call(converted), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mamba", "mixtral"))])
+def test_lessons_train_the_weights(family):
+    """On the text of the lessons the trained decoder predicts more like the float one, whose weights stay."""
+    torch.manual_seed(0)
+    (model, _), texts = exported_decoder(family, num_hidden_layers=1), list(torch.randint(256, (16, 1, 24)))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    quantizer, stages = MXQuantizer.from_recipe("mxfp4_weight_only"), []
+
+    def divergence(result):
+        predict = [result(text).logits.log_softmax(-1) for text in texts]
+        return float(kl_divergence(expected, torch.cat(predict)).mean())
+
+    with torch.no_grad():
+        expected = torch.cat([model(text).logits.log_softmax(-1) for text in texts])
+        nearest = divergence(quantize_language_model(model, quantizer))
+        trained = quantize_language_model(model, quantizer, stage=stages.append, lessons=texts * 8)
+        assert stages == ["export", "calibrate", "distill", "convert"]
+        assert 0 < divergence(trained) < 0.9 * nearest
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    weights = [w for o in pt2mx.quantization_report(trained.program.module()).operators for w in o.operands if w.spec]
+    assert weights and all(weight.spec.startswith("mxfp4") for weight in weights)
+
+
+def test_lessons_are_for_decoders_of_text():
+    with pytest.raises(MXError, match="for decoders of text alone"):
+        quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
+    with pytest.raises(MXError, match="must be tokens"):
+        quantize_language_model(tiny_decoder("llama"), MXQuantizer(), lessons=[torch.ones(4)])
 
 
 def test_algorithms_lower_the_error():
