@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 from pt2mx.pt2e.language.texts import built_in_text
-from tests.benchmarks.accuracy import efficientnet
+from tests.benchmarks.accuracy import efficientnet, texts
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import (
     evaluation,
@@ -107,8 +107,8 @@ def tiny(request, monkeypatch):
         images = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split([4, 3])
         changed["inputs"] = lambda tokenizer: images
     else:
-        changed["inputs"] = partial(models.docstrings, length=32, seen=4, held_out=3)
-        monkeypatch.setattr(models, "package_text", lambda packages, length: built_in_text()[: length // 8])
+        changed["inputs"] = partial(texts.calibration_and_held_out, length=32, seen=4, held_out=3)
+        monkeypatch.setattr(texts, "package_text", lambda packages, length: built_in_text()[: length // 8])
     monkeypatch.setitem(models.MODELS, request.param, models.MODELS[request.param]._replace(**changed))
     return request.param
 

@@ -117,16 +117,9 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "section `algorithms` of the recipe, or none)",
         ),
         argument(
-            "--distill",
-            metavar="TEXT",
-            help="for a language model: a text, or a folder of .txt files, on which to train the quantized weights to "
-            "predict like the float model",
+            "--distill", metavar="TEXT", help="a text on which to train a language model to predict like in float"
         ),
-        argument(
-            "--output",
-            default="out.pt2",
-            help="the exported program to write, or for a language model a folder (default: out.pt2)",
-        ),
+        argument("--output", default="out.pt2", help="a program, or for a language model a folder (default: out.pt2)"),
         device("where the model is quantized and its program runs"),
         argument(
             "--tensor-parallel",

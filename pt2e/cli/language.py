@@ -114,6 +114,7 @@ def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantize
 def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result | None:
     """Run `pt2mx quantize` for a language model. Only the first rank returns a result."""
     _check_quantize(options)
+    text = None if options.distill is None else read_text(options.distill)
     contexts = ranks.rank_contexts(options.tensor_parallel)
     if len(contexts) > 1:
         _check_without_values(options, quantizer)
@@ -129,7 +130,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
             texts = calibration_audio(options.calibration, model, name, quantizer)
         elif len(contexts) == 1:
             texts = _calibration(options.calibration, tokenizer, processor, quantizer)
-        lessons = [] if options.distill is None else blocks(read_text(options.distill), tokenizer)
+        lessons = [] if text is None else blocks(text, tokenizer)
         reports = []
         for context in contexts:
             with context:
@@ -152,26 +153,19 @@ def _quantize_rank(
     progress: Progress,
     values: CheckpointValues,
 ) -> tuple[QuantizationReport, Coverage]:
-    """Quantize and write a rank's shard of the model, which is all of it where there is one rank.
-
-    Returns its report, and the share of the checkpoint that it holds."""
+    """Quantize and write a rank's shard, the whole model if there is one rank; return its report and coverage."""
     with user_errors("quantize the model"):
         part = model if options.tensor_parallel == 1 else shard(model)
-        chosen = {
-            "part": options.part,
-            "allow_partial": options.allow_partial,
-            "length": options.text_length,
-            "lessons": lessons,
-        }
-        quantized = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, **chosen)
-    coverage = values.held_by(quantized.coverage.read)
+        chosen = {"part": options.part, "allow_partial": options.allow_partial, "length": options.text_length}
+        result = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, lessons=lessons, **chosen)
+    coverage = values.held_by(result.coverage.read)
     note_coverage(coverage)
-    report = model_report(quantized)
+    report = model_report(result)
     if not any(one.quantized for one in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
-        quantized.save_pretrained(options.output, quantizer)
+        result.save_pretrained(options.output, quantizer)
         if takes_audio(model):
             FeatureExtractor(options.model.removeprefix("hf:"), model.config).save(options.output)
         if ranks.is_first():

@@ -44,7 +44,7 @@ def quantize_graph(
         quantizer: the quantizer.
         batches: inputs for calibration, by name.
         stage: called with the name of each stage as it begins.
-        lessons: inputs for distillation, by name; none: the weights are not trained.
+        lessons: inputs for distillation, by name; without them the weights are not trained.
     """
     optimized = graph
     if quantizer.algorithms is not None:
@@ -57,7 +57,7 @@ def quantize_graph(
             prepared(**batch)
     if lessons:
         stage("distill")
-        distill(prepared, graph, lessons, _divergence_of_logits).eval()
+        distill(prepared, graph, lessons, _divergence_of_logits)
     stage("convert")
     return convert_pt2e(prepared)
 

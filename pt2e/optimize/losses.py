@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 
-#: one of so many batches is held out, and at most so many in all
+#: one batch of eight is held out, at most 64 in all
 _HELD_OUT, _MOST = 8, 64
 #: keeps gradients above the smallest float16 and above Adam's epsilon; the scale cancels in Adam and in signed descent
 LOSS_SCALE = 4096.0

@@ -97,8 +97,7 @@ def _convolution(node: Node) -> tuple[Operand, ...]:
 def reduced_axis(weight: Sequence[object], is_grouped: bool) -> int:
     """Return the block axis of a convolution's weight, (out, in / groups, *kernel): the input channels.
 
-    A group of one channel, as in a depthwise convolution, reduces only taps. Return the last kernel dimension that is
-    larger than 1 then.
+    A depthwise convolution has one channel a group and reduces only taps: return its last kernel dimension above 1.
     """
     if not is_grouped or len(weight) < 3 or weight[1] != 1:
         return 1

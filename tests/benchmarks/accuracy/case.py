@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[str, str | None]] = {
     "NVFP4 W4A4": ("nvfp4", "nvfp4"),
 }
 #: format of weights -> its scale modes for rounding to nearest; the presets use the last one
-SCALE_MODES = {"mxfp4": ("floor", "even"), "nvfp4": ("nearest", "four_six")}
+SCALE_MODES = {"mxfp4": ("floor", "rceil_v2", "even"), "nvfp4": ("nearest", "four_six")}
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
 

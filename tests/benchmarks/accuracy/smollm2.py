@@ -38,25 +38,21 @@ class Logits(nn.Module):
 def case() -> Case:
     decoder, tokenizer = load()
 
-    def blocks(text: str, count: int) -> Tensor:
-        ids = tokenizer(text, verbose=False)["input_ids"]
-        return torch.tensor(ids[: count * WINDOW]).view(-1, WINDOW)
-
-    seen = blocks(texts.package_text(texts.SEEN, 8 * CALIBRATION * WINDOW), CALIBRATION)
-    held_out = blocks(texts.package_text(texts.HELD_OUT, 8 * HELD_OUT * WINDOW), HELD_OUT).split(1)
+    seen, held_out = texts.calibration_and_held_out(tokenizer, WINDOW, CALIBRATION, HELD_OUT)
+    windows = held_out.split(1)
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
-        wanted = {id(window): exported(window) for window in held_out}
+        wanted = {id(window): exported(window) for window in windows}
 
     def judge(forward: Forward) -> Figures:
-        result = perplexity(forward, held_out, lambda window: wanted[id(window)])
+        result = perplexity(forward, windows, lambda window: wanted[id(window)])
         shown = {"perplexity": f"{result.perplexity:.2f}", "same argmax": f"{result.agreement or 0:.1%}"}
         return Figures(result.divergence or 0.0, shown)
 
     def lessons(count: int) -> tuple[Tensor, ...]:
         text = "\n\n".join(texts.package_docstrings(texts.LESSONS))
-        return blocks(text[: 8 * count * WINDOW], count).split(AT_ONCE)
+        return texts.token_blocks(tokenizer, text, count, WINDOW).split(AT_ONCE)
 
     batches = [(batch,) for batch in seen.split(AT_ONCE)]
     return Case(exported, batches, quantizer, judge, lessons=lessons, distill_loss="kl_div")

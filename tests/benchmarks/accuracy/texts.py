@@ -11,14 +11,18 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.benchmarks.accuracy.packages import folder
 
 #: packages whose docstrings models are calibrated on, evaluated on, and distilled on
 SEEN, HELD_OUT = ("sympy", "scipy"), ("networkx", "sklearn", "numpy")
 LESSONS = ("torch", "transformers", "torchvision", "onnx", "sentence_transformers", "sympy", "scipy", "IPython")
+#: characters of a text that are certainly enough for one token
+_LETTERS = 8
 
 
 def sentences() -> list[str]:
@@ -49,6 +53,21 @@ def package_text(names: Sequence[str], length: int) -> str:
         if len(text) >= length:
             break
     return text[:length]
+
+
+def calibration_and_held_out(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of docstrings, (seen, length) and (held_out, length) int64."""
+
+    def tokens(packages: tuple[str, ...], count: int) -> Tensor:
+        return token_blocks(tokenizer, package_text(packages, _LETTERS * count * length), count, length)
+
+    return tokens(SEEN, seen), tokens(HELD_OUT, held_out)
+
+
+def token_blocks(tokenizer: Any, text: str, count: int, length: int) -> Tensor:
+    """Return the first tokens of a text, (count, length) int64."""
+    ids = tokenizer(text[: _LETTERS * count * length], verbose=False)["input_ids"]
+    return torch.tensor(ids[: count * length]).view(count, length)
 
 
 def _sentences(texts: Iterable[str]) -> dict[str, None]:

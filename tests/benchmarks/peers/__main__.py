@@ -7,7 +7,7 @@ Each method runs in a process of its own, the peers in environments in `build/pe
 The scores of each window are kept in `build/peers/results/`: later runs show them and do not run the method again,
 unless `--again` is given. Delete the folder to draw other windows.
 
-The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers learn W4A8 as
+The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers round W4A8 as
 W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations. `over balanced` is the mean difference from the
 loss of `balanced`, window by window, with its 95% interval. The seconds are processor time, on other devices wall time.
 """
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of a language model")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="by default all of the model")
-    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default those of the model")
+    parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default all formats of the model")
     parser.add_argument("--again", action="store_true", help="run methods that have a result")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ class Metric(NamedTuple):
     Args:
         scores: the scores of outputs.
         cells: scores -> the cells of the table.
-        loss: the score of which methods are compared, less is better.
+        loss: the score by which methods are compared; lower is better.
     """
 
     scores: Scoring

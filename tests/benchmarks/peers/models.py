@@ -19,7 +19,7 @@ from pt2mx.pt2e.cli.models import SentenceEncoder
 from tests.benchmarks.accuracy import efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder
-from tests.benchmarks.accuracy.texts import HELD_OUT, SEEN, package_text
+from tests.benchmarks.accuracy.texts import calibration_and_held_out
 from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
 #: modules that stay in float; names of their ends
@@ -71,16 +71,6 @@ def cut(model: nn.Module, layers: int | None, **fields: Any) -> nn.Module:
     return result
 
 
-def docstrings(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of docstrings, (seen, length) and (held_out, length) int64."""
-
-    def tokens(windows: int, packages: tuple[str, ...]) -> Tensor:
-        ids = tokenizer(package_text(packages, 8 * windows * length), verbose=False)["input_ids"]
-        return torch.tensor(ids[: windows * length]).view(windows, length)
-
-    return tokens(seen, SEEN), tokens(held_out, HELD_OUT)
-
-
 def _smollm2(layers: int | None) -> tuple[nn.Module, Any]:
     decoder, tokenizer = smollm2.load()
     return cut(decoder, layers, tie_word_embeddings=False), tokenizer  # methods may rotate the embedding alone
@@ -113,7 +103,7 @@ def _linears(name: str, scale_mode: str) -> MXQuantizer:
 MODELS = {
     "smollm2": Model(
         load=_smollm2,
-        inputs=partial(docstrings, length=256, seen=32, held_out=16),
+        inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=16),
         wrap=smollm2.Logits,
         quantizer=smollm2.quantizer,
         metric=DIVERGENCE,
@@ -121,7 +111,7 @@ MODELS = {
     ),
     "minilm": Model(
         load=_minilm,
-        inputs=partial(docstrings, length=64, seen=128, held_out=64),
+        inputs=partial(calibration_and_held_out, length=64, seen=128, held_out=64),
         wrap=Embedding,
         quantizer=_linears,
         metric=EMBEDDING,

@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture
 def compiled(model, monkeypatch):
-    """The modules whose code was generated, after that of `model`."""
+    """The modules whose code is generated after the code of `model`."""
     modules = []
     original = recompile._recompile
     monkeypatch.setattr(recompile, "_recompile", lambda module: (modules.append(module), original(module))[1])
