@@ -6,7 +6,7 @@ from bisect import bisect_left
 from fractions import Fraction
 
 from pt2mx import ElementFormat, ScaleFormat
-from tests.oracle import floor_log2, grid, random_number, round_value
+from pt2mx.conformance.exact import floor_log2, grid, random_number, round_value
 
 _TOP = Fraction(2) ** 128
 

@@ -278,6 +278,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),
+    "conformance": (
+        several("--implementation", "the implementations to check (default: all that are installed)", metavar="NAME"),
+        several("--format", "the formats to check, such as mxfp4 (default: all six)"),
+        argument("--output", metavar="FILE", help="write the tables (.md) or all rows (.json)"),
+    ),
     "demo": (argument("--output", default=DEMO_FOLDER, help=f"the folder for all results (default: {DEMO_FOLDER})"),),
     "completion": (argument("shell", choices=("bash", "zsh", "fish"), help="the shell that completes"),),
 }

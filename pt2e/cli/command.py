@@ -31,6 +31,7 @@ COMMANDS = {
     "convert-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_convert", "quantize a checkpoint file by file"),
     "recipes": ("pt2mx.pt2e.cli.recipes:run", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats:run", "print the table of element formats"),
+    "conformance": ("pt2mx.pt2e.cli.conformance:run", "check implementations of the formats, exactly"),
     "demo": ("pt2mx.pt2e.cli.demo:run", "quantize pretrained models with three recipes, and compile them"),
     "doctor": ("pt2mx.pt2e.cli.doctor:run", "list what is installed, what is missing, and how to repair it"),
     "completion": ("pt2mx.pt2e.cli.completion:run", "print the completion script of a shell"),

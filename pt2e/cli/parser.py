@@ -105,6 +105,10 @@ EXAMPLES = {
         ("print the table", ""),
         ("print JSON for a script", "--json"),
     ),
+    "conformance": (
+        ("check what is installed", ""),
+        ("check two libraries in one format", "--implementation torchao gguf --format mxfp4 --output scores.md"),
+    ),
     "demo": (
         ("run what `make demo` runs, in a few minutes", ""),
         ("write to another folder", "--output ~/mx-demo"),

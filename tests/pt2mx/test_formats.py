@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from pt2mx import ELEMENTS, FORMATS, ElementFormat, MXError, MXSpec, create_mx_spec, parse, parse_element
+from pt2mx.conformance.exact import floor_log2, grid
 from pt2mx.modes import ROUNDINGS
-from tests.oracle import NARROW, WIDE, floor_log2, grid, modes_of
+from tests.oracle import NARROW, WIDE, modes_of
 
 
 @pytest.mark.parametrize(

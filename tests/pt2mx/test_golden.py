@@ -10,8 +10,8 @@ import torch
 
 from pt2mx import ELEMENTS, dequantize_mx, fake_quantize_mx, microxcaling
 from pt2mx.compat import PRESETS, Preset
+from pt2mx.conformance.exact import round_value
 from tests.golden import ENTRIES, GOLDEN
-from tests.oracle import round_value
 
 #: the formats of the specification, which have recorded values
 RECORDED = [name.partition("/")[2] for name in GOLDEN.files if name.startswith("table/") and name != "table/e8m0"]

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from pt2mx import ops
+from pt2mx.conformance.exact import philox as exact_philox
+from pt2mx.conformance.exact import random_number
 from pt2mx.kernels.reference import philox, random_bits
-from tests.oracle import philox as exact_philox
-from tests.oracle import random_number
 
 # Random123's known answers of Philox-4x32-10: counter, key, words
 ZEROS = ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8])

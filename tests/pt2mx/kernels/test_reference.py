@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
+from pt2mx.conformance.exact import code_values, grid, quantize_block
 from pt2mx.kernels import reference
 from pt2mx.modes import ROUNDINGS
-from tests.oracle import NARROW, WIDE, grid, modes_of, quantize_block
+from tests.oracle import NARROW, WIDE, modes_of
 
 FLOATS = [name for name in FORMATS if name != "int8"]
 
@@ -120,19 +121,7 @@ def test_every_code_under_every_scale(name):
     data = reference.pack(codes.expand(256, -1), 1, element.bits)
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     got = dequantize_mx(data, scale, name, len(codes), length=len(codes))
-    values = float_grid(element)
-    table = []
-    for code in codes.tolist():
-        if element.is_int:
-            table.append((code - 256 if code > 127 else code) / 64)
-            continue
-        sign, magnitude = code >> (element.bits - 1), code & ((1 << (element.bits - 1)) - 1)
-        if magnitude < len(values):
-            value = values[magnitude]
-        else:
-            value = math.inf if element.has_inf and magnitude == len(values) else math.nan
-        table.append(-value if sign else value)
-    want = torch.tensor(table, dtype=torch.float64) * torch.tensor(
+    want = torch.tensor(code_values(element), dtype=torch.float64) * torch.tensor(
         [2.0 ** (b - 127) for b in range(256)], dtype=torch.float64
     ).unsqueeze(1)
     want[255] = math.nan

@@ -1,0 +1,137 @@
+"""Call an implementation with arrays of its framework, and read its results: values, or codes and scale bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pt2mx.conformance.claims import Claim
+from pt2mx.conformance.exact import code_values
+from pt2mx.conformance.packing import PACKINGS
+from pt2mx.errors import MXError
+
+#: values that share a scale: the block of every format of the specification (section 5.2)
+BLOCK = 32
+#: framework -> what makes its array of a NumPy array
+_ARRAYS: dict[str, Callable[[NDArray[Any]], Any]] = {"torch": torch.from_numpy, "numpy": lambda array: array}
+_FORMS = (
+    "quantize must return either dequantized values, a float array in the shape of its input, or a pair (scale, "
+    "codes): E8M0 bytes of shape (rows, ceil(n / 32)) and codes of shape (rows, bytes), both of one byte an item"
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The results of an implementation for rows of values.
+
+    Args:
+        values: (rows, n) float64, dequantized.
+        scale: (rows, blocks) uint8, or None if the implementation returns values.
+        data: (rows, bytes) uint8, packed codes, or None.
+    """
+
+    values: NDArray[np.float64]
+    scale: NDArray[np.uint8] | None = None
+    data: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An implementation under test.
+
+    Args:
+        quantize: (x (rows, n) float32) -> values, or (scale, codes); None if there is only `dequantize`.
+        dequantize: (codes, scale) -> values (rows, n); or None.
+        framework: "torch" or "numpy", whose arrays it takes.
+    """
+
+    quantize: Callable[[Any], Any] | None
+    dequantize: Callable[[Any, Any], Any] | None
+    framework: str
+
+    def run(self, x: NDArray[np.float32], claim: Claim) -> Output:
+        """Quantize rows of values. Decode stored codes by the tables of the specification, not by `dequantize`.
+
+        Raises:
+            MXError: for results of another form.
+        """
+        assert self.quantize is not None
+        result = self.quantize(_ARRAYS[self.framework](x.copy()))
+        if not isinstance(result, tuple | list):
+            values = _array(result)
+            if values.shape != x.shape or values.dtype.kind != "f":
+                raise MXError(f"{_FORMS}; for x of shape {x.shape} it returned {_described(result)}")
+            return Output(values.astype(np.float64))
+        if len(result) != 2:
+            raise MXError(f"{_FORMS}; it returned {len(result)} results")
+        scale, data = (_bytes(part) for part in result)
+        if scale is not None and data is not None and scale.shape == (len(x), -(-x.shape[1] // BLOCK)):
+            if fits(data, claim, x.shape):
+                return Output(decode(scale, data, claim, x.shape[1]), scale, data)
+        described = " and ".join(_described(part) for part in result)
+        raise MXError(f"{_FORMS}; for x of shape {x.shape} it returned {described}")
+
+    def decode(self, data: NDArray[np.uint8], scale: NDArray[np.uint8], n: int) -> NDArray[np.float64]:
+        """Dequantize rows of codes by the implementation.
+
+        Raises:
+            MXError: for results of another form.
+        """
+        assert self.dequantize is not None
+        make = _ARRAYS[self.framework]
+        result = self.dequantize(make(data.copy()), make(scale.copy()))
+        values = _array(result)
+        if values.shape != (len(data), n) or values.dtype.kind != "f":
+            raise MXError(
+                f"dequantize(codes, scale) must return a float array of shape {(len(data), n)} for codes of shape "
+                f"{data.shape} and scales of shape {scale.shape}; it returned {_described(result)}"
+            )
+        return values.astype(np.float64)
+
+
+def fits(data: NDArray[np.uint8], claim: Claim, shape: tuple[int, ...]) -> bool:
+    """Return whether the shape of data is that of codes of values of a shape (rows, n)."""
+    rows, n = shape
+    if data.ndim != 2 or len(data) != rows or data.shape[1] * 8 < n * claim.element.bits:
+        return False
+    return _packing(data, claim, n) != "halves" or data.shape[1] % (BLOCK // 2) == 0
+
+
+def decode(scale: NDArray[np.uint8], data: NDArray[np.uint8], claim: Claim, n: int) -> NDArray[np.float64]:
+    """Return the values (rows, n) of codes by the tables of the specification (sections 5.1, 5.3 and 5.4.1)."""
+    codes = PACKINGS[_packing(data, claim, n)].unpack(data, claim.element.bits)[:, :n]
+    factors = np.append(2.0 ** np.arange(-127.0, 128.0), np.nan)  # of the scale bytes
+    elements = np.array(code_values(claim.element))[codes & (2**claim.element.bits - 1)]
+    return np.asarray(elements * factors[scale].repeat(BLOCK, -1)[:, :n])
+
+
+def _packing(data: NDArray[np.uint8], claim: Claim, n: int) -> str:
+    """Return the packing by which to read data: a byte for each of n narrow codes is that, whatever the claim."""
+    return "bytes" if data.shape[-1] == n > 3 and claim.element.bits < 8 else claim.packing or "low_first"
+
+
+def _array(result: Any) -> NDArray[Any]:
+    """Return a result as a NumPy array; half-precision torch dtypes that NumPy lacks as float32."""
+    if isinstance(result, torch.Tensor):
+        result = result.detach().cpu()
+        return (result.float() if result.dtype == torch.bfloat16 else result).numpy()
+    array = np.asarray(result)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _bytes(result: Any) -> NDArray[np.uint8] | None:
+    """Return the bytes of an array of a one-byte dtype; None of another."""
+    if isinstance(result, torch.Tensor):
+        return result.detach().cpu().contiguous().view(torch.uint8).numpy() if result.element_size() == 1 else None
+    array = np.asarray(result)
+    return np.ascontiguousarray(array).view(np.uint8) if array.dtype.itemsize == 1 and array.dtype != bool else None
+
+
+def _described(result: Any) -> str:
+    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+    return type(result).__name__ if shape is None else f"{dtype} of shape {tuple(shape)}"

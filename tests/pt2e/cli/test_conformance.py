@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from pt2mx.conformance.adapters.table import ADAPTERS, Adapter
+from pt2mx.pt2e.cli.command import main
+
+
+def test_scores_and_what_is_not_installed(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(ADAPTERS, "other", Adapter("own:torch_cases", "other", "no_such_module", "pip install other"))
+    command = ["conformance", "--implementation", "ml_dtypes", "other", "--format", "mxfp4", "fp8_e4m3"]
+    assert main([*command, "--output", str(tmp_path / "scores.md")]) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[:3:2] for line in printed.out.splitlines()[1:3]] == [
+        ["ml_dtypes", "mxfp8_e4m3"],
+        ["ml_dtypes", "mxfp4_e2m1"],
+    ]
+    assert printed.out.endswith("other is not installed: pip install other\n")
+    written = (tmp_path / "scores.md").read_text()
+    assert written.startswith("| implementation | format |") and "overflow becomes NaN" in written
+    assert main([*command, "--json", "--output", str(tmp_path / "scores.json")]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == json.loads((tmp_path / "scores.json").read_text())
+    assert data["not_installed"] == {"other": "pip install other"}
+    assert [result["conforms"] for result in data["results"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--implementation", "torcha"], "unknown implementation 'torcha': did you mean 'torchao'?"),
+        (["--format", "mxfp5"], "unknown MX element format 'mxfp5'"),
+        (["--format", "int4"], "format='int4' is not in the specification"),
+        (["--output", "scores.txt"], "scores.txt"),
+    ],
+)
+def test_bad_options(arguments, message, capsys):
+    assert main(["conformance", *arguments]) == 2
+    assert message in capsys.readouterr().err
