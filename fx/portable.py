@@ -14,6 +14,7 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
+from pt2mx.kernels import arithmetic
 from pt2mx.kernels.reference import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
 
@@ -77,6 +78,29 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
         MXError: for another object.
     """
     return _decompose(program, _CALLS)
+
+
+def without_bit_casts(program: ExportedProgram) -> ExportedProgram:
+    """Decompose pt2mx's operators into aten operators that never read the bits of a float, for runtimes that cannot.
+
+    The program gives the bits of `make_portable`.
+
+    Raises:
+        MXError: as `make_portable`.
+    """
+    table = decompositions(random_bits, lambda x: arithmetic, fake_quantize=arithmetic.fake_quantize)
+    return _decompose(program, {**table, **_CALLS, **_CORE})
+
+
+aten = torch.ops.aten
+#: operators that the decompositions use, and runtimes of core aten operators lack
+_CORE: dict[Any, Callable[..., Any]] = {
+    aten.view.dtype: arithmetic.view_dtype,
+    aten.__lshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__lshift__.Tensor: aten.bitwise_left_shift.Tensor,
+    aten.__rshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
+    aten.__rshift__.Tensor: aten.bitwise_right_shift.Tensor,
+}
 
 
 #: operators that Inductor calls: matmuls with packed weights, fused activation quantization, random numbers

@@ -57,6 +57,8 @@ def named(cells: list[str]) -> list[str]:
 def python_blocks():
     for path in DOCUMENTS:
         for line, words, code in blocks(path, "python"):
+            if words == "executorch":
+                continue  # tests/pt2e/executorch runs it, where executorch is
             marks = [pytest.mark.slow] if words == "slow" else []
             yield pytest.param(path, line, code, id=f"{name_of(path)}:{line}", marks=marks)
 

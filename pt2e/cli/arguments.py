@@ -50,6 +50,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "fp8", "modelopt")
 DIALECTS = ("pt2mx", "quark", "standard")
 OPSETS = (18, 25)
+BACKENDS = ("portable", "xnnpack")
 #: formats that `compare` tries without a recipe
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
@@ -243,6 +244,16 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--output", required=True, help="the file to write; its name ends in .onnx"),
         argument("--opset", type=int, help=f"{OPSETS[0]} to {OPSETS[1]} (default: the opset of torch's exporter)"),
         argument("--target", default="pt2mx", help=f"the nodes to write: {', '.join(DIALECTS)} (default: pt2mx)"),
+    ),
+    "export-executorch": (
+        _PROGRAM,
+        argument("--output", required=True, help="the file to write; its name ends in .pte"),
+        argument(
+            "--backend",
+            choices=BACKENDS,
+            default="portable",
+            help="what runs the graph: portable kernels, or XNNPACK where it can (default: portable)",
+        ),
     ),
     "save-checkpoint": (
         _FOLDER,

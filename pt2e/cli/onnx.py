@@ -72,12 +72,16 @@ def _compare(path: str, program: ExportedProgram) -> str:
         outputs = [torch.from_numpy(y) for y in session.run(None, feeds)]
         with torch.no_grad():
             expected = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
-        floats = [(y.double(), e.double()) for y, e in zip(outputs, expected, strict=True) if e.is_floating_point()]
-        largest = max((float((y - e).abs().nan_to_num().max()) for y, e in floats if e.numel()), default=0.0)
-        agreement = fidelity([(outputs, expected)])
+        return agreement_of(outputs, expected)
     except Exception as error:  # it is not installed, lacks kernels, or has outputs in another form (complex ones)
         return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    return f"{agreement}, largest difference {largest:.1e}"
+
+
+def agreement_of(outputs: list[Tensor], expected: list[Tensor]) -> str:
+    """Describe how the outputs of a runtime agree with a program's."""
+    floats = [(y.double(), e.double()) for y, e in zip(outputs, expected, strict=True) if e.is_floating_point()]
+    largest = max((float((y - e).abs().nan_to_num().max()) for y, e in floats if e.numel()), default=0.0)
+    return f"{fidelity([(outputs, expected)])}, largest difference {largest:.1e}"
 
 
 def quantize_file(options: argparse.Namespace, quantizer: MXQuantizer) -> tuple[OnnxReport, Result]:

@@ -22,6 +22,7 @@ _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
 #: suffix of a file -> the command that writes such a file, or None
 _FILES = {
     ".onnx": "export-onnx",
+    ".pte": "export-executorch",
     ".safetensors": "save-checkpoint",
     **dict.fromkeys((".bin", ".gguf", ".json", ".npz", ".pt", ".pth", ".txt", ".yaml")),
 }

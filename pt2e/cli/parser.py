@@ -85,6 +85,10 @@ EXAMPLES = {
         ("write nodes of pt2mx's own domain", "minilm.pt2 --output minilm.onnx"),
         ("write nodes that onnxruntime has", "minilm.pt2 --output minilm.onnx --target onnxruntime"),
     ),
+    "export-executorch": (
+        ("write a file for ExecuTorch's portable kernels", "minilm.pt2 --output minilm.pte"),
+        ("delegate to XNNPACK what it takes", "minilm.pt2 --output minilm.pte --backend xnnpack"),
+    ),
     "save-checkpoint": (
         (
             "write a checkpoint for transformers and vLLM",

@@ -38,7 +38,7 @@ def quantize(
     (..., bytes, ...) uint8."""
     scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
     codes = elements.encode(torch.where(scale.finite, values, 0.0), spec.element)
-    codes = _from_blocks(codes, spec, x.shape, prims)
+    codes = from_blocks(codes, spec, x.shape, prims)
     return stored_scales(scale, spec, x.shape), pack(codes, spec.axis, spec.element.bits)
 
 
@@ -56,7 +56,7 @@ def codes_by_scales(x: Tensor, spec: MXSpec, stored: Tensor, tensor_scale: Tenso
     blocks = to_blocks(x.to(torch.float32), spec)
     values = elements.round_to_element(in_units(scale, blocks, spec.rounding), spec.element, spec.rounding)
     return pack(
-        _from_blocks(elements.encode(values, spec.element), spec, x.shape, elements), spec.axis, spec.element.bits
+        from_blocks(elements.encode(values, spec.element), spec, x.shape, elements), spec.axis, spec.element.bits
     )
 
 
@@ -83,7 +83,7 @@ def dequantize(
     scale = split_axis(scale, spec.axis, 1)  # (..., blocks, 1, ...), padded like the codes
     times_stored = _SCALES[spec.scale_format.is_power_of_two].times_stored
     blocks = times_stored(blocks, scale, spec, tensor_scale, prims).to(dtype)
-    return _from_blocks(blocks, spec, codes.shape, prims)
+    return from_blocks(blocks, spec, codes.shape, prims)
 
 
 def fake_quantize(
@@ -91,7 +91,7 @@ def fake_quantize(
 ) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
     scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
-    return _from_blocks(scale.multiply(values).to(x.dtype), spec, x.shape, prims)
+    return from_blocks(scale.multiply(values).to(x.dtype), spec, x.shape, prims)
 
 
 def clip_gradient(
@@ -101,7 +101,7 @@ def clip_gradient(
     blocks = to_blocks(x.to(torch.float32), spec)
     v = _scale_of(blocks, spec, tensor_scale, prims).divide(blocks)
     saturated = (v > spec.element.max_normal) | (v < spec.element.lowest)
-    return grad.masked_fill(_from_blocks(saturated, spec, x.shape, prims), 0.0)
+    return grad.masked_fill(from_blocks(saturated, spec, x.shape, prims), 0.0)
 
 
 def _scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> BlockScale:
@@ -132,7 +132,7 @@ def to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     return blocks.movedim(at + 1, spec.axis + 1).flatten(spec.axis + 1, spec.axis + 2)
 
 
-def _from_blocks(blocks: Tensor, spec: MXSpec, shape: torch.Size, prims: Prims) -> Tensor:
+def from_blocks(blocks: Tensor, spec: MXSpec, shape: torch.Size, prims: Prims) -> Tensor:
     """(..., blocks, block, ...) -> (..., n, ...) of that shape, the filling of the last blocks cut off."""
     if spec.block_rows > 1:
         rows = spec.row_axis(len(shape))

@@ -38,6 +38,7 @@ def decompositions(
     random_bits: Callable[[Tensor, torch.Size], Tensor],
     prims_for: Callable[[Tensor], ModuleType] = lambda x: elements,
     dense: Callable[[Tensor], Tensor] = _contiguous_copy,
+    fake_quantize: Callable[..., Tensor] = reference.fake_quantize,
 ) -> dict[OpOverload, Callable[..., Any]]:
     """Return operator -> its decomposition, by the reference kernels.
 
@@ -45,8 +46,9 @@ def decompositions(
         random_bits: the numbers of stochastic rounding, as `pt2mx.kernels.reference.random_bits`.
         prims_for: the module with the functions of `pt2mx.kernels.elements` that suits a tensor.
         dense: gives the values of a tensor contiguous strides, for tracing at least.
+        fake_quantize: a function for `pt2mx.kernels.reference.fake_quantize` that gives the same bits.
     """
-    by = _Decompositions(random_bits, prims_for, dense)
+    by = _Decompositions(random_bits, prims_for, dense, fake_quantize)
     return {
         Quantize.overload: Quantize.function(by.quantize),
         Dequantize.overload: Dequantize.function(by.dequantize),
@@ -58,11 +60,12 @@ def decompositions(
 
 @dataclass(frozen=True)
 class _Decompositions:
-    """The decompositions of the operators, by the three functions that `decompositions` takes."""
+    """The decompositions of the operators, by the functions that `decompositions` takes."""
 
     random_bits: Callable[[Tensor, torch.Size], Tensor]
     prims_for: Callable[[Tensor], ModuleType]
     dense: Callable[[Tensor], Tensor]
+    fake_quantize_blocks: Callable[..., Tensor]
 
     def quantize(self, call: Quantize[Tensor]) -> tuple[Tensor, ...]:
         spec, x, prims, t = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x), call.tensor_scale
@@ -83,7 +86,7 @@ class _Decompositions:
         t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
 
         def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-            return (reference.fake_quantize(x, spec, random, prims, t),)
+            return (self.fake_quantize_blocks(x, spec, random, prims, t),)
 
         (y,) = self._in_order(kernel, spec, x, *self._random(x, spec, call.seed))
         return y if call.x.dim() else y.reshape(())

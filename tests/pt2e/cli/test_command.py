@@ -113,6 +113,7 @@ BAD_INPUT = {
     "run": "none.pt2",
     "inspect": "none.pt2",
     "export-onnx": "none.pt2 --output o.onx",
+    "export-executorch": "none.pt2 --output o.pt",
     "save-checkpoint": "nowhere --float nowhere --output o",
     "convert-checkpoint": "nowhere o",
     "recipes": "show mxfp44",

@@ -1,0 +1,1 @@
+"""ExecuTorch files: programs that run on phones and other devices."""

@@ -1,0 +1,73 @@
+"""Programs for ExecuTorch: core aten operators, packed weights as bytes, and no bit casts. Needs no executorch."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
+from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
+from pt2mx.fx.passes.packed_operands import use_packed_embeddings
+from pt2mx.fx.portable import holds_observers, is_portable, without_bit_casts
+from pt2mx.pt2e.packages.sizes import dynamic_shapes
+from pt2mx.pt2e.user_errors import user_errors
+
+aten = torch.ops.aten
+#: operators that ExecuTorch's kernels have, although they are not core aten operators
+BESIDE_CORE = (
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+    aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+)
+_PASSES = (cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
+
+
+def edge_ready(program: ExportedProgram) -> ExportedProgram:
+    """Return a program of core aten operators that gives the bits of a converted one.
+
+    Weights are bytes, as they were packed; the graph decodes them. Embeddings decode only the rows that they look up.
+
+    Args:
+        program: `torch.export.export(converted, ...)`; it does not change.
+
+    Raises:
+        MXError: for another object, and for a program without quantized tensors.
+    """
+    _check(program)
+    graph = copy_sharing_tensors(program.module())
+    map_tensors(graph, Tensor.detach)
+    fold_all_weights(graph)
+    for each in graph_modules(graph):
+        run_passes(each, _PASSES)
+    delete_unused_tensors(graph)
+    args, kwargs = program.example_inputs
+    with torch.no_grad(), warnings.catch_warnings(), user_errors("export the program again"):
+        # torch warns of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        again = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes(program, graph))
+        return without_bit_casts(again)
+
+
+def _check(program: object) -> None:
+    if not isinstance(program, ExportedProgram):
+        raise MXError(
+            f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
+        )
+    if is_portable(program.graph_module):
+        kind = "a portable program, whose operators are decomposed"
+    elif holds_observers(program.state_dict):
+        kind = "one with observers, of a prepared model"
+    elif not any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
+        kind = "one without quantized tensors"
+    else:
+        return
+    raise MXError(f"expected a converted program, not {kind}: pass torch.export.export(converted, inputs)")
