@@ -18,7 +18,7 @@ from tests.benchmarks.accuracy.packages import folder
 
 RATE = 16_000
 #: speeds at which distillation plays the recordings
-SPEEDS = tuple(1 + 0.05 * i for i in range(-6, 7))
+SPEEDS = tuple(1 + 0.025 * i for i in range(-12, 13))
 
 
 def calibration(speed: float = 1.0) -> list[Tensor]:

@@ -55,7 +55,7 @@ def case() -> Case:
         return texts.token_blocks(tokenizer, text, count, WINDOW).split(AT_ONCE)
 
     batches = [(batch,) for batch in seen.split(AT_ONCE)]
-    return Case(exported, batches, quantizer, judge, lessons=lessons, distill_loss="kl_div")
+    return Case(exported, batches, quantizer, judge, lessons=lessons, examples=4096, rate=4e-4, distill_loss="kl_div")
 
 
 def quantizer(name: str, scale_mode: str) -> MXQuantizer:
