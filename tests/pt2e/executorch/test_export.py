@@ -92,8 +92,8 @@ def python(tmp_path_factory):
 
 def run(python, *arguments, cwd):
     """Run a python with the repository in its path, and return what it prints."""
-    found = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run([python, *arguments], cwd=cwd, env=found, capture_output=True, text=True, timeout=1200)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([python, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return finished.stdout
 
