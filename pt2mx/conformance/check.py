@@ -25,6 +25,7 @@ def check(
     packing: str | None = None,
     full_range: bool | None = None,
     framework: str = "torch",
+    dtype: str = "float32",
     elements_only: bool = False,
     name: str = "",
 ) -> Conformance:
@@ -35,7 +36,7 @@ def check(
     detected: any that fits all cases is an allowed choice.
 
     Args:
-        quantize: (x (rows, n) float32) -> dequantized values (rows, n), or the pair (scale, codes): E8M0 bytes
+        quantize: (x (rows, n) `dtype`) -> dequantized values (rows, n), or the pair (scale, codes): E8M0 bytes
             (rows, ceil(n / 32)) and codes (rows, bytes), of dtypes of one byte. None to check `dequantize` alone.
         dequantize: (codes, scale) uint8, as `quantize` returns them -> values (rows, n) float32.
         format: one of the six formats, as `pt2mx.parse_element` takes it.
@@ -44,6 +45,7 @@ def check(
         packing: "low_first", "high_first", "halves" (GGUF) or "bytes".
         full_range: True if integers use the code -128.
         framework: whose arrays the callables take, "torch" or "numpy".
+        dtype: of the inputs: "float32", or of torch "bfloat16".
         elements_only: True if `quantize` rounds to elements without a scale.
         name: what the result calls the implementation.
 
@@ -71,9 +73,11 @@ def check(
     claim = parse_claim(format, scale_mode=scale_mode, rounding=rounding, packing=packing, full_range=full_range)
     if framework not in ("torch", "numpy"):
         raise MXError(f"framework={framework!r}: {nearest(framework, ('torch', 'numpy'))}")
+    if dtype != "float32" and (framework, dtype) != ("torch", "bfloat16"):
+        raise MXError(f"dtype={dtype!r} of {framework}: use float32, or of torch bfloat16")
     if not any(map(callable, (quantize, dequantize))):
         raise MXError("pass a callable as quantize, as dequantize or as both")
-    examination = Examination(Subject(quantize, dequantize, framework), claim, elements_only)
+    examination = Examination(Subject(quantize, dequantize, framework, dtype), claim, elements_only)
     _try(examination.subject, claim)
     run_corners(examination)
     followed = examination.followed
@@ -115,5 +119,7 @@ def _try(subject: Subject, claim: Claim) -> None:
     except MXError:
         raise
     except Exception as error:
-        given = "float32 values of shape (2, 32)" if name == "quantize" else "the codes and scales of two blocks"
+        given = (
+            f"{subject.dtype} values of shape (2, 32)" if name == "quantize" else "the codes and scales of two blocks"
+        )
         raise MXError(f"{name} raised {type(error).__name__} for {given} ({subject.framework}): {error}") from error

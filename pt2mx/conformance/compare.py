@@ -112,7 +112,7 @@ def example(output: Output, x: NDArray[np.float32], mismatches: Mismatches) -> s
     block = [value for value in x[i] if value != 0]
     block.sort(key=abs, reverse=True)
     given = f"[{', '.join(map(text_of, block[:4]))}{', ...' if len(block) > 4 else ''}]"
-    if mismatches.values[i].any():
+    if not mismatches.scale[i].any():
         j = int(np.flatnonzero(mismatches.values[i])[0])
         wrong, want = output.values[i, j], mismatches.want[i, j]
         return f"{given}: {text_of(x[i, j])} became {text_of(wrong)}, expected {text_of(want)}"

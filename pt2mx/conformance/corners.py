@@ -17,7 +17,7 @@ from pt2mx.modes import SCALE_MODES, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS
 
 Block = Sequence[float]
-_ULP = 2.0**-23
+_ULP, _BF16_ULP = 2.0**-23, 2.0**-7
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -65,8 +65,10 @@ def ties(element: ElementFormat) -> list[Block]:
 
 
 def near_ties(element: ElementFormat) -> list[Block]:
-    """Return the float32 values below and above each midpoint of normal numbers."""
-    return _anchored(element, [v for tie in _midpoints(_parts(element)[1]) for v in _neighbours(tie)])
+    """Return the float32 values below and above each midpoint of normal numbers, and such of bfloat16."""
+    steps = [(1 - _BF16_ULP / 2), (1 + _BF16_ULP)]
+    ties = _midpoints(_parts(element)[1])
+    return _anchored(element, [v for tie in ties for v in (*_neighbours(tie), *(tie * step for step in steps))])
 
 
 def saturation(element: ElementFormat) -> list[Block]:

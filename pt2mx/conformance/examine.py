@@ -91,7 +91,7 @@ class Examination:
         blocks = corner.blocks(self.claim.element)
         if not blocks:
             return
-        x, section = corners.rows_of(blocks), corner.section or self.claim.section
+        x, section = self.subject.rounded(corners.rows_of(blocks)), corner.section or self.claim.section
         try:
             output = self.subject.run(x, self.followed)
         except MXError:
@@ -117,7 +117,8 @@ class Examination:
         for name, blocks in DECISIONS.items():
             if self.elements_only and name == "scale_mode":
                 continue
-            choice, claimed, x = CHOICES[name], getattr(self.claim, name), corners.rows_of(blocks(self.claim.element))
+            choice, claimed = CHOICES[name], getattr(self.claim, name)
+            x = self.subject.rounded(corners.rows_of(blocks(self.claim.element)))
             try:
                 output = self.subject.run(x, self.followed)
             except Exception:  # its corner says so

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pt2mx.conformance.compare import compare, different, example, expected
 from pt2mx.conformance.corners import rows_of
@@ -83,7 +82,8 @@ def _lengths(examination: Examination) -> None:
     failing, choices, text = 0, [], ""
     refused = []
     for n in _LENGTHS:
-        x: NDArray[np.float32] = np.random.default_rng(n).standard_normal((2, n)).astype(np.float32)
+        random = np.random.default_rng(n).standard_normal((2, n)).astype(np.float32)
+        x = examination.subject.rounded(random)
         try:
             output = examination.subject.run(x, examination.followed)
         except (Exception, MXError):

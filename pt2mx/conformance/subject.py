@@ -48,11 +48,20 @@ class Subject:
         quantize: (x (rows, n) float32) -> values, or (scale, codes); None if there is only `dequantize`.
         dequantize: (codes, scale) -> values (rows, n); or None.
         framework: "torch" or "numpy", whose arrays it takes.
+        dtype: "float32" or, for torch, "bfloat16".
     """
 
     quantize: Callable[[Any], Any] | None
     dequantize: Callable[[Any, Any], Any] | None
     framework: str
+    dtype: str = "float32"
+
+    def rounded(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the nearest finite values of the dtype of the inputs."""
+        if self.dtype == "float32":
+            return x
+        finite = torch.from_numpy(x).clamp(torch.finfo(torch.bfloat16).min, torch.finfo(torch.bfloat16).max)
+        return np.asarray(finite.bfloat16().float().numpy())
 
     def run(self, x: NDArray[np.float32], claim: Claim) -> Output:
         """Quantize rows of values. Decode stored codes by the tables of the specification, not by `dequantize`.
@@ -61,7 +70,8 @@ class Subject:
             MXError: for results of another form.
         """
         assert self.quantize is not None
-        result = self.quantize(_ARRAYS[self.framework](x.copy()))
+        array = _ARRAYS[self.framework](x.copy())
+        result = self.quantize(array if self.dtype == "float32" else array.bfloat16())
         if not isinstance(result, tuple | list):
             values = _array(result)
             if values.shape != x.shape or values.dtype.kind != "f":

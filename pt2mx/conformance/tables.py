@@ -1,4 +1,4 @@
-"""Tables of the results of many checks: a line for each implementation and format, and their deviations."""
+"""Tables of the results of many checks: cases that deviate in each format, an example of each, and allowed choices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.conformance.result import Conformance
+from pt2mx.formats import FORMATS
 
-_HEAD = ("implementation", "format", "scale rules", "rounding", "cases", "deviate", "corners that deviate")
+_HEAD = ("implementation", "scale rules", "rounding", *(f"mx{name}" for name in FORMATS))
 _CHOICES_HEAD = ("implementation", "formats", "allowed choice")
 _EXAMPLES_HEAD = ("implementation", "corner", "section", "formats", "smallest failing input")
 
@@ -15,14 +16,20 @@ Cells = list[tuple[str, ...]]
 
 
 def summary(results: Sequence[Conformance]) -> Cells:
-    """Return a line for each implementation and format, over the scale rules; the first line is the head."""
+    """Return a line for each implementation, with the cases that deviate of all cases in each format, over the scale
+    rules; the first line is the head."""
     lines: Cells = [_HEAD]
-    for (name, format), group in _grouped(results, lambda r: (r.name, r.format)).items():
-        failing = _once(f"{row.corner} ({row.section})" for r in group for row in r.rows if row.deviations)
-        cases, deviations = sum(r.cases for r in group), sum(r.deviations for r in group)
-        conventions = (_listed(r.scale_mode for r in group), _listed(r.rounding for r in group))
-        lines.append((name, format, *conventions, str(cases), str(deviations or "-"), ", ".join(failing)))
+    for name, group in _grouped(results, lambda result: result.name).items():
+        formats = _grouped(group, lambda result: result.format)
+        cells = (_share(formats.get(format, ())) for format in _HEAD[3:])
+        lines.append((name, _listed(r.scale_mode for r in group), _listed(r.rounding for r in group), *cells))
     return lines
+
+
+def _share(results: Sequence[Conformance]) -> str:
+    """Return "deviating/all" cases."""
+    cases = sum(result.cases for result in results)
+    return f"{sum(result.deviations for result in results)}/{cases}" if cases else "-"
 
 
 def choices(results: Sequence[Conformance]) -> Cells:

@@ -17,5 +17,6 @@ class Case(NamedTuple):
     packing: str | None = None
     full_range: bool | None = None
     framework: str = "torch"
+    dtype: str = "float32"
     elements_only: bool = False
     variant: str = ""

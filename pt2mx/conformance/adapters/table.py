@@ -48,6 +48,23 @@ ADAPTERS: dict[str, Adapter] = {
     "gguf": _pip("gguf", "gguf"),
     "transformers": _pip("transformers", "transformers"),
     "ml_dtypes": _pip("ml_dtypes", "ml_dtypes"),
+    "onnx": _pip("onnx", "onnx"),
+    "openvino": _pip("openvino", "openvino"),
+    "nncf": _pip("nncf", "nncf"),
+    "modelopt": _pip("modelopt", "nvidia-modelopt"),
+    "auto-round": _pip("auto_round", "auto-round"),
+    "brevitas": _pip("brevitas", "brevitas"),
+    "neural-compressor": _pip("neural_compressor", "neural-compressor-pt"),
+    "quark": _pip("quark", "amd-quark"),
+    "torchmx": _pip("torchmx", "torchmx"),
+    "pychop": _pip("pychop", "pychop"),
+    "gfloat": _pip("gfloat", "gfloat"),
+    "microxcaling": Adapter(
+        "microxcaling:cases",
+        "microxcaling",
+        "mx.mx_ops",
+        "put a checkout of github.com/microsoft/microxcaling on PYTHONPATH",
+    ),
 }
 
 

@@ -82,7 +82,7 @@ PLANTED = {
         "[2.3509887e-38, 5.877472e-39]: 5.877472e-39 became 0.0, expected 5.877472e-39",
     ),
     "floor instead of even": Planted(
-        {"quantize": lambda x: quantize_mx(x, "mxfp8"), "format": "mxfp8", "scale_mode": "even"},
+        {"quantize": lambda x: quantize_mx(x, "mxfp6"), "format": "mxfp6", "scale_mode": "even"},
         {"scale rule": "6.3"},
         "it follows scale rule floor",
     ),

@@ -20,7 +20,9 @@ def test_a_planted_fault_is_found_and_named(name):
     assert not result.conforms and result.deviations == sum(row.deviations for row in failing.values())
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("fp8_e5m2", "fp6_e3m2"))) for f in FORMATS]
+)
 def test_the_definition_has_no_deviation(format):
     result = check(
         lambda x: quantize_mx(x, format),
@@ -50,6 +52,21 @@ def test_open_conventions_are_detected_and_allowed(format, modes, choices):
     result = check(lambda x: fake_quantize_mx(x, format, **modes), format=format)
     assert result.conforms and result.choices == choices
     assert (result.scale_mode, result.rounding) == (modes["scale_mode"], modes["rounding"])
+
+
+@pytest.mark.parametrize("name", ["one wrong tie", "floor instead of even"])
+def test_inputs_of_16_bits(name):
+    arguments, corners, _ = PLANTED[name]
+
+    def quantize(x):
+        assert x.dtype == torch.bfloat16
+        result = arguments["quantize"](x.float())
+        return result if isinstance(result, tuple) else result.bfloat16()
+
+    result = check(**{**arguments, "quantize": quantize, "dtype": "bfloat16"})
+    failing = {row.corner: row.section for row in result.rows if row.deviations}
+    assert failing.items() >= corners.items() and next(iter(failing)) == next(iter(corners))
+    assert check(lambda x: fake_quantize_mx(x, "mxfp4"), rounding="even", dtype="bfloat16").conforms
 
 
 def test_other_choices_are_named():
@@ -105,6 +122,8 @@ def test_an_exception_in_a_corner_is_a_row():
         ({"rounding": "stochastic"}, "rounding='stochastic' of fp4_e2m1: "),
         ({"packing": "halves", "format": "mxfp6"}, "packing='halves' of fp6_e2m3"),
         ({"full_range": 1}, "full_range=1 of fp4_e2m1"),
+        ({"dtype": "float16"}, "dtype='float16' of torch: use float32, or of torch bfloat16"),
+        ({"dtype": "bfloat16", "framework": "numpy"}, "dtype='bfloat16' of numpy"),
         ({"framework": "jax"}, "framework='jax': "),
         ({"quantize": lambda x: x[:1]}, r"for x of shape \(2, 32\) it returned torch.float32 of shape \(1, 32\)"),
         ({"quantize": lambda x: x.int()}, "it returned torch.int32 of shape"),

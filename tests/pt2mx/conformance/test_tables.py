@@ -16,17 +16,11 @@ RESULTS = [
 ]
 
 
-def test_a_line_for_each_implementation_and_format():
+def test_a_line_for_each_implementation():
     head, line = tables.summary(RESULTS)
-    assert dict(zip(head, line, strict=True)) == {
-        "implementation": "one 1.0",
-        "format": "mxfp4_e2m1",
-        "scale rules": "floor, ceil",
-        "rounding": "even",
-        "cases": "42",
-        "deviate": "1",
-        "corners that deviate": "saturation (6.3)",
-    }
+    cells = dict(zip(head, line, strict=True))
+    assert cells.pop("mxfp4_e2m1") == "1/42" and cells.pop("mxint8") == "-" and len(cells) == 7
+    assert (cells["implementation"], cells["scale rules"], cells["rounding"]) == ("one 1.0", "floor, ceil", "even")
     assert tables.choices(RESULTS)[1:] == [("one 1.0", "mxfp4_e2m1", "-0 becomes 0")]
     assert tables.examples(RESULTS)[1:] == [
         ("one 1.0", "saturation", "6.3", "mxfp4_e2m1", "[7.0]: 7.0 became 8.0 | 6.0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pt2mx.conformance.adapters.table import missing, score
+from pt2mx.conformance.adapters.table import ADAPTERS, missing, score
 
 
 def results(name, format):
@@ -13,6 +13,15 @@ def results(name, format):
 
 def failing(result):
     return {row.corner: row.section for row in result.rows if row.deviations}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_installed_implementation_runs(name):
+    if missing([name]):
+        pytest.skip(f"{name} is not installed")
+    corners = {row.corner for result in score(name, ["mxfp8", "mxfp4"]) for row in result.rows}
+    assert corners and not corners & {"import", "first call"}
 
 
 def test_torchao():
@@ -57,3 +66,8 @@ def test_transformers_decodes_gpt_oss():
 def test_elements_of_ml_dtypes(format, choices):
     (result,) = results("ml_dtypes", format)
     assert result.conforms and result.choices == choices
+
+
+def test_reference_evaluator_of_onnx():
+    (result,) = results("onnx", "mxfp4")
+    assert result.conforms and result.scale_mode == "-"
