@@ -38,7 +38,8 @@ def mx_qspec(
         The spec for `input_qspec_map` and `output_qspec` of torchao's `QuantizationAnnotation`.
 
     Raises:
-        MXError: for a spec that `parse` does not take, for another `ste`, and for another `tensor_scale`.
+        MXError: for a spec that `parse` does not take, for another `ste`, for another `tensor_scale`, and for an
+            `observer` that is no class of torchao's observers or fake quantizers.
 
     Example:
         >>> import torch, pt2mx
@@ -61,6 +62,11 @@ def mx_qspec(
 
     check_ste(ste)
     check_tensor_scale(tensor_scale)
+    if observer is not None and not (callable(observer) and hasattr(observer, "with_args")):
+        raise MXError(
+            f"observer={str(observer)[:60]!r} constructs no observer: pass a class such as pt2mx.MXObserver, or "
+            "pt2mx.MXObserver.with_args(...)"
+        )
     return QuantizationSpec(
         dtype=torch.uint8,
         observer_or_fake_quant_ctr=MXObserver if observer is None else observer,

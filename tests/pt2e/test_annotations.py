@@ -62,6 +62,43 @@ def test_what_is_no_spec_is_refused_with_the_function_that_makes_one(place, spec
         prepare(exported(), Own(*specs))
 
 
+class Annotating(Own):
+    """A quantizer that annotates each linear layer with what a function makes of it."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def annotate(self, model):
+        for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+            node.meta["quantization_annotation"] = self.make(node)
+        return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda node: {node.args[1]: mx_qspec("mxfp4")},
+            "of type dict: the meta 'quantization_annotation' is a Quanti",
+        ),
+        (lambda node: QuantizationAnnotation({"weight": mx_qspec("mxfp4")}), "'weight', which is none of its inputs"),
+        (
+            lambda node: QuantizationAnnotation({node: mx_qspec("mxfp4")}),
+            "'linear', which is none of its inputs: the keys of input_qspec_map are nodes, .* input_1, weight, bias",
+        ),
+    ],
+)
+def test_an_annotation_of_another_form_is_refused(make, message):
+    with pytest.raises(MXError, match=rf"Annotating annotates linear \(aten\.linear\.default\) with .*{message}"):
+        pt2mx.prepare_pt2e(exported(), Annotating(make))
+
+
+@pytest.mark.parametrize("observer", [3, "MXObserver", MXSpec])
+def test_what_constructs_no_observer_is_refused(observer):
+    with pytest.raises(MXError, match=r"constructs no observer: pass a class such as pt2mx\.MXObserver"):
+        mx_qspec("mxfp4", observer)
+
+
 def test_in_graphs_inside_too():
     class Inner(Own):
         def annotate(self, model):

@@ -1,0 +1,52 @@
+"""torchao's `dequantize_mx`: weights in native dtypes, one element a byte, with E8M0 scales."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from pt2mx.fx.graph.node import Dequantize, node_arg, register_buffer, tensor_of
+from pt2mx.fx.graph.tensors import erase_unused, remove_unused
+from pt2mx.fx.targets.operators import operator_of
+from pt2mx.fx.targets.parts import pairs_of
+from pt2mx.fx.targets.table import Target
+
+_SCHEMA = (
+    "(Tensor qdata, Tensor scale, ScalarType elem_dtype, SymInt block_size, ScalarType output_dtype=float32) -> Tensor"
+)
+
+
+def to_torchao(model: GraphModule, target: Target) -> GraphModule:
+    """Read each weight by `torchao::dequantize_mx`; its codes and scales get the native dtypes."""
+    operator = operator_of("torchao::dequantize_mx", _SCHEMA, "executorch.extension.llm.export.mx", _dequantize)
+    for pair in pairs_of(model):
+        call, dtype = Dequantize.expect(pair.node), getattr(torch, target.elements[pair.spec.element.name])
+        with model.graph.inserting_before(pair.node):
+            native = [
+                model.graph.get_attr(register_buffer(model, f"{pair.name}_{part}", tensor_of(model, node).view(to)))
+                for part, node, to in (
+                    ("qdata", node_arg(pair.node, 0), dtype),
+                    ("e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu),
+                )
+            ]
+            for node in native:
+                node.meta["val"] = tensor_of(model, node)
+            args = (*native, dtype, pair.spec.block_size, call.dtype)
+            new = model.graph.call_function(operator, args)
+        new.meta.update(pair.node.meta)
+        pair.node.replace_all_uses_with(new)
+        erase_unused(pair.node)
+    return remove_unused(model)
+
+
+def _dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    elem_dtype: torch.dtype,
+    block_size: int,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """qdata: (M, K), scale: (M, K / block_size) -> (M, K)."""
+    blocks = qdata.to(torch.float32).unflatten(1, (-1, block_size))
+    return (blocks * scale.to(torch.float32).unsqueeze(2)).flatten(1).to(output_dtype)
