@@ -6,7 +6,7 @@ SCHEMAS := tests/torchvision_schemas
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sweep lint types bench wheel clean
+.PHONY: demo test sweep lint types bench wheel docs clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
 	@echo "install into $(VENV), once, in minutes"
@@ -56,6 +56,11 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m tests.benchmarks.linear
 	$(BIN)/python -m tests.benchmarks.flow
 	$(BIN)/python -m tests.benchmarks.model --layers 2
+
+# the site, build/site/index.html; a warning, such as a link that leads nowhere, is an error
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c notebooks/site -d build/doctrees . build/site
 
 clean:
 	rm -rf $(VENV) .mypy_cache

@@ -57,6 +57,7 @@ def optimize(
     """Round the weights that a quantizer will quantize onto the MX grid, so that quantizing them later is exact.
 
     Presets:
+
     - `fast` chooses block scales of least squared error, without inputs.
     - `imatrix` weights that error of each column by the mean square of its input, the "importance matrix" of llama.cpp.
     - `balanced` rounds the weights of linear layers, matmuls and convolutions by GPTQ, in one pass over the batches,
@@ -64,6 +65,7 @@ def optimize(
       by `fast`.
     - `best` also divides the channels of inputs below 8 bits by powers of two, rotates queries and keys, and learns the
       rounding of each repeated module.
+
     `pt2mx.algorithms` names the sources.
 
     Args:
