@@ -254,6 +254,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             default="portable",
             help="what runs the graph: portable kernels, or XNNPACK where it can (default: portable)",
         ),
+        argument(
+            "--max-size",
+            type=int,
+            help="the largest size of dynamic dimensions that have no upper bound, as 8 of a batch",
+        ),
     ),
     "save-checkpoint": (
         _FOLDER,

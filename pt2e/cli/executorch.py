@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> Result:
         with user_errors(f"load {options.program!r}"):
             program = read_program(options.program)
         progress.begin("export")
-        file = export_executorch(program, options.output, backend=options.backend)
+        file = export_executorch(program, options.output, backend=options.backend, max_size=options.max_size)
         progress.begin("compare")
         agreement = _compare(options.output, program)
     before, parts = os.path.getsize(options.program), Counter(file.backends)

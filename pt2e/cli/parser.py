@@ -86,8 +86,9 @@ EXAMPLES = {
         ("write nodes that onnxruntime has", "minilm.pt2 --output minilm.onnx --target onnxruntime"),
     ),
     "export-executorch": (
-        ("write a file for ExecuTorch's portable kernels", "minilm.pt2 --output minilm.pte"),
-        ("delegate to XNNPACK what it takes", "minilm.pt2 --output minilm.pte --backend xnnpack"),
+        ("write a file for ExecuTorch's portable kernels", "net.pt2 --output net.pte"),
+        ("plan memory for batches of up to 8", "minilm.pt2 --output minilm.pte --max-size 8"),
+        ("delegate to XNNPACK what it takes", "net.pt2 --output net.pte --backend xnnpack"),
     ),
     "save-checkpoint": (
         (

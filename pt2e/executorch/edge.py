@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import run_passes
@@ -31,18 +33,21 @@ BESIDE_CORE = (
 _PASSES = (cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
 
 
-def edge_ready(program: ExportedProgram) -> ExportedProgram:
+def edge_ready(program: ExportedProgram, max_size: int | None = None) -> ExportedProgram:
     """Return a program of core aten operators that gives the bits of a converted one.
 
     Weights are bytes, as they were packed; the graph decodes them. Embeddings decode only the rows that they look up.
 
     Args:
         program: `torch.export.export(converted, ...)`; it does not change.
+        max_size: the upper bound of dynamic dimensions that have none; None leaves them without.
 
     Raises:
-        MXError: for another object, and for a program without quantized tensors.
+        MXError: for another object, for a program without quantized tensors, and for another `max_size`.
     """
     _check(program)
+    if max_size is not None:
+        program = _bounded(program, max_size)
     graph = copy_sharing_tensors(program.module())
     map_tensors(graph, Tensor.detach)
     fold_all_weights(graph)
@@ -55,6 +60,20 @@ def edge_ready(program: ExportedProgram) -> ExportedProgram:
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         again = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes(program, graph))
         return without_bit_casts(again)
+
+
+def _bounded(program: ExportedProgram, max_size: int) -> ExportedProgram:
+    """Return the program with an upper bound for each of its dynamic dimensions; its graph is shared."""
+    if not isinstance(max_size, int) or max_size < 2:
+        raise MXError(
+            f"max_size={max_size!r} must be an integer of at least 2, the largest size of a dynamic dimension"
+        )
+    bounded = copy.copy(program)
+    bounded._range_constraints = {
+        symbol: bounds if bounds.upper.is_Integer else ValueRanges(bounds.lower, max_size)
+        for symbol, bounds in program.range_constraints.items()
+    }
+    return bounded
 
 
 def _check(program: object) -> None:

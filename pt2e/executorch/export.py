@@ -47,6 +47,7 @@ def export_executorch(
     *,
     backend: str = "portable",
     partitioners: Sequence[Any] | None = None,
+    max_size: int | None = None,
 ) -> ExecutorchFile:
     """Write a converted program as an ExecuTorch file.
 
@@ -55,11 +56,11 @@ def export_executorch(
     matmuls may sum in another order. Needs the extra `executorch`.
 
     Args:
-        program: `torch.export.export(converted, ...)`, with an upper bound for each dynamic dimension; it does not
-            change.
+        program: `torch.export.export(converted, ...)`; it does not change.
         path: the path of the file; by custom its name ends in .pte. The file replaces it when it is complete.
         backend: "portable", or "xnnpack" to delegate what XNNPACK takes to it.
         partitioners: partitioners of ExecuTorch, for another backend than those; None takes those of `backend`.
+        max_size: the largest size of each dynamic dimension that has no upper bound. ExecuTorch plans memory for it.
 
     Returns:
         The size of the file, the operators that it calls, and the backends that it delegates to.
@@ -84,7 +85,7 @@ def export_executorch(
     check_output(path)
     exir = import_executorch("executorch.exir")
     chosen = partitioners_of(backend) if partitioners is None else partitioners
-    ready = edge_ready(program)
+    ready = edge_ready(program, max_size)
     _check_bounds(ready)
     config = exir.EdgeCompileConfig(_core_aten_ops_exception_list=list(BESIDE_CORE), _check_ir_validity=False)
     with warnings.catch_warnings(), without_log_warnings(), quiet_export(), torch.no_grad():
@@ -123,8 +124,8 @@ def _check_bounds(program: ExportedProgram) -> None:
     for symbol, bounds in program.range_constraints.items():
         if not bounds.upper.is_Integer:
             raise MXError(
-                f"the dynamic dimension {symbol} has no upper bound, and ExecuTorch plans memory before it runs: "
-                'export with torch.export.Dim("batch", max=64) or the like'
+                f"the dynamic dimension {symbol} has no upper bound, and ExecuTorch plans memory before it runs: pass "
+                'max_size= (--max-size), or export with torch.export.Dim("batch", max=64) or the like'
             )
 
 

@@ -94,6 +94,19 @@ def test_the_program_does_not_change():
     assert str(program) == before
 
 
+def test_bounds_of_dynamic_dimensions():
+    shapes = ({0: torch.export.Dim("batch")},)
+    program = converted_program(nn.Linear(64, 8).eval(), torch.randn(4, 64), "mxfp8", shapes)
+    before = dict(program.range_constraints)
+    (bounds,) = edge_ready(program, max_size=16).range_constraints.values()
+    assert bounds.upper == 16 and program.range_constraints == before
+    for size in (1, "16"):
+        with pytest.raises(MXError, match=f"max_size={size!r} must be an integer of at least 2"):
+            edge_ready(program, size)
+    with pytest.raises(MXError, match="could not export the program again"):
+        edge_ready(program, max_size=3)  # the example has 4 rows
+
+
 def test_refuses_what_is_no_converted_program():
     x = torch.randn(2, 64)
     float_program = torch.export.export(nn.Linear(64, 8).eval(), (x,))

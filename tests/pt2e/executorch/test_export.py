@@ -73,7 +73,9 @@ for activation in ("mxfp8_e5m2(rceil)", "mxint8(mse)", "mxfp6(even,half_away)"):
     run(activation, linear(pt2mx.MXQuantizer().set_global(config("mxfp6_e3m2", activation))), x)
 run("xnnpack", linear(), x.nan_to_num(0, 0, 0), backend="xnnpack")
 run("sort", linear(function=lambda x: x.sort()[0]))
-run("unbounded", linear(shapes=({0: torch.export.Dim("batch")},)))
+unbounded = linear(shapes=({0: torch.export.Dim("batch")},))
+run("unbounded", unbounded)
+run("bounded", unbounded, x[:2], x.repeat(4, 1), max_size=16)
 """
 
 
@@ -102,7 +104,7 @@ def run(python, *arguments, cwd):
 def test_the_runtime_gives_the_bits_of_the_program(python, tmp_path):
     (tmp_path / "cases.py").write_text(CASES)
     printed = dict(line.split(" ", 1) for line in run(python, "cases.py", cwd=tmp_path).splitlines())
-    for name in ("net", "mxfp8_e5m2(rceil)", "mxint8(mse)", "mxfp6(even,half_away)"):
+    for name in ("net", "bounded", "mxfp8_e5m2(rceil)", "mxint8(mse)", "mxfp6(even,half_away)"):
         assert printed[name].startswith("equal [] ")
     assert printed["xnnpack"].startswith("equal ['XnnpackBackend'] ")
     assert printed["sort"].startswith("ExecuTorch's kernels lack aten::sort.values: the file would not load. Linear")
