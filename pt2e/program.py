@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from operator import attrgetter
@@ -33,6 +34,9 @@ from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
+#: torch saves one program at a time: it changes state of the process meanwhile
+_save_lock = threading.Lock()
+
 
 def save_program(
     program: ExportedProgram, path: str | os.PathLike[str], recipe: MXQuantizer | str | None = None
@@ -40,7 +44,8 @@ def save_program(
     """Save a program like `torch.export.save`, with its provenance and with all arguments of pt2mx's operators.
 
     `provenance_of` reads the versions of pt2mx and torch, and the recipe, from the file. The file replaces `path` once
-    it is complete.
+    it is complete. Threads take turns.
+
     Args:
         program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
         path: the file; by convention its name ends in .pt2.
@@ -69,7 +74,7 @@ def save_program(
     check_output(path)
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
-    with whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
+    with _save_lock, whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
         torch.export.save(program, file, extra_files=provenance.extra_files())
 
 

@@ -6,18 +6,21 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.fx import GraphModule
 from torch.fx.graph import PythonCode
 
 T = TypeVar("T", bound=nn.Module)
+#: attributes that `GraphModule.recompile` sets
+_GENERATED = {"_code", "_in_spec", "_out_spec", "_lineno_map", "_prologue_start"}
 
 
 class _Delayed(threading.local):
-    """The graph modules of this thread whose code waits; None: no code waits."""
+    """The graph modules of this thread whose code waits, and whether each had code before; None: no code waits."""
 
-    modules: dict[int, GraphModule] | None = None
+    modules: WeakKeyDictionary[GraphModule, bool] | None = None
 
 
 _delayed, _recompile = _Delayed(), GraphModule.recompile
@@ -25,13 +28,13 @@ _delayed, _recompile = _Delayed(), GraphModule.recompile
 
 @contextmanager
 def recompile_once() -> Iterator[Callable[[T], T]]:
-    """Delay `GraphModule.recompile` in this thread until the end of the context, or until the module is called.
+    """Delay `GraphModule.recompile` in this thread until the end of the context, or until the code is used.
 
     It yields a function that marks a result and returns it. At the end, results and modules that are older than the
-    context get their code, once. Copies in between, which are neither, get none unless they are called.
+    context get their code, once. Copies in between, which are neither, get none unless somebody uses it.
     """
     before, results = _delayed.modules, list[nn.Module]()
-    waiting = _delayed.modules = dict[int, GraphModule]()
+    waiting = _delayed.modules = WeakKeyDictionary[GraphModule, bool]()
     GraphModule.recompile = _delay  # type: ignore[assignment,method-assign]
 
     def mark(result: T) -> T:
@@ -42,21 +45,39 @@ def recompile_once() -> Iterator[Callable[[T], T]]:
         yield mark
     finally:
         _delayed.modules = before
-        marked = {id(module) for result in results for module in result.modules()}
-        for key, module in waiting.items():
-            if key in marked or "_code" in vars(module):
+        marked = {module for result in results for module in result.modules()}
+        for module, had_code in list(waiting.items()):
+            if had_code or module in marked:
                 module.recompile()
 
 
 def _delay(module: GraphModule) -> PythonCode | None:
-    """Generate the code of a module when it is called, if this thread delays code; otherwise now."""
-    if _delayed.modules is None or type(module).recompile is not _delay:
-        return _recompile(module)
-    _delayed.modules[id(module)] = module
-    type(module).forward = _forward  # each graph module has a class of its own
+    """Generate the code of a module when it is used, if this thread delays code; otherwise now."""
+    cls = type(module)  # each graph module has a class of its own
+    if _delayed.modules is None or cls.recompile is not _delay:
+        return _generate(module)
+    _delayed.modules.setdefault(module, "_code" in vars(module))
+    for name in _GENERATED & vars(module).keys():
+        delattr(module, name)
+    cls.forward, cls.__getattr__ = _forward, _generated  # type: ignore[assignment,method-assign]
     return None
 
 
+def _generate(module: GraphModule) -> PythonCode:
+    if vars(type(module)).get("__getattr__") is _generated:
+        del type(module).__getattr__
+    return _recompile(module)
+
+
+def _generated(module: GraphModule, name: str) -> Any:
+    """Return an attribute that a module lacks: `__getattr__` of a module whose code waits."""
+    if name not in _GENERATED:
+        return super(type(module), module).__getattr__(name)
+    _generate(module)
+    return getattr(module, name)
+
+
 def _forward(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    _recompile(module)
+    if type(module).forward is _forward:
+        _generate(module)
     return module.forward(*args, **kwargs)

@@ -33,7 +33,7 @@ def check_texts(texts: Sequence[Tensor | Mapping[str, Tensor]], vocabulary: int,
     """Raise an `MXError` where a text is no block of tokens, (B, S) int64, nor what a processor gives.
 
     `name` is the main input of the model; of audio it is floats."""
-    if isinstance(texts, Tensor | str | Mapping):
+    if not isinstance(texts, Sequence) or isinstance(texts, str):
         raise MXError(
             f"texts must be a list of tokens, (B, S) int64 each, not one {type(texts).__name__}: pass [tokens]"
         )

@@ -6,6 +6,7 @@ The same program reads prompts of any length and single tokens, so that both sha
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -244,3 +245,18 @@ def inputs(
         **({} if images is None else images.of_text(positions)),
         **cache.inputs(),
     }
+
+
+class TextInputs(Sequence[dict[str, Any]]):
+    """The inputs with which a decoder reads texts, (B, S) tokens each.
+
+    A text gets its cache when it is read: the caches of thousands of texts fill the memory."""
+
+    def __init__(self, layers: Layers, device: torch.device, texts: Sequence[Tensor]) -> None:
+        self.layers, self.device, self.texts = layers, device, texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return inputs(self.layers, self.device, self.texts[index])

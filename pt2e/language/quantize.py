@@ -127,7 +127,7 @@ def quantize_language_model(
         batches = [batch | tower.read(text) for batch, text in zip(batches, texts, strict=True)]
     first = tower or source
     with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
-        lesson_batches = [decoder.inputs(layers, model.device, tokens) for tokens in lessons]
+        lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
         converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
     if is_exported_again:
         converted = pack_cache(converted)

@@ -84,9 +84,10 @@ def check_batches(batches: object) -> None:
 def call_with_batch(function: Callable[..., object], batch: object) -> object:
     """Call a function on a batch: a tuple of positional or a dictionary of named arguments, or one tensor.
 
-    The function gets copies, because a model may write to its inputs.
+    The function gets copies, because a model may write to its inputs. They are detached: the gradient of a batch that
+    another model computed would run through that model, which can be done once.
     """
-    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), batch)
     if isinstance(batch, dict):
         return function(**batch)
     return function(*(batch if isinstance(batch, tuple | list) else (batch,)))

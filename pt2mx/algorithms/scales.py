@@ -38,7 +38,8 @@ def block_exponents(
         (N, blocks) int32, the blocks of the first line first.
 
     Raises:
-        MXError: for a weight that is no matrix, a line that does not divide K, and an importance of another size.
+        MXError: for a weight that is no matrix, a line that does not divide K, an importance of another size, and a
+            format whose scales have a significand.
 
     Example:
         >>> import torch, pt2mx
@@ -47,6 +48,8 @@ def block_exponents(
         tensor([[0, 3]], dtype=torch.int32)
     """
     check_matrix(weight)
+    if not spec.scale_format.is_power_of_two:
+        raise MXError(f"{spec} has scales with a significand, not exponents: use pt2mx.algorithms.block_scales")
     if importance is not None and importance.shape != weight.shape[1:]:
         raise MXError(f"the importance of {weight.shape[1]} columns has the shape {tuple(importance.shape)}")
     blocks = to_blocks(weight.float(), spec, line)  # (N, blocks, block)

@@ -1,5 +1,6 @@
 import json
 import os
+import threading
 import zipfile
 
 import pytest
@@ -227,3 +228,23 @@ def test_the_canonical_form_is_left_out_while_saving(program, tmp_path, monkeypa
     pt2mx.save_program(program, tmp_path / "net.pt2")
     assert not calls and serialize.canonicalize is given
     assert torch.equal(pt2mx.load_program(tmp_path / "net.pt2").module()(X), program.module()(X))
+
+
+def test_threads_save_programs(converted, tmp_path):
+    """torch refuses to save two at once, and its own canonical form comes back."""
+    given, errors = serialize.canonicalize, []
+
+    def save(i):
+        try:
+            for _ in range(3):
+                pt2mx.save_program(programs[i], tmp_path / f"{i}.pt2")
+        except BaseException as error:
+            errors.append(error)
+
+    programs = [torch.export.export(converted, (X,)) for _ in range(4)]
+    threads = [threading.Thread(target=save, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and serialize.canonicalize is given

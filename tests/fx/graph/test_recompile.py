@@ -1,4 +1,7 @@
+import copy
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -48,9 +51,9 @@ def test_a_result_gets_code_once(model, compiled):
 def test_older_modules_get_code_and_copies_in_between_do_not(model, compiled):
     x = torch.ones(2)
     with recompile_once():
-        copy = GraphModule(model, model.graph)
+        other = GraphModule(model, model.graph)
         change(model)
-    assert compiled == [model] and torch.equal(model(x), x) and torch.equal(copy(x), x)
+    assert compiled == [model] and torch.equal(model(x), x) and torch.equal(other(x), x)
 
 
 def test_a_module_that_is_called_gets_code(model):
@@ -58,6 +61,44 @@ def test_a_module_that_is_called_gets_code(model):
     with recompile_once():
         change(model)
         assert torch.equal(model(x), x)
+
+
+@pytest.mark.parametrize("read", [lambda m: "return x" in m.code, lambda m: "return x" in str(m)])
+@pytest.mark.parametrize("after", [False, True])
+def test_code_that_is_read_is_generated(model, read, after):
+    """Of a copy, in the context and afterwards, and of an older module, whose code is not that of its former graph."""
+    with recompile_once():
+        other = GraphModule(model, model.graph)
+        change(other)
+        change(model)
+        assert after or (read(other) and read(model))
+    assert read(other) and read(model)
+
+
+def test_a_delayed_module_exports():
+    """`torch.export` reads the structure of the inputs, which `recompile` sets too."""
+    x = torch.ones(2)
+    with recompile_once():
+        exported = torch.export.export(symbolic_trace(Negated()), (x,)).module()
+        assert torch.equal(exported(x), -x)
+
+
+def test_a_forward_that_is_kept_generates_code_once(model, compiled):
+    """As Dynamo keeps it."""
+    with recompile_once():
+        change(model)
+        forward = model.forward
+    compiled.clear()
+    for _ in range(3):
+        assert torch.equal(forward(torch.ones(2)), torch.ones(2))
+    assert compiled == []
+
+
+def test_copies_are_freed(model):
+    with recompile_once():
+        copied = weakref.ref(copy.deepcopy(model))
+        gc.collect()
+        assert copied() is None
 
 
 def test_an_error_leaves_no_code_behind(model):

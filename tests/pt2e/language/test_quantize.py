@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -82,6 +84,32 @@ def test_lessons_are_for_decoders_of_text():
         quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
     with pytest.raises(MXError, match="must be tokens"):
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), lessons=[torch.ones(4)])
+
+
+@pytest.mark.parametrize("name", ["texts", "lessons"])
+@pytest.mark.parametrize("given", [None, iter([torch.ones(1, 4, dtype=torch.long)])])
+def test_texts_that_are_no_list(name, given):
+    """An iterator is used up by the check."""
+    with pytest.raises(MXError, match="must be a list of tokens"):
+        quantize_language_model(tiny_decoder("llama"), MXQuantizer(), **{name: given})
+
+
+def test_lessons_get_their_caches_one_at_a_time(monkeypatch):
+    """The caches of thousands of texts would fill the memory."""
+    model, alive = tiny_decoder("llama", num_hidden_layers=1), []
+    make_inputs = decoder.inputs
+
+    def watched(*args, **kwargs):
+        batch = make_inputs(*args, **kwargs)
+        alive[:] = [one for one in alive if one() is not None]
+        alive.append(weakref.ref(batch["attention_mask"]))
+        assert len(alive) < 4
+        return batch
+
+    lessons = [torch.randint(256, (1, 8)) for _ in range(16)]
+    monkeypatch.setattr(decoder, "inputs", watched)
+    quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only"), lessons=lessons)
+    assert alive
 
 
 def test_algorithms_lower_the_error():

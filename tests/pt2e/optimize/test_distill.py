@@ -65,6 +65,16 @@ def test_steps_that_are_too_long_are_not_kept():
     assert torch.equal(prepared(x)["out"], expected)
 
 
+def test_batches_that_another_model_computed():
+    """Their gradients would run through that model at each step."""
+    exported, batches, x = net()
+    prepared = prepared_of(exported, batches)
+    before = error(prepared, exported, x)
+    scale = torch.ones((), requires_grad=True)
+    distill(prepared, exported, [(batch * scale).exp().log() for batch in batches], epochs=20, lr=3e-3)
+    assert error(prepared, exported, x) < before and scale.grad is None
+
+
 def test_two_runs_give_the_same_bits_and_seeds_do_not():
     exported, batches, _ = net(training=True)  # with dropout
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from pt2mx import FORMATS, MXError, MXSpec, fake_quantize_mx
-from pt2mx.algorithms import block_exponents, round_to_blocks
+from pt2mx import FORMATS, MXError, MXSpec, fake_quantize_mx, parse
+from pt2mx.algorithms import block_exponents, gptq, round_to_blocks
 
 
 @pytest.mark.parametrize("mode", ["floor", "even", "rceil", "ceil", "mse"])
@@ -52,3 +52,12 @@ def test_shapes_that_do_not_belong_together():
         block_exponents(torch.ones(2, 64), MXSpec("mxfp4"), importance=torch.ones(2))
     with pytest.raises(MXError, match="must be a matrix"):
         block_exponents(torch.ones(64), MXSpec("mxfp4"))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "rceil", "mse"])
+def test_scales_with_a_significand_have_no_exponents(mode):
+    spec = parse("mxfp4", scale_format="e4m3", scale_mode=mode)
+    with pytest.raises(MXError, match="scales with a significand"):
+        block_exponents(torch.ones(2, 64), spec)
+    with pytest.raises(MXError, match="scales with a significand"):
+        gptq(torch.ones(2, 64), torch.eye(64), spec)
