@@ -164,12 +164,24 @@ def tokenizer_of(path: Path) -> Any:
         MXError: where transformers fails to read it.
     """
     transformers = import_extra("transformers", "hf")
-    known = import_extra("transformers.integrations.ggml", "hf").GGUF_TO_FAST_CONVERTERS
     file = GGUFFile(path)
-    if _TOKENS not in file.metadata or architecture_of(file).model_type not in known:
+    if _TOKENS not in file.metadata or not _reads_tokenizer(file):
         return None
     with user_errors(f"read the tokenizer in {str(path)!r}"):
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _reads_tokenizer(file: GGUFFile) -> bool:
+    """Return whether transformers reads the tokenizer of a file: since version 5.24 by its kind, before by the
+    architecture of the model."""
+    architecture = architecture_of(file).model_type
+    architectures = getattr(import_extra("transformers.integrations.ggml", "hf"), "GGUF_TO_FAST_CONVERTERS", None)
+    if architectures is not None:
+        return architecture in architectures
+    if architecture == "gpt_oss":  # transformers 5.24 raises a TypeError for its scaling of RoPE
+        return False
+    kinds = import_extra("transformers.integrations.gguf.gguf_tokenizer_mapping", "hf").GGUF_TOKENIZER_TYPES
+    return file.metadata.get("tokenizer.ggml.model") in kinds
 
 
 def _dtype(file: GGUFFile) -> torch.dtype:

@@ -52,6 +52,8 @@ class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCache
     # transformers numbers the states of a layer
     conv_states = property(lambda self: {0: self.stored.get("conv_states")})
     recurrent_states = property(lambda self: {0: self.stored.get("recurrent_states")})
+    # the states of an empty cache are zeros, which is where each recurrence begins
+    has_previous_state = property(lambda self: {0: True})
 
     def __init__(self, stored: dict[str, Stored], length: int | Tensor = 0) -> None:
         self.stored, self.length = stored, length
@@ -196,7 +198,7 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         return self.slots, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True: the states of an empty cache are zeros, which is where each recurrence begins."""
+        """Return True, as each layer does."""
         return True
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:

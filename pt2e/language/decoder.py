@@ -27,6 +27,7 @@ from pt2mx.pt2e.language.cache import (
     equal_dims,
     has_source,
 )
+from pt2mx.pt2e.language.cache_name import CACHE_NAMES
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.recurrence import with_recurrences
@@ -127,11 +128,11 @@ class CachedDecoder(nn.Module):
             for tensor, dim in others:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
         cache = cache_within(self.layers, stored, start, attention_mask, encoder_attention_mask)
-        if "past_key_values" not in self._parameters_of_forward:  # without attention, the mask is that of the tokens
+        if "keys" not in stored:  # without attention, the mask is that of the tokens
             tokens["attention_mask"] = cache.mask_of_tokens(input_ids.shape[1])
         call = decoder_call(self.model, tokens, encoder_attention_mask)
         past = cache if encoder_attention_mask is None else cache.with_cross_attention()
-        call |= {"past_key_values": past, "cache_params": past, "logits_to_keep": logits_to_keep}
+        call |= {**dict.fromkeys(CACHE_NAMES, past), "logits_to_keep": logits_to_keep}
         call = {name: value for name, value in call.items() if name in self._parameters_of_forward}
         reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if images:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import check_source
+from pt2mx.pt2e.language.cache_name import CACHE, cache_in
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import EncoderOutput, decoder_inputs, encoder_results
 
@@ -76,6 +77,7 @@ class EncoderDecoder(_Base):
         input_features: Tensor | None = None,
         input_values: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Compute the logits of the decoder's tokens as the model of transformers does.
@@ -89,6 +91,7 @@ class EncoderDecoder(_Base):
             encoder_outputs: the result of `encode`, instead of a source.
             past_key_values: the cache of an earlier call, which has the source; None: a new one.
             use_cache: False: do not return the cache.
+            cache: the newer name of `past_key_values`.
             **kwargs: other arguments that `generate` passes to models, without effect.
 
         Returns:
@@ -99,20 +102,20 @@ class EncoderDecoder(_Base):
         """
         if decoder_input_ids is None:
             raise MXError("decoder_input_ids is missing: give the tokens with which the text begins")
-        cache = self._cache_for(decoder_input_ids, past_key_values)
+        past = self._cache_for(decoder_input_ids, past_key_values if cache is None else cache)
         sources = {"input_ids": input_ids, "input_features": input_features, "input_values": input_values}
         if encoder_outputs is None and (source := sources[self.main_input_name]) is not None:
             encoder_outputs = self.encode(source, attention_mask)
         if encoder_outputs is not None and not isinstance(encoder_outputs, EncoderOutput):
             raise MXError(f"encoder_outputs must be the result of encode, not {type(encoder_outputs).__name__}")
-        if encoder_outputs is not None and not cache.length:
-            cache.set_source(decoder_inputs(encoder_outputs))
-        if not cache.source_mask.numel():
+        if encoder_outputs is not None and not past.length:
+            past.set_source(decoder_inputs(encoder_outputs))
+        if not past.source_mask.numel():
             raise MXError(f"the source is missing: give {self.main_input_name}, or encoder_outputs")
         output = super().forward(
-            decoder_input_ids, decoder_attention_mask, decoder_position_ids, cache, use_cache=use_cache, **kwargs
+            decoder_input_ids, decoder_attention_mask, decoder_position_ids, past, use_cache=use_cache, **kwargs
         )
-        return _outputs.Seq2SeqLMOutput(logits=output.logits, past_key_values=output.past_key_values)
+        return _outputs.Seq2SeqLMOutput(logits=output.logits, **{CACHE: cache_in(output)})
 
     # a method that transformers' generate calls
     def _prepare_encoder_decoder_kwargs_for_generation(

@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import check_length, check_step, check_tokens, check_vocabulary
 from pt2mx.pt2e.language.cache import DecoderCache, Layers, empty_cache, grow, room_for
+from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step
@@ -102,7 +103,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: object, batch_size: int, max_cache_length: int
     ) -> None:
         check_length(self.config, max_cache_length)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if isinstance(cache, DecoderCache):
             cache._is_user_defined = True  # as transformers marks it
             grows = max_cache_length > cache.slots
@@ -114,7 +115,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             if self._step is not None and not self._step.frees_cache_for(sequences, room_for(max_cache_length)):
                 self._step = None  # frees its cache before there is another
-            model_kwargs["past_key_values"] = (
+            model_kwargs[CACHE] = (
                 self.new_cache(sequences, max_cache_length) if self._step is None else self._step.take_cache()
             )
 
@@ -139,7 +140,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
             return super()._sample(input_ids, *others, **model_kwargs)
         outputs = self._prefill(input_ids, generation_config, model_kwargs)
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
-        cache: DecoderCache = model_kwargs["past_key_values"]
+        cache: DecoderCache = model_kwargs[CACHE]
         with_next = torch.cat([input_ids, input_ids[:, -1:]], 1).long()  # any token
         given = self.prepare_inputs_for_generation(with_next, next_sequence_length=1, **model_kwargs)
         names = ("input_ids", "attention_mask", "position_ids")
@@ -164,7 +165,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
 
     def _covers(self, config: Any, model_kwargs: Mapping[str, Any], length: int, longest: int | None) -> bool:
         """Return True where a step computes what transformers' loop does for prompts of a length."""
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
         return (
             isinstance(cache, DecoderCache)
             and all(layer.is_croppable for layer in cache.layers)

@@ -18,6 +18,7 @@ from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
 from pt2mx.pt2e.language.arguments import check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
+from pt2mx.pt2e.language.cache_name import CACHE, CACHE_NAMES
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.encoder_decoder import class_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
@@ -193,6 +194,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             MXError: for text without a tokenizer, prompts that are no text, and sampling options out of range.
         """
         check_sampling(options, self.generation_config)
+        options = {CACHE if name in CACHE_NAMES else name: value for name, value in options.items()}
         if self.tokenizer is not None:
             options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
         if text is None:
@@ -245,6 +247,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         image_features: list[Tensor] | None = None,
         image_rows: Tensor | None = None,
         image_positions: Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Compute logits as the model of transformers does; prompts are read in chunks.
@@ -257,6 +260,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             logits_to_keep: the number of last tokens whose logits to return, 0 for all; or (T,) int64, their columns.
             use_cache: False: do not return the cache.
             image_features, image_rows, image_positions: what `generate` makes of images; see `read_images`.
+            cache: the newer name of `past_key_values`.
             **kwargs: what a processor gives for images; other arguments that `generate` passes have no effect.
 
         Returns:
@@ -265,13 +269,13 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         Raises:
             MXError: for more tokens than fit into the cache.
         """
-        cache = self._cache_for(input_ids, past_key_values)
+        past = self._cache_for(input_ids, past_key_values if cache is None else cache)
         read = {"image_features": image_features, "image_rows": image_rows, "image_positions": image_positions}
-        inputs, mask = self._inputs_of(input_ids, attention_mask, position_ids, cache, {**kwargs, **read})
+        inputs, mask = self._inputs_of(input_ids, attention_mask, position_ids, past, {**kwargs, **read})
         columns = torch.arange(input_ids.shape[1], device=self.device)
         kept = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep].reshape(-1)
-        logits = self.runner.read(inputs, mask, kept, cache)
-        return _outputs.CausalLMOutputWithPast(logits=logits, past_key_values=None if use_cache is False else cache)
+        logits = self.runner.read(inputs, mask, kept, past)
+        return _outputs.CausalLMOutputWithPast(logits=logits, **{CACHE: None if use_cache is False else past})
 
     def train(self, mode: bool = True) -> LanguageModel:
         """Stay in evaluation mode.

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.cache import KINDS, Layers, Stored, by_layer
+from pt2mx.pt2e.language.cache_name import CACHE, cache_in
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import decoder_call
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
@@ -37,7 +38,7 @@ def layers_of(model: Any) -> Layers:
     with torch.no_grad():
         mask = torch.ones_like(tokens) if model.config.is_encoder_decoder else None
         output = model(**decoder_call(model, {"input_ids": tokens}, mask), use_cache=True)
-    cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
+    cache = cache_in(output)
     if not isinstance(cache, _cache_utils.EncoderDecoderCache):
         return _layers_in(model, cache)
     own, cross = (_layers_in(model, part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
@@ -64,7 +65,7 @@ def _layers_in(model: Any, cache: Any) -> Layers:
 def _griffin_layers(model: Any, tokens: Tensor) -> Layers:
     """Return the layers of RecurrentGemma, which returns no cache, and whose modules keep the states themselves."""
     config, cache = model.config, _cache_utils.DynamicCache(config=model.config)
-    model(input_ids=tokens, past_key_values=cache, use_cache=False)
+    model(input_ids=tokens, use_cache=False, **{CACHE: cache})
     states: dict[str, Stored] = {
         "conv_states": torch.empty(1, config.lru_width, config.conv1d_width - 1, dtype=model.dtype, device="meta"),
         "recurrent_states": torch.empty(1, config.lru_width, device="meta"),

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.cache import DecoderCache
+from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.vision import tower_of
 
@@ -94,7 +95,7 @@ def _masks(config: Any, cache: DecoderCache, embeds: Tensor, is_image: Tensor) -
 
     All tokens of an image are read at once."""
     masking = import_extra("transformers.masking_utils", "hf")
-    given = {"config": config, "inputs_embeds": embeds, "attention_mask": cache.mask, "past_key_values": cache}
+    given = {"config": config, "inputs_embeds": embeds, "attention_mask": cache.mask, CACHE: cache}
     full, sliding = masking.create_causal_mask(**given), masking.create_sliding_window_causal_mask(**given)
     begins = is_image & ~nn.functional.pad(is_image, (1, 0))[:, :-1]
     images = begins.cumsum(1).masked_fill(~is_image, 0)  # the number of the image of each token, (B, S)

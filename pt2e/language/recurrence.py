@@ -82,6 +82,7 @@ def pass_batch_sizes(decoder: GraphModule) -> None:
 
 def selective_scan(
     cache: Any,
+    /,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -106,6 +107,7 @@ def selective_scan(
 
 def chunk_scan(
     cache: Any,
+    /,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -134,6 +136,7 @@ def chunk_scan(
 
 def gated_delta_rule(
     cache: Any,
+    /,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -159,13 +162,13 @@ def gated_delta_rule(
     return outputs.to(query.dtype), state
 
 
-def _mask(cache: Any, config: Any, inputs_embeds: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
+def _mask(cache: Any, /, config: Any, inputs_embeds: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
     """Return the mask with which recurrent layers hide padding, (B, S)."""
     return cache.mask_of_tokens(inputs_embeds.shape[1])
 
 
 def griffin_block(
-    cache: Any, block: Any, input_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    cache: Any, /, block: Any, input_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute a recurrent block of RecurrentGemma, which does not know its number: the blocks run in order."""
     layers = [layer for layer in cache.layers if "recurrent_states" in layer.stored]
@@ -177,7 +180,7 @@ def griffin_block(
 
 
 def griffin_recurrence(
-    cache: Any, unit: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs: Any
+    cache: Any, /, unit: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Compute the recurrence of RecurrentGemma for (B, S, channels), which begins anew at position 0."""
 

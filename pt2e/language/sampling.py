@@ -97,7 +97,7 @@ def _of_scores(*attributes: str) -> Callable[[Any], Processor]:
 
 
 def _repetition(processor: Any) -> Processor | None:
-    if processor.prompt_ignore_length:
+    if processor.prompt_ignore_length is not None:  # a number, or a tensor with one for each sequence
         return None
     penalty = processor.penalty
 

@@ -19,6 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import SOURCE_MASK, CacheLayer, DecoderCache
+from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
@@ -85,7 +86,7 @@ class SourceEncoder(nn.Module):
         own, cross = _cache_utils.DynamicCache(), DecoderCache([CrossLayer({}) for _ in range(_layers(self.model))], 0)
         cache = _cache_utils.EncoderDecoderCache(own, cross)
         tokens = {"input_ids": torch.zeros_like(mask[:, :1])}  # any token: it does not change what is collected
-        self.model(**decoder_call(self.model, tokens, mask, result), past_key_values=cache, use_cache=True)
+        self.model(**decoder_call(self.model, tokens, mask, result), use_cache=True, **{CACHE: cache})
         keys, values = ([getattr(layer, name).contiguous() for layer in cross.layers] for name in ("keys", "values"))
         return result, mask, keys, values
 

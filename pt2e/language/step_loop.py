@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.language.step import MOST_BEHIND, Step
 from pt2mx.pt2e.language.stopping import Stopping
 
@@ -80,5 +81,5 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
         sequences=sequences,
         scores=tuple(scores[:count]) if config.output_scores else None,
         logits=tuple(raw[:count]) if config.output_logits else None,
-        past_key_values=cache,
+        **{CACHE: cache},
     )

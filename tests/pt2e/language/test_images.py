@@ -4,6 +4,7 @@ import torch
 import pt2mx
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
+from pt2mx.pt2e.language.cache_name import CACHE, cache_in
 from pt2mx.pt2e.language.step import Step
 from tests.language_models import exported_decoder
 from tests.vision_language_models import VISION_LANGUAGE, image_prompts, round_weights, tiny_vision_language_model
@@ -65,7 +66,7 @@ def test_positions_go_on_after_images(folder):
     text = torch.tensor([[3, 4], [5, 6], [7, 8]])
     with torch.no_grad():
         first = eager(**prompts)
-        expected = eager(input_ids=text, past_key_values=first.past_key_values).logits
+        expected = eager(input_ids=text, **{CACHE: cache_in(first)}).logits
     cache = model(**prompts).past_key_values
     assert cache.shift.tolist() == [-7, -2, 0]
     mask = torch.nn.functional.pad(prompts["attention_mask"], (0, 2), value=1)

@@ -11,6 +11,7 @@ from torch import nn
 
 from pt2mx import MXConfig, MXError, MXTensor, QAttentionConfig, QLinearConfig, quantize_llm_
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.cache_name import CACHE, cache_in
 from pt2mx.torchmx import MXInferenceLinear
 from pt2mx.torchmx.layers.mx_attention import mx_attention, register_attention
 
@@ -126,8 +127,8 @@ def test_generate(kind):
     assert tokens.shape == (2, 23) and torch.equal(tokens[:, :17], inputs()["input_ids"])
     mask = F.pad(inputs()["attention_mask"], (0, 6), value=1)
     start = model(tokens[:, :20], attention_mask=mask[:, :20], use_cache=True)
-    assert start.past_key_values.layers[0].keys.shape == (2, 2, 20, 16)
-    last = model(tokens[:, 20:22], attention_mask=mask[:, :22], past_key_values=start.past_key_values).logits
+    assert cache_in(start).layers[0].keys.shape == (2, 2, 20, 16)
+    last = model(tokens[:, 20:22], attention_mask=mask[:, :22], **{CACHE: cache_in(start)}).logits
     expected = model(tokens[:, :22], attention_mask=mask[:, :22]).logits
     torch.testing.assert_close(last, expected[:, 20:], rtol=0, atol=0.02 * expected.abs().max().item())
     assert torch.equal(last[:, -1].argmax(-1), tokens[:, 22])
