@@ -204,6 +204,8 @@ def export_program(
     """Return `torch.export.export` of a module, without gradients. It generates the code of the graph once."""
     with torch.no_grad(), recompile_once() as mark:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        for graph in graph_modules(program.graph_module):
+            graph._tracer_cls = graph.graph._tracer_cls = None  # unpickling could not make export's tracer again
         mark(program.graph_module)
     return program
 

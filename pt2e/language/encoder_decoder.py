@@ -119,10 +119,13 @@ class EncoderDecoder(_Base):
 
     # a method that transformers' generate calls
     def _prepare_encoder_decoder_kwargs_for_generation(
-        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         model_kwargs["encoder_outputs"] = self.encode(inputs_tensor, model_kwargs.get("attention_mask"))
         return model_kwargs
+
+    #: its name since transformers 5.24
+    _prepare_text_encoder_decoder_kwargs_for_generation = _prepare_encoder_decoder_kwargs_for_generation
 
 
 class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin):  # type: ignore[name-defined]

@@ -155,7 +155,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
             if step is None or not step.supports(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
-            step.begin(inputs, mask, input_ids)
+            step.begin(inputs, mask, input_ids, choice.ignored)
             result = choose_tokens(step, outputs.logits, input_ids, stopping, generation_config, streamer)
         returns_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         step.cache_is_free = not returns_cache

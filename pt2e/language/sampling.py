@@ -39,6 +39,8 @@ class Processor:
     key: tuple[Hashable, ...]
     call: Function = field(compare=False)
     reads_seen: bool = False
+    #: (B,) int64, the first tokens of each prompt that are not seen: padding
+    ignored: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Choice:
     ends: tuple[int, ...]  #: the tokens that end a sequence
     pad: int | None  #: the token after the end; None: a sequence that has ended goes on
     records: bool = False  #: True where the scores are results, too
+
+    @property
+    def ignored(self) -> Tensor | None:
+        """The number of first tokens of each prompt that count as not seen, (B,) int64; None: all are seen."""
+        return next((one.ignored for one in self.processors if one.ignored is not None), None)
 
     @property
     def is_plain(self) -> bool:
@@ -77,7 +84,8 @@ def processors_of(processors: Iterable[Any]) -> tuple[Processor, ...] | None:
     """Return the functions of transformers' processors; None where one has none, such as a class of the user."""
     functions = [_function_of(one) for one in processors]
     known = tuple(one for one in functions if one is not None)
-    return known if len(known) == len(functions) else None
+    one_record = sum(one.reads_seen for one in known) < 2 or all(one.ignored is None for one in known)
+    return known if len(known) == len(functions) and one_record else None
 
 
 def _function_of(processor: Any) -> Processor | None:
@@ -97,7 +105,8 @@ def _of_scores(*attributes: str) -> Callable[[Any], Processor]:
 
 
 def _repetition(processor: Any) -> Processor | None:
-    if processor.prompt_ignore_length is not None:  # a number, or a tensor with one for each sequence
+    ignored = processor.prompt_ignore_length  # of a prompt's padding, in newer versions of transformers
+    if ignored is not None and not isinstance(ignored, Tensor):
         return None
     penalty = processor.penalty
 
@@ -105,7 +114,7 @@ def _repetition(processor: Any) -> Processor | None:
         assert history.seen is not None
         return torch.where(history.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
-    return Processor(("repetition", penalty), penalize, reads_seen=True)
+    return Processor(("repetition", penalty), penalize, reads_seen=True, ignored=ignored)
 
 
 def _no_end_before(least: int, ends: Tensor) -> Processor:

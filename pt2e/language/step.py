@@ -125,12 +125,13 @@ class Step:
                 tensor.zero_()
         return self.cache
 
-    def begin(self, inputs: Mapping[str, Any], mask: Tensor, tokens: Tensor) -> None:
+    def begin(self, inputs: Mapping[str, Any], mask: Tensor, tokens: Tensor, ignored: Tensor | None = None) -> None:
         """Set the state after the prompts, before their first token is chosen.
 
         Args:
             inputs, mask: as for the first step; the tokens in them have no effect.
             tokens: (B, S) int64, the prompts.
+            ignored: (B,) int64, the number of first tokens of each prompt that are not seen; None: all are.
         """
         pytree.tree_map(lambda own, new: own.copy_(new), self._inputs, dict(inputs))
         for name in _COUNTED:
@@ -141,7 +142,11 @@ class Step:
         self.length.fill_(tokens.shape[1])
         self.unfinished.fill_(True)
         if self.seen is not None:
-            self.seen.zero_().scatter_(1, tokens.to(self.seen.device, torch.long), True)
+            tokens, vocabulary = tokens.to(self.seen.device, torch.long), self.seen.shape[1]
+            if ignored is not None:
+                columns = torch.arange(tokens.shape[1], device=tokens.device)
+                tokens = tokens.masked_fill(columns < ignored.to(tokens.device)[:, None], vocabulary)
+            self.seen.copy_(nn.functional.pad(self.seen, (0, 1)).zero_().scatter_(1, tokens, True)[:, :vocabulary])
         self._free.extend(self._sent)
         self._sent.clear()
 

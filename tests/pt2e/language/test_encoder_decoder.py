@@ -196,15 +196,8 @@ def test_packages(tmp_path, compiler):
     assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
 
 
-def test_positions_that_depend_on_the_length_of_the_cache_are_refused():
-    config = transformers.UMT5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=64)
-    model = transformers.UMT5ForConditionalGeneration(config).eval()
-    with pytest.raises(MXError, match="gives other logits than without one"):
-        quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
-
-
 def test_a_table_of_positions_that_grows_is_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
     model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)).eval()
-    with pytest.raises(MXError, match=r"^M2M100ForConditionalGeneration cannot be exported with its cache: [^\n]*$"):
+    with pytest.raises(MXError, match=r"^M2M100[^\n]* gives other logits than without one[^\n]*$"):
         quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))
