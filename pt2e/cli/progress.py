@@ -6,6 +6,7 @@ The first stage is to import torch, so this module imports nothing that takes se
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 _begun = time.perf_counter()
+#: when the last line was printed
+_last_line = [_begun]
 #: the folder of the package
 _PACKAGE = Path(__file__).parents[2]
 
@@ -52,8 +55,28 @@ def stage_line(name: str) -> None:
     _print(f"[{time.perf_counter() - _begun:6.1f} s] {name}")
 
 
+@contextmanager
+def heartbeat(seconds: float = 10) -> Iterator[None]:
+    """Print a line on stderr whenever the block has printed no stage for some seconds."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.2):
+            if time.perf_counter() - _last_line[0] >= seconds:
+                stage_line("...")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def _print(line: str) -> None:
     """Print a line on stderr, above a progress bar, which only an imported tqdm can have made."""
+    _last_line[0] = time.perf_counter()
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is None:
         print(line, file=sys.stderr, flush=True)

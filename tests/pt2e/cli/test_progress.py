@@ -1,4 +1,5 @@
 import re
+import time
 import warnings
 from pathlib import Path
 
@@ -51,3 +52,14 @@ def test_warnings_look_as_notes_of_the_package_that_warns(file, owner):
     with warnings_as_notes():
         assert text() == f"{owner}: warning: of two lines\n"
     assert text() == before and before.startswith(f"{file}:3: UserWarning: of two\n  lines\n")
+
+
+def test_a_long_stage_prints_a_line_now_and_then(stage_lines, capsys):
+    with progress.heartbeat(0.4):
+        progress.stage_line("export")
+        time.sleep(1.6)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("] export") and 1 <= len(lines[1:]) <= 4
+    assert all(line.endswith("] ...") for line in lines[1:])
+    time.sleep(0.6)
+    assert not capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""The compiled program of `pt2mx demo`: another process compiles it while the language model is quantized."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.cli.progress import stage_line
+from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.program import load_program
+
+_RUNS = 5
+
+
+class Compilation:
+    """A process that compiles the program of a recipe.
+
+    Args:
+        folder: holds the programs, `float.pt2` and one for each recipe; gets the package.
+        recipe: the name of the recipe.
+    """
+
+    def __init__(self, folder: Path, recipe: str) -> None:
+        self._folder, self._recipe = folder, recipe
+        program, self._package = folder / f"{recipe}.pt2", folder / f"{recipe}.aoti.pt2"
+        command = [sys.executable, "-m", "pt2mx", "compile", str(program), "--output", str(self._package)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def finish(self) -> dict[str, float] | None:
+        """Wait for the package, and print its agreement with the program, and its speed.
+
+        Returns:
+            `cosine` to the program's embeddings, and `faster`, the time of the float program over the package's. None
+            where the program cannot be compiled, for example without a compiler; the reason is printed.
+        """
+        stage_line(f"compile {self._recipe}, begun before the language model")
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            print(f"\n{self._recipe} was not compiled: {(errors.strip().splitlines() or ['no reason'])[-1]}")
+            return None
+        _, tokenize = load_minilm()
+        inputs = tokenize(sentences())
+        programs = [load_program(self._folder / f"{name}.pt2").module() for name in (self._recipe, "float")]
+        package = load_package(self._package)
+        (compiled, seconds), (quantized, _), (_, float_seconds) = (
+            _timed(model, inputs) for model in (package, *programs)
+        )
+        cosine, faster = cosine_similarity(compiled, quantized).mean().item(), float_seconds / seconds
+        print(
+            f"\n{self._recipe} compiled: cosine {cosine:.6f} to the program, {faster:.1f}x as fast as the float program"
+        )
+        return {"cosine": cosine, "faster": faster}
+
+
+@torch.no_grad()
+def _timed(model: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """Return the output and the least seconds of some runs."""
+    seconds = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        output = model(*inputs)
+        seconds.append(time.perf_counter() - begin)
+    return output, min(seconds)

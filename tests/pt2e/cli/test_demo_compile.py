@@ -1,0 +1,44 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx.pt2e.cli import demo_compile
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A float program and a quantized one; their inputs replace MiniLM's."""
+    torch.manual_seed(0)
+    encoder, x = Encoder().eval(), torch.randn(72, 64)
+    exported = torch.export.export(encoder, (x,))
+    prepared = pt2mx.prepare_pt2e(exported.module(), pt2mx.MXQuantizer.from_recipe("mxfp8"))
+    pt2mx.save_program(exported, tmp_path / "float.pt2")
+    pt2mx.save_program(torch.export.export(pt2mx.convert_pt2e(prepared), (x,)), tmp_path / "mxfp8.pt2")
+    monkeypatch.setattr(demo_compile, "load_minilm", lambda: (encoder, lambda texts: (x,)))
+    return tmp_path
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_package_agrees_with_its_program(folder, capsys):
+    figures = demo_compile.Compilation(folder, "mxfp8").finish()
+    assert figures["cosine"] > 0.9999 and figures["faster"] > 0
+    assert "mxfp8 compiled: cosine 1.0000" in capsys.readouterr().out.replace("0.99999", "1.0000")
+    assert (folder / "mxfp8.aoti.pt2").is_file() and json.dumps(figures)
+
+
+def test_a_program_that_cannot_be_compiled(folder, capsys):
+    (folder / "mxfp8.pt2").write_bytes(b"no program")
+    assert demo_compile.Compilation(folder, "mxfp8").finish() is None
+    assert "mxfp8 was not compiled: pt2mx: error: " in capsys.readouterr().out
