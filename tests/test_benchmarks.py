@@ -39,11 +39,11 @@ def test_crops_of_pictures(monkeypatch):
         efficientnet, "_read", lambda name: torch.tensor(colors[name])[:, None, None].expand(3, 300, 400)
     )
     monkeypatch.setattr(efficientnet, "_SEEN", tuple(colors))
-    crops = efficientnet.crops(tuple(colors), 8, 0)
-    assert crops.shape == (8, 3, 224, 224) and torch.equal(crops, efficientnet.crops(tuple(colors), 8, 0))
+    crops = efficientnet.crops(tuple(colors), 8, 0, 224)
+    assert crops.shape == (8, 3, 224, 224) and torch.equal(crops, efficientnet.crops(tuple(colors), 8, 0, 224))
     assert crops.std((2, 3)).max() < 1e-5 and -1 <= crops.min() and crops.max() <= 1.01
     assert (crops[::2, 0] > crops[::2, 1] + 0.5).all() and torch.equal(crops[1::2, 0], crops[1::2, 1])
-    mixed = efficientnet.blended(8, 0)
+    mixed = efficientnet.blended(8, 0, 224)
     assert mixed.shape == crops.shape and mixed.abs().max() <= 1 and mixed.std((2, 3)).max() > 0.1
 
 

