@@ -61,12 +61,15 @@ def python_blocks():
         for line, words, code in blocks(path, "python"):
             if words == "executorch":
                 continue  # tests/pt2e/executorch runs it, where executorch is
-            marks = [pytest.mark.slow] if words == "slow" else []
-            yield pytest.param(path, line, code, id=f"{name_of(path)}:{line}", marks=marks)
+            slow, packages = "slow" in words.split(), [word for word in words.split() if word != "slow"]
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(path, line, code, packages, id=f"{name_of(path)}:{line}", marks=marks)
 
 
-@pytest.mark.parametrize(("path", "line", "code"), list(python_blocks()))
-def test_code_runs_as_pasted(path, line, code, tmp_path, warning_filters):
+@pytest.mark.parametrize(("path", "line", "code", "packages"), list(python_blocks()))
+def test_code_runs_as_pasted(path, line, code, packages, tmp_path, warning_filters):
+    for package in packages:  # that few environments have
+        pytest.importorskip(package)
     finished = run_program("\n" * line + code, str(path), tmp_path, warning_filters)
     assert finished.status == 0, finished.err
     if path == ROOT / "README.md":

@@ -48,9 +48,10 @@ METHODS = ("forward", "gradient", "both")
 OPERANDS = ("both", "weights", "activations")
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("compressed-tensors", "mxfp4", "quark", "fp8", "modelopt")
-DIALECTS = ("pt2mx", "quark", "standard")
+DIALECTS = ("pt2mx", "quark", "standard", "openvino")
 OPSETS = (18, 25)
 BACKENDS = ("portable", "xnnpack")
+RUNTIMES = ("onnxruntime", "openvino")
 #: formats that `compare` tries without a recipe
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
@@ -234,9 +235,14 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         flag("--unpack", "keep weights dequantized: larger, mostly faster"),
     ),
     "run": (
-        argument("package", help="a package that `pt2mx compile` wrote"),
+        argument("package", help="a package that `pt2mx compile` wrote, or an ONNX file"),
         argument("--inputs", help="a .pt or .npz batch (default: the inputs of the export)"),
         argument("--output", help="write the outputs with torch.save to this file; its name ends in .pt"),
+        argument(
+            "--runtime",
+            choices=RUNTIMES,
+            help="what runs an ONNX file (default: the first of them that is installed and takes the file)",
+        ),
     ),
     "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"),),
     "export-onnx": (

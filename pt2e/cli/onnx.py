@@ -20,6 +20,7 @@ from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
+from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -42,34 +43,32 @@ def run_export(options: argparse.Namespace) -> Result:
         progress.begin("export")
         nodes = export_onnx(program, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")
-        agreement = _compare(options.output, program)
+        runtime = options.target if options.target in RUNTIMES else "onnxruntime"
+        agreement = _compare(options.output, program, runtime)
     size, before = (Path(path).stat().st_size for path in (options.output, options.program))
     text = (
         f"{options.output}: {size:,} bytes (the program: {before:,}), {nodes} MX nodes; {progress.seconds()}\n"
-        f"onnxruntime against the program: {agreement}"
+        f"{runtime} against the program: {agreement}"
     )
     data = {
         "output": options.output,
         "bytes": size,
         "program_bytes": before,
         "mx_nodes": nodes,
-        "onnxruntime_against_the_program": agreement,
+        f"{runtime}_against_the_program": agreement,
         "seconds": progress.times(),
     }
     return Result(text, data)
 
 
-def _compare(path: str, program: ExportedProgram) -> str:
+def _compare(path: str, program: ExportedProgram, runtime: str) -> str:
     """Run the file and the program on the example inputs, and describe how their outputs agree."""
     args, kwargs = program.example_inputs
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     try:
-        runtime = import_extra("onnxruntime", "onnx")
-        options = runtime.SessionOptions()
-        options.log_severity_level = 4  # errors are raised, too
-        session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        feeds = {value.name: x.numpy() for value, x in zip(session.get_inputs(), tensors, strict=True)}
-        outputs = [torch.from_numpy(y) for y in session.run(None, feeds)]
+        runnable = load(path, runtime)
+        feeds = {name: x.numpy() for name, x in zip(runnable.inputs, tensors, strict=True)}
+        outputs = [torch.from_numpy(y) for y in runnable.call(feeds).values()]
         with torch.no_grad():
             expected = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
         return agreement_of(outputs, expected)
@@ -128,10 +127,10 @@ def _load_batches(options: argparse.Namespace, path: str) -> list[dict[str, np.n
     initializers = {tensor.name for tensor in graph.initializer}
     names = [value.name for value in graph.input if value.name not in initializers]
     check_distinct({"--output": options.output}, {f.name: f for f in batch_files(options.calibration)})
-    return [_by_name(batch, names, file) for file, batch in load_batches(options.calibration, {}).items()]
+    return [arrays_by_name(batch, names, file) for file, batch in load_batches(options.calibration, {}).items()]
 
 
-def _by_name(batch: object, names: list[str], file: str) -> dict[str, np.ndarray]:
+def arrays_by_name(batch: object, names: list[str], file: str) -> dict[str, np.ndarray]:
     """Return the arrays of a batch by the names of the inputs."""
     if isinstance(batch, dict):
         values: dict[Any, Any] = batch

@@ -76,6 +76,7 @@ EXAMPLES = {
     "run": (
         ("time a package with the inputs of the export", "minilm.aoti.pt2"),
         ("run your own batch, and keep the outputs", "minilm.aoti.pt2 --inputs batch.pt --output embeddings.pt"),
+        ("run an ONNX file in OpenVINO", "minilm.onnx --inputs batch.pt --runtime openvino"),
     ),
     "inspect": (
         ("print formats, bytes and operators of a file", "minilm.pt2"),
@@ -83,7 +84,7 @@ EXAMPLES = {
     ),
     "export-onnx": (
         ("write nodes of pt2mx's own domain", "minilm.pt2 --output minilm.onnx"),
-        ("write nodes that onnxruntime has", "minilm.pt2 --output minilm.onnx --target onnxruntime"),
+        ("write standard operators, for OpenVINO", "minilm.pt2 --output minilm.onnx --target openvino"),
     ),
     "export-executorch": (
         ("write a file for ExecuTorch's portable kernels", "net.pt2 --output net.pte"),

@@ -1,4 +1,4 @@
-"""The command `pt2mx run`: call a package with a batch, and time it."""
+"""The command `pt2mx run`: call a package, or an ONNX file, with a batch, and time it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import conform, load_batch
+from pt2mx.pt2e.cli.onnx import arrays_by_name
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.onnx.runtime import load
 from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
 from pt2mx.pt2e.packages.signature import Signature
@@ -30,6 +33,10 @@ def run(options: argparse.Namespace) -> Result:
     if options.output is not None:
         check_output(options.output, suffixes=(".pt", ".pth"))
         check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
+    if Path(options.package).suffix == ".onnx":
+        return _run_onnx(options)
+    if options.runtime is not None:
+        raise MXError("--runtime is for ONNX files: leave it out for a package")
     with Progress(2) as progress:
         with user_errors(f"load {options.package!r}"):
             package = open_package(options.package)
@@ -45,26 +52,55 @@ def run(options: argparse.Namespace) -> Result:
             copies, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))  # it may write to its inputs
             outputs = package(*copies, **keywords)
             seconds = _time(lambda: package(*args, **kwargs))
-        if options.output is not None:
-            with user_errors(f"write {options.output!r}"), whole_file(options.output) as file, deferred_interrupts():
-                torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), file)
+        _save(outputs, options.output)
     inputs = dict(zip(signature.names, pytree.tree_leaves((args, kwargs)), strict=True))
     results = {f"output{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(outputs)[0]}
-    lines = [f"{name}: {_describe(leaf)}" for name, leaf in (inputs | results).items()]
+    return _result(inputs, results, seconds, str(package.device))
+
+
+def _run_onnx(options: argparse.Namespace) -> Result:
+    """Run an ONNX file on the CPU."""
+    if not Path(options.package).is_file():
+        raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
+    if options.inputs is None:
+        raise MXError("an ONNX file has no example inputs: give --inputs, a .pt or .npz batch")
+    with Progress(2) as progress:
+        model = load(options.package, options.runtime)
+        inputs = arrays_by_name(_load(options.inputs), model.inputs, options.inputs)
+        progress.begin("run")
+        with user_errors(f"run {options.package!r} in {model.runtime}"):
+            outputs = {name: torch.from_numpy(y) for name, y in model.call(inputs).items()}
+            seconds = _time(lambda: model.call(inputs))
+        _save(outputs, options.output)
+    return _result({n: torch.from_numpy(x) for n, x in inputs.items()}, outputs, seconds, f"cpu in {model.runtime}")
+
+
+def _save(outputs: object, path: str | None) -> None:
+    if path is not None:
+        with user_errors(f"write {path!r}"), whole_file(path) as file, deferred_interrupts():
+            torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), file)
+
+
+def _result(inputs: dict[str, Any], outputs: dict[str, Any], seconds: float, device: str) -> Result:
+    lines = [f"{name}: {_describe(leaf)}" for name, leaf in (inputs | outputs).items()]
     data = {
         "inputs": {name: _as_json(leaf) for name, leaf in inputs.items()},
-        "outputs": {name: _as_json(leaf) for name, leaf in results.items()},
+        "outputs": {name: _as_json(leaf) for name, leaf in outputs.items()},
         "seconds_a_call": seconds,
-        "device": str(package.device),
+        "device": device,
     }
-    return Result("\n".join([*lines, f"{1e3 * seconds:.3f} ms a call on {package.device}"]), data)
+    return Result("\n".join([*lines, f"{1e3 * seconds:.3f} ms a call on {device}"]), data)
 
 
 def _arguments(inputs: str, signature: Signature) -> tuple[tuple, dict]:
     """Return the arguments of a call with the batch in a file."""
+    return conform(_load(inputs), signature, inputs, note)
+
+
+def _load(inputs: str) -> object:
     if not Path(inputs).is_file():
         raise MXError(f"no file {inputs!r}: give a .pt or .npz batch")
-    return conform(load_batch(Path(inputs)), signature, inputs, note)
+    return load_batch(Path(inputs))
 
 
 def _time(call: Callable[[], object]) -> float:

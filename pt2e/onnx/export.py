@@ -34,6 +34,7 @@ DIALECTS = {
     "pt2mx": ("pt2mx.pt2e.onnx.function_bodies", "add_bodies"),
     "quark": ("pt2mx.pt2e.onnx.quark", "to_quark"),
     "standard": ("pt2mx.pt2e.onnx.standard", "to_standard"),
+    "openvino": ("pt2mx.pt2e.onnx.openvino", "to_openvino"),
 }
 #: key of a file's metadata: JSON, source node -> the name of its value
 _SOURCE_NODES = "pt2mx.origins"
@@ -61,7 +62,8 @@ def export_onnx(
         dynamic_shapes: as `torch.export.export` takes them; by default the program's dynamic shapes, or none.
         opset: 18 to 25; by default the opset of torch's exporter.
         target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"quark"` for AMD Quark's nodes with functions,
-            `"standard"` for DequantizeLinear with native elements and scales, for runtimes that have them.
+            `"standard"` for DequantizeLinear with native elements and scales, for runtimes that have them,
+            `"openvino"` for operators that OpenVINO's CPU plugin has.
 
     Returns:
         The number of nodes for quantized activations and packed weights.

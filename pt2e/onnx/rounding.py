@@ -10,8 +10,6 @@ from pt2mx.pt2e.onnx.function import Function, onnx
 _TYPE = onnx.TensorProto
 #: the largest float below 0.5: x plus it reaches the next whole number if the fraction of x is a half or more
 _BELOW_HALF = 0.5 - 2.0**-25
-#: adding and subtracting it rounds to a whole number, ties to even
-_MAGIC = 1.5 * 2.0**23
 
 
 def power_below(f: Function, x: str, factor: float = 1.0) -> str:
@@ -30,10 +28,9 @@ def round_to_element(f: Function, v: str, element: ElementFormat, rounding: str)
     to_whole = _TO_WHOLE[rounding]
     if element.is_int:
         step = 2.0**-element.mantissa_bits
-        whole = v if rounding == "even" else to_whole(f, v, v)
-        whole = f.op("Clip", whole, element.lowest / step, element.max_normal / step)
+        whole = f.op("Clip", to_whole(f, v, v), element.lowest / step, element.max_normal / step)
         # two's complement has no negative zero: this makes it positive. Adding 0.0 would be optimized away
-        return f.op("Sub", f.op("Add", whole, _MAGIC), _MAGIC)
+        return f.op("Cast", f.op("Cast", whole, to=_TYPE.INT32), to=_TYPE.FLOAT)
     v = f.op("Clip", v, element.lowest, element.max_normal)
     quantum = power_below(f, f.op("Abs", v), 2.0**-element.mantissa_bits)
     quantum = f.op("Max", quantum, 2.0 ** (element.emin - element.mantissa_bits))

@@ -44,11 +44,11 @@ from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
 #: the first opset whose QuantizeLinear and DequantizeLinear take E8M0 scales
-_OPSET = 24
+NATIVE_OPSET = 24
 #: elements that QuantizeLinear saturates as pt2mx does
 _QUANTIZED = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8_full")
 #: element -> the type of a tensor of its codes
-_NATIVE = {
+NATIVE = {
     "fp4_e2m1": _TYPE.FLOAT4E2M1,
     "fp8_e4m3": _TYPE.FLOAT8E4M3FN,
     "fp8_e5m2": _TYPE.FLOAT8E5M2,
@@ -67,29 +67,43 @@ def to_standard(model: Any) -> Any:
     """
     if not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
-    model = raise_opset(model, _OPSET)
+    model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
-        _dequantize_weights(graph, used)
+        dequantize_weights(graph, used)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None)
     for graph in graphs_in(model.graph):
         _quantize_activations(model, graph, types, used)
     return add_bodies(model)
 
 
-def _dequantize_weights(graph: Any, used: set[str]) -> None:
-    """Replace each dequantized constant by DequantizeLinear, followed by the gather of rows, if there is one."""
+def is_native(attributes: DequantizeMX) -> bool:
+    """Return whether DequantizeLinear has the element and the blocks of a weight."""
+    return attributes.element in NATIVE and attributes.block_rows == 1
+
+
+def dequantize_weights(
+    graph: Any, used: set[str], takes: Callable[[DequantizeMX], bool] = is_native, of_rows: bool = True
+) -> None:
+    """Replace dequantized constants by DequantizeLinear.
+
+    Args:
+        graph: the graph, which changes.
+        used: the names in use, to which those of new tensors are added.
+        takes: returns whether to replace the dequantization of a native weight.
+        of_rows: replace the dequantization of gathered rows, too, by a gather of rows of the values.
+    """
     constants = _NativeConstants(graph, used)
     producers = {name: node for node in graph.node for name in node.output}
     nodes: list[Any] = []
     for node in graph.node:
         attributes = DequantizeMX.of(node)
         gathers = [g for name in node.input if (g := producers.get(name)) is not None and _gathers_rows(g)]
-        rows = gathers[0].input[1] if len(gathers) == 2 else ""
+        rows = gathers[0].input[1] if len(gathers) == 2 and of_rows else ""
         names = [g.input[0] for g in gathers] if rows else list(node.input)
         names += node.input[2:] if rows else []  # the scale of the tensor
         packed = [constants.packed[name] for name in names if name in constants.packed]
-        if attributes is None or not _is_native(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
+        if attributes is None or not takes(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
             nodes.append(node)
             continue
         scale = constants.scales(names[1], attributes, *names[2:])
@@ -99,10 +113,6 @@ def _dequantize_weights(graph: Any, used: set[str]) -> None:
     del graph.node[:]
     graph.node.extend(nodes)
     remove_unused(graph)
-
-
-def _is_native(attributes: DequantizeMX) -> bool:
-    return attributes.element in _NATIVE and attributes.block_rows == 1
 
 
 def _times_tensor_scale(
@@ -179,7 +189,7 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[st
     (x, *tensor_scale), (y,) = node.input, node.output
     scale, codes = (fresh_name(f"{y}_{name}", used) for name in ("scale", "codes"))
     values, result = (fresh_name(f"{y}_{name}", used) for name in ("x", "values")) if cast else (x, y)
-    blocks, element = _blocks(attributes), {"output_dtype": _NATIVE[attributes.element], "precision": _TYPE.FLOAT}
+    blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         (function, [x, *tensor_scale], scale, {"domain": DOMAIN}),
         ("QuantizeLinear", [values, scale], codes, blocks | element),
@@ -260,7 +270,7 @@ def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
     raw = codes.flatten()
     if element.bits == 4:  # ONNX packs two codes into a byte in row-major order, the first in the low bits
         raw = pack(raw.to(torch.int32), 0, element.bits)
-    return onnx.helper.make_tensor("", _NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
+    return onnx.helper.make_tensor("", NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
 
 
 def _e4m3_scales(scales: Tensor) -> Any:

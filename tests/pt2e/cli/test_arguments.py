@@ -3,6 +3,7 @@ from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.cli import arguments
 from pt2mx.pt2e.executorch.export import BACKENDS
 from pt2mx.pt2e.onnx.export import DIALECTS, OPSETS
+from pt2mx.pt2e.onnx.runtime import RUNTIMES
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS
 from pt2mx.pt2e.sensitivity.metrics import METRICS
 from pt2mx.pt2e.sensitivity.results import OPERANDS
@@ -16,6 +17,7 @@ def test_choices_are_those_of_the_python_api():
     assert arguments.OPSETS == (OPSETS[0], OPSETS[-1])
     assert arguments.DIALECTS == tuple(DIALECTS)
     assert arguments.BACKENDS == tuple(BACKENDS)
+    assert arguments.RUNTIMES == tuple(RUNTIMES)
     assert arguments.OTHER_FORMATS == OTHER_FORMATS
     assert arguments.METRICS == tuple(METRICS)
     assert arguments.OPERANDS == OPERANDS

@@ -55,9 +55,44 @@ def test_prints_size_and_agreement(target, here, capsys, tmp_path):
     assert [entry.version for entry in onnx.load(written).opset_import if not entry.domain] == [21]
 
 
+def test_run_of_a_file(here, capsys, tmp_path):
+    assert export(here / "net.pt2", "--output", "net.onnx") == 0
+    x = torch.randn(3, 64)
+    torch.save(x, "batch.pt")
+    capsys.readouterr()
+    assert main(["run", "net.onnx", "--inputs", "batch.pt", "--output", "out.pt", "--runtime", "onnxruntime"]) == 0
+    given, result, seconds = capsys.readouterr().out.splitlines()
+    assert given == "input: (3, 64) torch.float32" and result.endswith(": (3, 8) torch.float32")
+    assert seconds.endswith(" ms a call on cpu in onnxruntime")
+    (y,) = torch.load("out.pt").values()
+    assert torch.equal(y, run(str(tmp_path / "net.onnx"), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.onnx",), "no file 'nowhere.onnx': give a package, or an ONNX file"),
+        (("net.onnx",), "an ONNX file has no example inputs: give --inputs, a .pt or .npz batch"),
+        (
+            ("net.onnx", "--inputs", "other.pt"),
+            "other.pt: a batch must hold the inputs ['input'], this one holds [0, 1]",
+        ),
+        (("net.onnx", "--inputs", "wide.pt"), "could not run 'net.onnx' in onnxruntime: "),
+        (("{here}/net.pt2", "--runtime", "onnxruntime"), "--runtime is for ONNX files: leave it out for a package"),
+    ],
+)
+def test_runs_that_are_refused(arguments, message, here, capsys):
+    assert export(here / "net.pt2", "--output", "net.onnx") == 0
+    torch.save((torch.randn(3, 64), torch.randn(1)), "other.pt")
+    torch.save(torch.randn(3, 65), "wide.pt")
+    assert main(["run", *(argument.format(here=here) for argument in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, capsys, tmp_path):
     assert export(here / "narrow.pt2", "--output", "net.onnx") == 0
-    assert "onnxruntime against the program: not compared: [ONNXRuntimeError]" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "onnxruntime against the program: not compared: " in printed and "[ONNXRuntimeError]" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
 
