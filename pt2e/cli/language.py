@@ -23,7 +23,7 @@ from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
 from pt2mx.pt2e.cli.hugging_face import FeatureExtractor, checkpoint_values, from_pretrained
 from pt2mx.pt2e.cli.load_model import note_coverage
-from pt2mx.pt2e.cli.option_checks import check_folder_name
+from pt2mx.pt2e.cli.option_checks import check_compiler, check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
@@ -262,9 +262,9 @@ def _check_load(options: argparse.Namespace) -> None:
 def compile_folder(options: argparse.Namespace) -> Result:
     """Run `pt2mx compile` for a language model: write packages for prompts and for single tokens into its folder."""
     unused = {"--output": options.output, "--portable": options.portable, "--unpack": options.unpack}
-    for name, value in unused.items():
-        if value:
-            raise MXError(f"{name} is not for a language model: its packages are written to {options.program!r}")
+    if name := next((name for name, value in unused.items() if value), None):
+        raise MXError(f"{name} is not for a language model: its packages are written to {options.program!r}")
+    check_compiler()
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             model = LanguageModel.from_pretrained(options.program, options.device)

@@ -30,7 +30,10 @@ from pt2mx.pt2e.user_errors import user_errors
 #: of `--model`
 PREFIX = "onnx:"
 #: options that are for torch models -> the value that asks for nothing
-_FOR_TORCH = {"optimize": None, "compile": False, "tensor_parallel": 1, "text_length": None, "device": "cpu"}
+_FOR_TORCH = {
+    **dict.fromkeys(("optimize", "anchor", "distill", "text_length")),
+    **{"compile": False, "tensor_parallel": 1, "device": "cpu"},
+}
 
 
 def run_export(options: argparse.Namespace) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.batches import batch_files
+from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.cli.models import source_file
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.provenance import other_version
+from pt2mx.pt2e.user_errors import one_line
 
 #: options for loading a checkpoint
 _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
@@ -32,6 +35,17 @@ def check_device(device: str) -> None:
     """Raise an `MXError` for a device that this machine lacks."""
     if device == "cuda" and not torch.cuda.is_available():
         raise MXError("--device cuda needs an NVIDIA GPU and a torch that is built for it: leave it out for the CPU")
+
+
+def check_compiler() -> None:
+    """Raise an `MXError` without a C++ compiler: Inductor needs one, on a GPU too."""
+    cpp_builder = importlib.import_module("torch._inductor.cpp_builder")  # takes seconds
+    try:
+        cpp_builder.get_cpp_compiler()
+    except Exception as error:
+        raise MXError(
+            f"there is no C++ compiler ({one_line(error)}): {COMPILER}; `pt2mx doctor` looks for it"
+        ) from error
 
 
 def check_program_file(options: argparse.Namespace) -> None:

@@ -19,12 +19,18 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
-from pt2mx.pt2e.cli.option_checks import check_checkpoint_options, check_device, check_program_name, input_files
+from pt2mx.pt2e.cli.option_checks import (
+    check_checkpoint_options,
+    check_compiler,
+    check_device,
+    check_program_name,
+    input_files,
+)
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
-from pt2mx.pt2e.optimize.optimize import optimize
+from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
 from pt2mx.pt2e.optimize.report import optimization_report
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
@@ -43,6 +49,8 @@ def run(options: argparse.Namespace) -> Result | None:
     check_checkpoint_options(options)
     from_checkpoint = options.model.startswith("hf:")
     is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
+    if options.anchor is not None and is_language_model:
+        raise MXError("--anchor is for a program: give --output a name that ends in .pt2")
     if from_checkpoint:
         language = importlib.import_module("pt2mx.pt2e.cli.language")  # imports transformers
         if language.is_quantized_checkpoint(options):
@@ -52,6 +60,10 @@ def run(options: argparse.Namespace) -> Result | None:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
+    if options.anchor is not None:
+        if quantizer.algorithms is None:
+            raise MXError("--anchor keeps what algorithms round: give --optimize fast, imatrix or balanced")
+        checked_anchor(options.anchor, quantizer.algorithms)
     if is_language_model:
         return importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(options, quantizer)
     _check_files(options)
@@ -73,7 +85,10 @@ def run(options: argparse.Namespace) -> Result | None:
 
 
 def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
-    """Quantize a model and save it as a program."""
+    """Quantize a model and save it as a program; with `--anchor`, one whose weights can be sliced to the recipe's."""
+    stored = quantizer
+    if options.anchor is not None:
+        stored = quantizer.with_weights(checked_anchor(options.anchor, quantizer.algorithms or ()))
     with Progress(6 + (quantizer.algorithms is not None) + options.compile) as progress:
         loaded = load_float_model(options)
         batches = load_eval_batches(loaded, options)
@@ -83,10 +98,10 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         optimized = float_model
         if quantizer.algorithms is not None:
             progress.begin("optimize")
-            optimized = _optimize(float_model, quantizer, batches)
+            optimized = _optimize(float_model, quantizer, batches, options.anchor)
 
         progress.begin("calibrate")
-        prepared = _prepare(optimized, quantizer, options)
+        prepared = _prepare(optimized, stored, options)
         _calibrate(prepared, batches)
 
         progress.begin("convert")
@@ -96,9 +111,9 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         agreement = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
 
         progress.begin("save")
-        _save(converted, loaded, quantizer, options)
+        _save(converted, loaded, stored, options)
         report = quantization_report(converted)
-        _write_report(report, options, quantizer, agreement, before=float_model, after=converted)
+        _write_report(report, options, stored, agreement, before=float_model, after=converted)
 
         compiled = None
         if options.compile:
@@ -118,6 +133,8 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
 
 
 def _check_files(options: argparse.Namespace) -> None:
+    if options.compile:
+        check_compiler()
     if options.report is not None:
         check_output(options.report, suffixes=report_file.SUFFIXES)
     recipe_file = options.recipe if Path(options.recipe).is_file() else None
@@ -127,12 +144,13 @@ def _check_files(options: argparse.Namespace) -> None:
         check_program_name(options.output)
 
 
-def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Batch]) -> GraphModule:
+def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Batch], anchor: str | None) -> GraphModule:
     with user_errors("optimize the weights"), torch.no_grad():
         return optimize(
             model,
             quantizer,
             list(batches.values()),
+            anchor=anchor,
             padding_mask=named_padding_mask(model),
             progress=sys.stderr.isatty(),
         )
@@ -199,7 +217,7 @@ def _write_report(
     """Write the report where `--report` asks for it; a page also has the recipe, the quality and the graphs."""
     if not options.report:
         return
-    recipe = options.recipe if options.optimize is None else quantizer
+    recipe = options.recipe if options.optimize is None and options.anchor is None else quantizer
     quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
     page = {"model": options.model, "recipe": recipe, "quality": quality, "before": before, "after": after}
     report_file.write_report(report, options.report, **page)

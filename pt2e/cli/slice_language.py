@@ -23,6 +23,8 @@ def slice_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
     if Path(options.output).suffix.lower() == ".pt2":
         raise MXError(f"{options.program!r} is a language model: give --output a folder, not {options.output!r}")
     check_folder_name(options.output, options.program)
+    if Path(options.program).resolve() in Path(options.output).resolve().parents:
+        raise MXError(f"--output {options.output!r} lies in {options.program!r}: give a folder outside of it")
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             model = LanguageModel.from_pretrained(options.program)

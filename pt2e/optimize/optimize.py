@@ -113,7 +113,7 @@ def optimize(
     chosen = _selected_algorithms(preset, algorithms, quantizer)
     if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
-    wide = None if anchor is None else _checked_anchor(anchor, chosen)
+    wide = None if anchor is None else checked_anchor(anchor, chosen)
     if isinstance(batches, Tensor | dict):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
@@ -233,7 +233,8 @@ def _report_learned(
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 
 
-def _checked_anchor(anchor: object, algorithms: Sequence[Algorithm]) -> MXSpec:
+def checked_anchor(anchor: object, algorithms: Sequence[Algorithm]) -> MXSpec:
+    """Return the format of an anchor; raise an MXError for an unknown one, and for algorithms that make no slices."""
     if any(isinstance(one, LearnedRounding) for one in algorithms):
         raise MXError("learned rounding makes no slices of an anchor: give preset='balanced' or 'fast', or no anchor")
     return parse(anchor)

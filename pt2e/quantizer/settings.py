@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.matching import MATCHERS, object_key, operator_key, type_key
 from pt2mx.pt2e.quantizer.model_settings import ModelSettings
+from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +35,18 @@ class QuantizerSettings(ModelSettings):
         self._ends: dict[str, dict[int, Config]] = {kind: {} for kind in recipe.ENDS}
         #: setting kind -> key -> config, in order of precedence
         self._settings: dict[str, dict[Any, Config]] = {kind: {} for kind in MATCHERS}
+
+    def with_weights(self, spec: MXSpec) -> Self:
+        """Return a copy that quantizes to this spec the weights that its configs quantize."""
+
+        def changed(configs: dict[Any, Config]) -> dict[Any, Config]:
+            return {key: one and (replace(one, weight=spec) if one.weight else one) for key, one in configs.items()}
+
+        copied = copy.copy(self)
+        copied._global = changed({None: self._global})[None]
+        copied._ends = {kind: changed(configs) for kind, configs in self._ends.items()}
+        copied._settings = {kind: changed(configs) for kind, configs in self._settings.items()}
+        return copied
 
     def set_global(self, config: Config) -> Self:
         """Set the config of every operator that no other setting matches.

@@ -86,13 +86,19 @@ class Case:
         yield {"format": "float", **self._judge(self.model).shown}
         for name in formats or self.formats:
             nearest: dict[str, float] = {}
-            for mode in modes(name):
-                figures = self._judge(_quantized(self.model, self.quantizer(name, mode)))
-                nearest[f"over {mode}"] = figures.loss
-                yield _row(name, f"nearest, {mode}", figures, nearest)
+            for mode, chosen in self._by_mode(name).items():
+                figures = self._judge(_quantized(self.model, chosen))
+                nearest[f"over {mode or 'nearest'}"] = figures.loss
+                yield _row(name, f"nearest, {mode}" if mode else "nearest", figures, nearest)
             for rounding in roundings:
                 if rounding != DISTILLED or self.lessons:
                     yield self._optimized(name, rounding, nearest)
+
+    def _by_mode(self, name: str) -> dict[str, MXQuantizer]:
+        """Return the quantizers of a format by scale mode; "": the one of a format without FP4, which has no modes."""
+        chosen = {mode: self.quantizer(name, mode) for mode in modes(name)}
+        recipes = {quantizer.to_recipe() for quantizer in chosen.values()}
+        return chosen if len(recipes) > 1 else {"": next(iter(chosen.values()))}
 
     def _optimized(self, name: str, rounding: str, nearest: dict[str, float]) -> Row:
         chosen, results = self.quantizer(name, modes(name)[-1]), []

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
-from pt2mx.pt2e.language.texts import perplexity
 from tests.benchmarks.accuracy import texts
 from tests.benchmarks.accuracy.case import Case, Figures, Forward, config
 from tests.benchmarks.accuracy.packages import require
+from tests.benchmarks.peers.figures import divergence_cells, divergences
 
 WINDOW, AT_ONCE = 256, 4
 CALIBRATION, HELD_OUT = 32, 48
@@ -43,12 +43,11 @@ def case() -> Case:
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
-        wanted = {id(window): exported(window) for window in windows}
+        wanted = [exported(window) for window in windows]
 
     def judge(forward: Forward) -> Figures:
-        result = perplexity(forward, windows, lambda window: wanted[id(window)])
-        shown = {"perplexity": f"{result.perplexity:.2f}", "same argmax": f"{result.agreement or 0:.1%}"}
-        return Figures(result.divergence or 0.0, shown)
+        scores = divergences(map(forward, windows), windows, wanted)
+        return Figures(sum(scores["KL"]) / len(windows), divergence_cells(scores))
 
     def lessons(count: int) -> tuple[Tensor, ...]:
         text = "\n\n".join(texts.package_docstrings(texts.LESSONS))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
@@ -279,6 +280,20 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, capsys):
 def test_a_gpu_that_is_not_there(here, capsys):
     assert main(["compile", "net.pt2", "--output", "o.pt2", "--device", "cuda"]) == 2
     assert "--device cuda needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile", "net.pt2", "--output", "o.pt2"],
+        ["quantize", "--model", "nowhere.py:factory", "--recipe", "mxfp4", "--output", "o.pt2", "--compile"],
+    ],
+)
+def test_without_a_compiler(arguments, here, capsys):
+    with config.patch({"cpp.cxx": ("no-compiler",)}):
+        assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "there is no C++ compiler" in line and "no-compiler" in line and "name one in CXX" in line
 
 
 @pytest.mark.slow

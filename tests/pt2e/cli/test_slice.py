@@ -47,6 +47,37 @@ def check(before, after, spec):
         assert torch.equal(narrow.codes, codes) and torch.equal(narrow.scales, scales), wide.name
 
 
+def test_a_slice_of_an_anchor_is_what_optimize_rounded(place, run):
+    """Activations of the anchor are those of the recipe."""
+    quantize = ("quantize", "--model", "net.py:make", "--recipe", "mxfp4", "--optimize", "balanced", "--output")
+    assert run(*quantize, "alone.pt2")[0] == 0
+    assert run(*quantize, "anchor.pt2", "--anchor", "mxint8")[0] == 0
+    assert run("slice", "anchor.pt2", "--recipe", "mxfp4", "--output", "sliced.pt2")[0] == 0
+    alone, anchor, sliced = (pt2mx.load_program(place / f"{name}.pt2") for name in ("alone", "anchor", "sliced"))
+    assert {weight.spec.element.name for weight in packed_weights(anchor)} == {"int8"}
+    x = torch.linspace(-1, 1, 512).reshape(8, 64)
+    with torch.no_grad():
+        assert torch.equal(sliced.module()(x), alone.module()(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model net.py:make --output o.pt2 --anchor mxint8", "--anchor keeps what algorithms round"),
+        ("--model net.py:make --output o.pt2 --optimize fast --anchor mxfp99", "unknown MX element format 'mxfp99'"),
+        ("--model net.py:make --output o.pt2 --optimize best --anchor mxint8", "learned rounding makes no slices"),
+        ("--model net.py:make --output o.pt2 --optimize fast --anchor int3", "0.weight is int3, and the recipe's"),
+        ("--model hf:llama --output o --optimize fast --anchor mxint8", "--anchor is for a program"),
+        ("--model onnx:net.onnx --output o.onnx --anchor mxint8 --optimize fast", "is for PyTorch models"),
+        ("--model onnx:net.onnx --output o.onnx --distill text.txt", "--distill is for PyTorch models"),
+    ],
+)
+def test_bad_anchors(arguments, message, run, place):
+    status, out, err = run("quantize", "--recipe", "mxfp4", *arguments.split())
+    assert (status, out) == (2, "") and message in err.splitlines()[-1], err
+    assert not any((place / name).exists() for name in ("o", "o.pt2", "o.onnx"))
+
+
 def test_a_program_in_a_separate_process(place):
     arguments = ["slice", "int8.pt2", "--recipe", "mxfp4", "--output", "fp4.pt2", "--report", "fp4.json", "--json"]
     done = run_program(_MAIN, "-c", place, arguments=arguments)
@@ -72,7 +103,7 @@ def test_a_language_model_in_a_separate_process(place):
     done = run_program(_MAIN, "-c", place, arguments=["slice", "int8", *recipe])
     (place / "int8" / "preprocessor_config.json").unlink()
     assert done.status == 0, done.err
-    assert "9 operators with the lowest SQNR" in done.out
+    assert "9 of 10 operators quantized" in done.out
     assert (place / "fp4.html").read_text().startswith("<!DOCTYPE html>")
     names = {file.name for file in (place / "fp4").iterdir()}
     assert names == {file.name for file in (place / "int8").iterdir()} | {"preprocessor_config.json"}
@@ -101,7 +132,8 @@ def test_a_language_model_in_a_separate_process(place):
         ("int8.pt2 --recipe nvfp4 --output o.pt2", "0.weight has blocks of 32, and the recipe blocks of 16"),
         ("int8 --recipe mxfp4 --output int8", "--output 'int8' is the folder of the checkpoint: give another one"),
         ("int8 --recipe mxfp4 --output o.pt2", "'int8' is a language model: give --output a folder, not 'o.pt2'"),
-        (". --recipe mxfp4 --output o", "'.' holds no program.pt2: give the folder that `pt2mx quantize` wrote"),
+        ("int8 --recipe mxfp4 --output int8/fp4", "--output 'int8/fp4' lies in 'int8': give a folder outside of it"),
+        (". --recipe mxfp4 --output ../o", "'.' holds no program.pt2: give the folder that `pt2mx quantize` wrote"),
     ],
 )
 def test_bad_input(arguments, message, run, place):
