@@ -30,6 +30,7 @@ from pt2mx.pt2e.debug.bisect import bisect as bisect
 from pt2mx.pt2e.debug.print_graph import print_graph as print_graph
 from pt2mx.pt2e.debug.stages import compare_stages as compare_stages
 from pt2mx.pt2e.executorch.export import export_executorch as export_executorch
+from pt2mx.pt2e.exporters.quantizer import MXExportQuantizer as MXExportQuantizer
 from pt2mx.pt2e.fake_quantize import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.format_observer import MXFormatObserver as MXFormatObserver
 from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel

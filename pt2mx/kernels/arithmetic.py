@@ -49,8 +49,9 @@ def power_below(x: Tensor, factor: float = 1.0) -> Tensor:
 
     Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation, Part I" (2008), `ufp`.
     """
-    q = x * ((1 + 2.0**-23) * 2.0**23 * factor)
-    return q - q * (1 - 2.0**-24)
+    # a magnitude is what it is, but runtimes (OpenVINO) then round each operation, and fuse no two of them
+    q = (x * ((1 + 2.0**-23) * 2.0**23 * factor)).abs()
+    return q - (q * (1 - 2.0**-24)).abs()
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

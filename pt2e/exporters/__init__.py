@@ -1,0 +1,1 @@
+"""Quantization in the exporters of transformers."""

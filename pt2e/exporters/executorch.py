@@ -1,0 +1,14 @@
+"""The graph of a converted model for transformers' `ExecutorchExporter`."""
+
+from __future__ import annotations
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from pt2mx.pt2e.executorch.edge import edge_ready
+from pt2mx.pt2e.exporters.shifts import without_shifts
+
+
+def executorch_graph(program: ExportedProgram) -> GraphModule:
+    """Return the graph in core aten operators, which ExecuTorch's portable kernels run."""
+    return without_shifts(edge_ready(program)).module()

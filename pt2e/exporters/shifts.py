@@ -1,0 +1,39 @@
+"""Shifts of bits as arithmetic: transformers' exporters accept core aten operators alone, and shifts are none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+aten = torch.ops.aten
+
+
+def without_shifts(program: ExportedProgram) -> ExportedProgram:
+    """Decompose the shifts of a program into products and rounded quotients, which are equal for integers."""
+    with torch.no_grad():
+        return program.run_decompositions(_TABLE)
+
+
+def _left(x: Tensor, bits: int) -> Tensor:
+    return x * (1 << bits)
+
+
+def _left_each(x: Tensor, bits: Tensor) -> Tensor:
+    return x * aten.pow.Scalar(2, bits)
+
+
+def _right(x: Tensor, bits: int) -> Tensor:
+    return torch.div(x, 1 << bits, rounding_mode="floor")
+
+
+def _right_each(x: Tensor, bits: Tensor) -> Tensor:
+    return torch.div(x, aten.pow.Scalar(2, bits), rounding_mode="floor")
+
+
+_TABLE = {
+    aten.bitwise_left_shift.Tensor_Scalar: _left,
+    aten.bitwise_left_shift.Tensor: _left_each,
+    aten.bitwise_right_shift.Tensor_Scalar: _right,
+    aten.bitwise_right_shift.Tensor: _right_each,
+}

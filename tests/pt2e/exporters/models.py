@@ -1,0 +1,52 @@
+"""Small models of transformers, their inputs, and the ratio of signal to noise of two outputs."""
+
+import torch
+
+from pt2mx.extras import import_extra
+
+transformers = import_extra("transformers", "hf")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGES = ("resnet", "vit")
+
+
+def _make(kind, config):
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(config).eval()
+
+
+def _llama():
+    config = transformers.LlamaConfig(**SIZES, vocab_size=128, pad_token_id=0, eos_token_id=None)
+    return _make("LlamaForCausalLM", config)
+
+
+def _resnet():
+    sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "layer_type": "basic"}
+    return _make("ResNetForImageClassification", transformers.ResNetConfig(**sizes, num_labels=10))
+
+
+#: name -> the function that makes the model
+MODELS = {
+    "bert": lambda: _make("BertModel", transformers.BertConfig(**SIZES, vocab_size=128, max_position_embeddings=64)),
+    "llama": _llama,
+    "resnet": _resnet,
+    "vit": lambda: _make(
+        "ViTForImageClassification", transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=10)
+    ),
+}
+
+
+def example(name, seed=0, batch=2, length=12, padding=0):
+    """Return inputs of a model by name; the first prompt begins with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    if name in IMAGES:
+        return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, :padding] = 0
+    return {"input_ids": torch.randint(1, 128, (batch, length), generator=generator), "attention_mask": mask}
+
+
+def sqnr(expected, actual):
+    """Return the ratio of signal to noise in dB."""
+    noise = (expected.double() - actual.double()).square().sum()
+    return float(10 * torch.log10(expected.double().square().sum() / noise))

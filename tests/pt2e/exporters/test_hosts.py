@@ -1,0 +1,87 @@
+"""OpenVINO and ExecuTorch run what transformers' exporters write.
+
+The packages are large: these tests are slow, and run in an environment that has them: the one whose python
+PT2MX_HOSTS_PYTHON names, or one that is made for them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.documents import ROOT, blocks
+from tests.environments import PINNED, environment
+
+PAGE = ROOT / "pt2e" / "exporters" / "README.md"
+PACKAGES = ("openvino", "executorch")
+
+PROGRAM = """
+import sys
+import torch
+from transformers import exporters
+import pt2mx
+import pt2mx.pt2e.exporters.quantizer as quantizer
+from tests.pt2e.exporters.models import MODELS, example, sqnr
+
+convert, models = pt2mx.convert_pt2e, []
+quantizer.convert_pt2e = lambda prepared: models.append(convert(prepared)) or models[-1]
+host, *cases = sys.argv[1:]
+exporter, config = {
+    "openvino": (exporters.OpenVINOExporter, exporters.OpenVINOConfig),
+    "executorch": (exporters.ExecutorchExporter, exporters.ExecutorchConfig),
+}[host]
+for case in cases:
+    name, recipe = case.split(":")
+    inputs = example(name)
+    quantize = pt2mx.MXExportQuantizer(recipe, [example(name, 1)])
+    exported = exporter().export(MODELS[name](), dict(inputs), config(quantizer=quantize))
+    first = lambda output: next(v for v in output.values() if isinstance(v, torch.Tensor))
+    with torch.no_grad():
+        print(case, sqnr(first(models[-1](**inputs)), first(exported(**inputs))), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The python of an environment with the packages of the hosts."""
+    if all(importlib.util.find_spec(package) for package in PACKAGES):
+        return sys.executable
+    if named := os.environ.get("PT2MX_HOSTS_PYTHON"):
+        return named
+    try:
+        return str(environment(tmp_path_factory.mktemp("hosts"), *PINNED, *PACKAGES))
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"{' and '.join(PACKAGES)} cannot be installed here: {error}")
+
+
+def run(python, *arguments, cwd):
+    """Run a python with the repository in its path, and return what it prints."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run([python, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=1800)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "cases"),
+    [
+        ("openvino", ["resnet:mxfp4_weight_only", "bert:mxint8", "vit:mxfp8", "llama:mxfp4_weight_only", "bert:mxfp6"]),
+        ("executorch", ["resnet:mxfp4_weight_only"]),
+    ],
+)
+def test_the_runner_gives_the_outputs_of_the_converted_model(host, cases, python, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    printed = run(python, "program.py", host, *cases, cwd=tmp_path).splitlines()
+    ratios = dict(line.split() for line in printed if line.split()[0] in cases)
+    assert list(ratios) == cases
+    for case, ratio in ratios.items():
+        assert float(ratio) >= (100 if case.endswith("weight_only") else 40), printed
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(python, tmp_path):
+    ((_, _, code),) = [block for block in blocks(PAGE, "python") if block[1] == "openvino"]
+    (tmp_path / "page.py").write_text(code)
+    run(python, "page.py", cwd=tmp_path)
