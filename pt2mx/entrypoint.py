@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
@@ -35,11 +36,23 @@ def start(arguments: list[str]) -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a word that the locale lacks is written in ASCII
         sys.stdout.reconfigure(errors="backslashreplace")
-    command_parser().parse_args(arguments)  # ends the process at a wrong word, and after `--help`
-    if arguments[0] in _WITHOUT_TORCH:
+    options = command_parser().parse_args(arguments)  # ends the process at a wrong word, and after `--help`
+    if arguments[0] in _WITHOUT_TORCH or _is_refused(options):
         sys.exit(main(arguments))
     if arguments[0] not in _SHORT:
         stage_line("import torch")
+
+
+def _is_refused(options: argparse.Namespace) -> bool:
+    """Return True for a wrong command line, which `main` refuses by the same check."""
+    from pt2mx.errors import MXError
+    from pt2mx.pt2e.cli.usage import check_usage
+
+    try:
+        check_usage(options)
+    except MXError:
+        return True
+    return False
 
 
 if is_command():

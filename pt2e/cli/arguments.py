@@ -104,8 +104,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         ),
         argument(
             "--recipe",
-            help=f"a YAML file, or one of {', '.join(shipped.names())}; leave it out for a checkpoint that is already "
-            "in MX formats",
+            help=f"a YAML file, a format such as fp6_e3m2, or one of {', '.join(shipped.names())}; leave it out for a "
+            "checkpoint that is already in MX formats",
         ),
         argument(
             "--calibration",
@@ -315,7 +315,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "completion": (argument("shell", choices=("bash", "zsh", "fish"), help="the shell that completes"),),
 }
 
-#: command with actions -> action -> (the help text, its arguments)
+#: command with actions -> action -> (the help text, its arguments); without an action the first one runs
 ACTIONS: dict[str, dict[str, tuple[str, tuple[Argument, ...]]]] = {
     "recipes": {
         "list": ("list the shipped recipes", ()),

@@ -12,6 +12,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.parser import BAD_INPUT, Parser, make_parser
 from pt2mx.pt2e.cli.progress import warnings_as_notes
 from pt2mx.pt2e.cli.result import only_result_on_stdout
+from pt2mx.pt2e.cli.usage import check_usage
 from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 
 #: command -> (the function that runs it, the help text)
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = command_parser().parse_args(arguments)
     with record_sigint() as interrupts:
         try:
+            check_usage(options)
             return _run(options, interrupts)
         except BrokenPipeError:
             _discard_stdout()

@@ -18,19 +18,14 @@ from pt2mx.pt2e.cli.batches import read_image
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.language.arguments import fault_of
+from pt2mx.pt2e.cli.usage import generation_settings
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.user_errors import user_errors
 
-#: options that restrict the tokens to sample from
-_FILTERS = ("top_k", "top_p", "repetition_penalty")
-#: the smallest and the largest seed of torch
-_SEEDS = (-(2**63), 2**64 - 1)
-
 
 def run(options: argparse.Namespace) -> Result | None:
-    settings = _settings(options)
+    settings = generation_settings(options)
     images = [read_image(Path(file)) for file in options.image or ()]  # a bad file should not cost loading the model
     progress = Progress(2)
     with user_errors(f"load {options.folder!r}"):
@@ -48,25 +43,6 @@ def run(options: argparse.Namespace) -> Result | None:
             answers.append({"audio" if options.audio else "prompt": question, **_answer(model, inputs, settings)})
     # the streamer has printed the text
     return Result("", {"answers": answers}) if options.json and is_first() else None
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    if options.audio and (options.prompt or options.chat):
-        raise MXError("--audio takes no prompt: leave --prompt and --chat out")
-    if options.max_new_tokens < 1:
-        raise MXError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
-    if not _SEEDS[0] <= options.seed <= _SEEDS[1]:
-        raise MXError(f"--seed {options.seed} must be an integer from {_SEEDS[0]} to {_SEEDS[1]}")
-    for name in ("temperature", *_FILTERS):
-        value = getattr(options, name)
-        if value is not None and (fault := fault_of(name, value)):
-            raise MXError(f"--{name.replace('_', '-')} {value} {fault}")
-    filters = {name: getattr(options, name) for name in _FILTERS if getattr(options, name) is not None}
-    sampled = options.temperature > 0
-    if not sampled and (unused := sorted(filters.keys() & {"top_k", "top_p"})):
-        raise MXError(f"--{unused[0].replace('_', '-')} is for sampling: give --temperature, too")
-    temperature = {"temperature": options.temperature} if sampled else {"top_k": None, "top_p": None}
-    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **filters}
 
 
 def _read_prompts() -> Iterator[str]:

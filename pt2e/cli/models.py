@@ -21,6 +21,7 @@ from pt2mx.pt2e.cli.batches import IMAGES, Reader, conform, groups, read_image
 from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
+from pt2mx.pt2e.cli.usage import check_model, source_file
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program import export_program
@@ -122,18 +123,11 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
         return _hugging_face(name, dtype)
     if kind == "torchvision":
         return _torchvision(name)
-    if (path := source_file(source)) is not None:
-        return _from_factory(path, source.removeprefix(f"{path}:"))
-    if source.endswith(".py"):
-        raise MXError(f"the model {source!r} names no function: give {source}:FACTORY")
-    names = ["minilm", "torchvision:NAME", "hf:DIRECTORY_OR_NAME", "module.py:factory"]
-    raise MXError(f"unknown model {source!r}: {nearest(source, names)}")
-
-
-def source_file(source: str) -> str | None:
-    """Return the user's file in a source that `load_model` takes; None for other models."""
-    path = source.rpartition(":")[0]
-    return path if path.endswith(".py") else None
+    check_model(source)
+    path = source_file(source)
+    if path is None:
+        raise MXError(f"{source!r} is no PyTorch model: `pt2mx quantize` alone takes an ONNX file")
+    return _from_factory(path, source.removeprefix(f"{path}:"))
 
 
 class SentenceEncoder(nn.Module):

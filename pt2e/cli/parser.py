@@ -23,6 +23,7 @@ BAD_INPUT = 2
 _RAW = argparse.RawDescriptionHelpFormatter
 #: a word of the command line that names an option; "-1" and "-a text" are values
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_HELP = ("-h", "--help")
 #: command -> (task, the command line), the most common task first
 EXAMPLES = {
     "quantize": (
@@ -103,7 +104,7 @@ EXAMPLES = {
         ("keep the codes of MXFP4 as NVFP4", "Qwen3-8B-mxfp4 Qwen3-8B-nvfp4 --layout modelopt"),
     ),
     "recipes": (
-        ("list the shipped recipes", "list"),
+        ("list the shipped recipes", ""),
         ("print one to start your own from", "show mxfp4_decoder"),
         ("print what a recipe selects in a model", "check mine.yaml --model minilm"),
     ),
@@ -134,11 +135,16 @@ EXAMPLES = {
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line that suggests the nearest allowed word."""
 
+    #: the action of a command line without one; None: an action is required
+    default_action: str | None = None
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"pt2mx: error: {message}; see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         words = sys.argv[1:] if args is None else list(args)
+        if self.default_action is not None and all(_OPTION.fullmatch(word) and word not in _HELP for word in words):
+            words = [self.default_action, *words]
         self._check_words(words)
         return super().parse_known_args(words, namespace)
 
@@ -194,6 +200,7 @@ def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Pa
         description, examples = f"{text[0].upper()}{text[1:]}.", examples_text(name)
         command = inner.add_parser(name, help=text, description=description, epilog=examples, formatter_class=_RAW)
         if name in ACTIONS:
+            command.default_action = next(iter(ACTIONS[name]))
             actions = command.add_subparsers(required=True, metavar="ACTION")
             for action, (text, arguments) in ACTIONS[name].items():
                 _fill(actions.add_parser(action, help=text), f"{function}_{action}", arguments)

@@ -28,6 +28,7 @@ from pt2mx.pt2e.cli.option_checks import (
 )
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.cli.usage import recipe_missing
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
@@ -36,7 +37,6 @@ from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.quantizer.recipe import names
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> Result | None:
         if language.is_quantized_checkpoint(options):
             return language.load_to_folder(options)
     if options.recipe is None:
-        raise MXError(f"give --recipe, a YAML file or one of {', '.join(names())}")
+        raise recipe_missing()
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
     if options.optimize is not None:
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)

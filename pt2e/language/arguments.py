@@ -1,17 +1,16 @@
-"""Checks of the arguments of language models, and the ranges of the options of sampling, made before any work."""
+"""Checks of the arguments of language models, made before any work."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.ranges import RANGES, fault_of
 
 #: field of a configuration: the number of tokens that the program reads at most
 LONGEST_TEXT = "pt2mx_longest_text"
@@ -139,42 +138,6 @@ def check_length(config: object, tokens: int) -> None:
             f"a text of {tokens} tokens is longer than {longest}, for which the program has the frequencies of RoPE: "
             f"quantize the model with length={tokens}, or --text-length {tokens}"
         )
-
-
-class _Range(NamedTuple):
-    """The numbers that an option takes; `text` says it in words."""
-
-    kind: type
-    least: float
-    most: float
-    text: str
-    #: bounds that are not in the range
-    open: tuple[float, ...] = ()
-
-
-_SHARE = _Range(Real, 0, 1, "a number from 0 to 1")
-
-#: option of transformers' `generate` -> its range. transformers checks only some; a `top_p` above 1 disables the filter
-RANGES = {
-    "temperature": _Range(Real, 0, math.inf, "a finite number of at least 0", (math.inf,)),
-    "top_k": _Range(Integral, 0, math.inf, "an integer of at least 0, which is all tokens"),
-    "top_p": _SHARE,
-    "min_p": _SHARE,
-    "top_h": _Range(Real, 0, 1, "a number above 0, up to 1", (0,)),
-    "typical_p": _Range(Real, 0, 1, "a number above 0, up to 1", (0,)),
-    "epsilon_cutoff": _Range(Real, 0, 1, "a number from 0, below 1", (1,)),
-    "eta_cutoff": _Range(Real, 0, 1, "a number from 0, below 1", (1,)),
-    "repetition_penalty": _Range(Real, 0, math.inf, "a finite number above 0", (0, math.inf)),
-}
-
-
-def fault_of(option: str, value: object) -> str | None:
-    """Return the end of an error message for the value of an option; None where the value is valid."""
-    kind, least, most, text, excluded = RANGES[option]
-    number = isinstance(value, kind) and not isinstance(value, bool)
-    if number and least <= value <= most and value not in excluded:  # type: ignore[operator] # NaN is in no range
-        return None
-    return f"must be {text}"
 
 
 def check_sampling(options: Mapping[str, object], defaults: object = None) -> None:

@@ -19,12 +19,15 @@ values of a weight. `module_name_object_type_order` is a list of [module, type, 
 `pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`).
 `kv_cache` is the spec of a decoder's cached keys and values.
 
+The name of a format, such as `fp6_e3m2`, is a recipe too: weights and activations in that format.
+
 The YAML is read strictly: duplicate keys are errors, and every mistake raises an `MXError`.
 """
 
 from __future__ import annotations
 
 import io
+import json
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +39,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
 from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
-from pt2mx.pt2e.quantizer.shipped import names
+from pt2mx.pt2e.quantizer.shipped import check_source, names
 from pt2mx.spec import MXSpec, parse
 
 #: kinds of settings whose keys are counts: of operators, and of a weight's values
@@ -72,7 +75,7 @@ class Recipe(NamedTuple):
 
 
 def read(path_or_name: object) -> Recipe:
-    """Read a recipe file, or a shipped recipe by name.
+    """Read a recipe file, a shipped recipe by name, or the recipe of a format.
 
     Raises:
         MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
@@ -90,7 +93,7 @@ def read(path_or_name: object) -> Recipe:
 
 
 def text(path_or_name: object) -> str:
-    """Return the YAML text of a recipe file, or of a shipped recipe by name.
+    """Return the YAML text of a recipe file, of a shipped recipe by name, or of the recipe of a format.
 
     Raises:
         MXError: where there is no such recipe, and where a file is no text.
@@ -109,14 +112,19 @@ def description(path_or_name: object) -> str:
 
 
 def _content(source: str) -> bytes:
-    if source in names():
-        return resources.files("pt2mx.configs").joinpath(f"{source}.yaml").read_bytes()
+    shipped = {name: resources.files("pt2mx.configs").joinpath(f"{name}.yaml") for name in names()}
+    if source in shipped:
+        return shipped[source].read_bytes()
+    check_source(source)
     try:
         if Path(source).is_file():
             return Path(source).read_bytes()
     except OSError as error:  # no permission, or a name that is too long
         raise MXError(f"cannot read {source!r}: {error.strerror}") from None
-    raise MXError(f"no recipe {source!r}: not a file, and of the shipped ones {nearest(source, names())}")
+    if source.lower() in shipped:
+        return shipped[source.lower()].read_bytes()
+    description, spec = f"weights and activations in {parse(source)}", json.dumps(source)  # JSON is YAML
+    return f"description: {description}\nglobal: {{weight: {spec}, activation: {spec}}}\n".encode()
 
 
 def write(recipe: Recipe, path: object = None) -> str:

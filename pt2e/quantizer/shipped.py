@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from importlib import resources
 from typing import TypedDict
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.formats import is_element
 
 
 def names() -> list[str]:
     """Return the names of the recipes that pt2mx ships."""
     folder = resources.files("pt2mx.configs")
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def check_source(source: str) -> None:
+    """Raise an `MXError` for what names no recipe: no file, no shipped recipe in upper or lower case, and no format."""
+    element = re.split(r"[{(]", source.lower())[0].strip()
+    is_format = is_element(element) or element.startswith(("nv", "bfp"))
+    if not (is_format or source.lower() in names() or os.path.isfile(source)):
+        raise MXError(f"no recipe {source!r}: not a file or format, and of the shipped ones {nearest(source, names())}")
 
 
 class Measured(TypedDict):

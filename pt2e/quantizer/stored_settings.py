@@ -34,7 +34,8 @@ class StoredSettings(QuantizerSettings):
         """Make a quantizer from a YAML recipe.
 
         Args:
-            path_or_name: the path of a recipe, or the name of one of `pt2mx.configs`, such as "mxfp8".
+            path_or_name: the path of a recipe; the name of one of `pt2mx.configs`, such as "mxfp8"; or a format that
+                `pt2mx.parse` takes, such as "fp6_e3m2", for weights and activations alike.
 
         Returns:
             A new quantizer.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
@@ -27,7 +26,6 @@ from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import check_exported, prepare_pt2e
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.config import get_default_mx_quantization_config
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.report.sizes import float_size
@@ -135,24 +133,12 @@ def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
         names = [*recipe.names(), *OTHER_FORMATS] if recipes is None else recipes
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise MXError(f"recipes={recipes!r} must be a list of names, or a dict of quantizers")
-        quantizers = {str(name): _quantizer(str(name)) for name in names}
+        quantizers = {str(name): MXQuantizer.from_recipe(str(name)) for name in names}
     if not quantizers:
         raise MXError(f"there is no recipe to compare: give some of {', '.join(recipe.names())}")
     if FLOAT in quantizers:
         raise MXError(f"{FLOAT!r} is the float model, which is always compared: give the recipe another name")
     return quantizers
-
-
-def _quantizer(name: str) -> MXQuantizer:
-    """Return the quantizer of a recipe or format."""
-    if name in recipe.names() or os.path.isfile(name):
-        return MXQuantizer.from_recipe(name)
-    try:
-        return MXQuantizer().set_global(get_default_mx_quantization_config(weight=name, activation=name))
-    except MXError:
-        raise MXError(
-            f"no recipe, file or format {name!r}: {nearest(name, [*recipe.names(), *OTHER_FORMATS])}"
-        ) from None
 
 
 def optimized_by(model: GraphModule, quantizer: MXQuantizer, calibration: Sequence[Any]) -> GraphModule:

@@ -118,6 +118,7 @@ BAD_INPUT = {
     "convert-checkpoint": "nowhere o",
     "recipes": "show mxfp44",
     "formats": "mxfp4",
+    "conformance": "--format mxfp44",
     "demo": "--output net.py/nowhere",
     "doctor": "torch",
     "completion": "tcsh",

@@ -103,8 +103,8 @@ def test_a_page(capsys, folder):
     [
         (["nothing"], "unknown model 'nothing'"),
         (["onnx:net.onnx"], "an ONNX file is not taken here"),
-        (["net.py:make", "--recipes", "mxfp5"], "no recipe, file or format 'mxfp5'"),
-        (["net.py:make", "--recipes", ""], "no recipe, file or format ''"),
+        (["net.py:make", "--recipes", "mxfp5"], "no recipe 'mxfp5'"),
+        (["net.py:make", "--recipes", ""], "no recipe ''"),
         (["net.py:make", "--calibration", "none"], "--calibration none leaves no batch to evaluate on"),
         (["net.py:make", "--calibration", "nowhere"], "no calibration batches: 'nowhere'"),
         (["net.py:broken"], "NaN or Inf in the weights 0.weight"),

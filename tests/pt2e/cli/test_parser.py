@@ -19,6 +19,10 @@ PARSERS = subparsers(command_parser())
 LEAVES = {leaf.prog.removeprefix("pt2mx "): leaf for parser in PARSERS.values() for leaf in leaves(parser)}
 
 
+#: command -> the action that it runs without one
+DEFAULTS = {"recipes": ["list"]}
+
+
 def options_of(parser):
     return [name for name in parser._option_string_actions if name.startswith("--")]
 
@@ -43,7 +47,7 @@ def test_every_command_has_examples_that_parse(command):
     for task, line in EXAMPLES[command]:
         assert f"  # {task}\n  pt2mx {command} {line}".rstrip() in text
         words = shlex.split(line.partition(" > ")[0])
-        options, rest = argparse.ArgumentParser.parse_known_args(PARSERS[command], words)
+        options, rest = argparse.ArgumentParser.parse_known_args(PARSERS[command], words or DEFAULTS.get(command, []))
         assert callable(options.run) and not rest
 
 
@@ -75,7 +79,6 @@ def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
     ("line", "message"),
     [
         ("", "COMMAND is missing: allowed: quantize, compile"),
-        ("recipes", "ACTION is missing: allowed: list, show, check, schema"),
         ("recipes shwo", "invalid choice: 'shwo': did you mean 'show'?"),
         ("--json formats", "unknown option '--json'"),
         ("--traceback formats", "options of a command follow its name"),
@@ -88,6 +91,18 @@ def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
 )
 def test_wrong_lines(line, message, refused):
     assert message in refused(line)
+
+
+@pytest.mark.parametrize("options", ["", "--json", "--traceback --json"])
+def test_recipes_without_an_action_lists_them(options):
+    alone, named = (command_parser().parse_args(f"recipes {action} {options}".split()) for action in ("", "list"))
+    assert alone.run.args == named.run.args == ("pt2mx.pt2e.cli.recipes", "run_list") and alone.json == named.json
+
+
+def test_help_of_a_command_with_actions_is_its_own(capsys):
+    with pytest.raises(SystemExit):
+        command_parser().parse_args(["recipes", "--help"])
+    assert "show" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", LEAVES)

@@ -30,6 +30,14 @@ def test_show_and_schema(capsys):
     assert json.loads(capsys.readouterr().out)["title"] == "pt2mx recipe"
 
 
+def test_a_format_is_a_recipe(capsys):
+    assert main(["recipes", "show", "fp6_e3m2{16}"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1:] == ['global: {weight: "fp6_e3m2{16}", activation: "fp6_e3m2{16}"}']
+    assert main(["recipes", "check", "mxint4"]) == 0
+    assert capsys.readouterr().out == "mxint4: a recipe with 1 setting\n"
+
+
 def test_check(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "net.py").write_text(MODEL)
@@ -44,7 +52,9 @@ def test_check(tmp_path, monkeypatch, capsys):
     ("arguments", "text"),
     [
         (["show", "mxfp5"], "no recipe 'mxfp5'"),
+        (["show", "mxfp8{0}"], "block_size=0 must be an integer of at least 1"),
         (["show", "binary.yaml"], "binary.yaml"),
+        (["check", "broken.yaml"], 'recipe broken.yaml: while parsing a flow sequence in "broken.yaml", line 1'),
         (["check", "wrong.yaml"], "unknown key 'globl' in the recipe: did you mean 'global'"),
         (["check", "mxfp8", "--model", "nothing"], "unknown model 'nothing'"),
     ],
@@ -52,6 +62,7 @@ def test_check(tmp_path, monkeypatch, capsys):
 def test_errors(arguments, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.yaml").write_text("globl: {weight: mxfp4}")
+    (tmp_path / "broken.yaml").write_text("global: [mxfp4")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert main(["recipes", *arguments]) == 2
     err = capsys.readouterr().err

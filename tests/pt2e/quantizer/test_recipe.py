@@ -116,6 +116,21 @@ operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8
     ]
 
 
+@pytest.mark.parametrize("name", ["fp6_e3m2", "mxint8{64}", "mxfp4_e2m1", "BFP[4|8]{16}(SN)", "nvfp4{32}", "e4m3"])
+def test_a_format_is_a_recipe_for_weights_and_activations(name):
+    expected = MXQuantizationConfig(weight=name, activation=name)
+    assert recipe.read(name) == recipe.Recipe([("global", None, expected)], None, None)
+    assert MXQuantizer.from_recipe(name).to_dict()[""] == expected.to_dict()
+
+
+def test_shipped_recipes_come_before_formats_and_files_before_both(tmp_path, monkeypatch):
+    """The recipe `mxfp4` rounds scales by `even`, in upper case too; the format by `floor`."""
+    monkeypatch.chdir(tmp_path)
+    assert recipe.read("MXFP4") == recipe.read("mxfp4") != recipe.read("mxfp4_e2m1")
+    (tmp_path / "fp6_e3m2").write_text("global: {weight: mxint8}")
+    assert recipe.read("fp6_e3m2").settings == [("global", None, MXQuantizationConfig(weight="mxint8"))]
+
+
 def test_the_section_of_algorithms(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("global: {weight: mxfp4}\nalgorithms: {gptq: {damping: 0.1}, rotation: }\n")

@@ -1,0 +1,69 @@
+"""What the command line refuses before torch is imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.cli.command import command_parser
+from pt2mx.pt2e.cli.usage import check_model, check_usage, source_file
+
+#: a wrong command line -> the begin of its error
+WRONG = {
+    "quantize --model minilm --recipe decoder_balancd": "no recipe 'decoder_balancd': not a file or format, and of the "
+    "shipped ones did you mean 'decoder_balanced'?",
+    "quantize --model minilm --recipe mxpf8": "no recipe 'mxpf8': not a file or format, and of the shipped ones did "
+    "you mean 'mxfp8'?",
+    "quantize --model minilm": "give --recipe, a YAML file, a format, or one of cnn_balanced, ",
+    "quantize --model minilmm --recipe mxfp8": "unknown model 'minilmm': did you mean 'minilm'?",
+    "quantize --model net.py --recipe mxfp8": "the model 'net.py' names no function: give net.py:FACTORY",
+    "compare net": "unknown model 'net': ",
+    "run none.pt2": "no file 'none.pt2': give what `pt2mx compile` wrote",
+    "compile none.pt2": "no file 'none.pt2': give what `pt2mx quantize` or torch.export.save wrote",
+    "generate nowhere --temperature -1": "--temperature -1.0 must be a finite number of at least 0",
+    "generate nowhere --temperature 1 --top-p 1.5": "--top-p 1.5 must be a number from 0 to 1",
+    "generate nowhere --temperature 1 --top-k -2": "--top-k -2 must be an integer of at least 0",
+    "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_lines(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MXError) as error:
+        check_usage(command_parser().parse_args(line.split()))
+    assert str(error.value).startswith(WRONG[line])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize --model minilm --recipe MXFP8",
+        "quantize --model minilm --recipe BFP[8|8]{64}(SN)",
+        "quantize --model net.py:make --recipe fp6_e3m2{16}",
+        "quantize --model onnx:net.onnx --recipe nvfp4",
+        "quantize --model hf:nowhere",
+        "perplexity nowhere --text a",
+        "convert-checkpoint a b",
+        "recipes check mxfp4",
+        "generate nowhere --temperature 0.5 --top-p 1 --top-k 1",
+    ],
+)
+def test_right_lines(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_usage(command_parser().parse_args(line.split()))
+
+
+@pytest.mark.parametrize("line", ["quantize --model minilm --recipe mxfp44", "run none.pt2", "generate x --seed -1e9"])
+def test_torch_is_not_imported(line, tmp_path):
+    code = f"import sys; sys.modules['torch'] = None; sys.argv = ['pt2mx', *{line.split()}]; import pt2mx"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith("pt2mx: error: ")
+    assert result.stderr.count("\n") == 1 and "torch" not in result.stderr
+
+
+def test_models():
+    assert source_file("a/net.py:make") == "a/net.py" and source_file("minilm") is None
+    for source in ("minilm", "hf:x", "torchvision:resnet18", "onnx:a.onnx", "net.py:make"):
+        check_model(source)
