@@ -196,9 +196,17 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "generate": (
         _FOLDER,
         repeated("--prompt", "the prompt; give it several times for several answers (default: ask for prompts)"),
+        repeated("--prompt-file", "a file that holds a prompt; several times for several answers", metavar="FILE"),
         repeated("--image", "an image for each prompt (vision models); several times for several", metavar="FILE"),
         repeated("--audio", "transcribe this .wav file (Whisper etc.); several times for several", metavar="FILE"),
-        flag("--chat", "put prompts into the tokenizer's chat template"),
+        flag(
+            "--chat",
+            "put prompts into the tokenizer's chat template; those of stdin are turns of one conversation",
+        ),
+        argument("--system", metavar="TEXT", help="with --chat: the system message before the conversation"),
+        repeated("--stop", "end an answer before this text; give it several times for several texts", metavar="TEXT"),
+        argument("--float", metavar="CHECKPOINT", help="also print the answers of this float checkpoint"),
+        argument("--output", metavar="FILE", help="write the answers to this file; its name ends in .txt or .json"),
         argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
         argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0, no sampling)"),
         argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens"),

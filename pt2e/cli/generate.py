@@ -1,48 +1,79 @@
-"""The command `pt2mx generate`: continue prompts with a language model, or transcribe recordings."""
+"""The command `pt2mx generate`: continue prompts with a language model, chat with it, or transcribe recordings."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.answers import Answer, answer
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.batches import read_image
 from pt2mx.pt2e.cli.progress import Progress, note
-from pt2mx.pt2e.cli.prompts import image_prompt
+from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.cli.usage import generation_settings
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
+from pt2mx.pt2e.output import json_text, write_text
 from pt2mx.pt2e.user_errors import user_errors
+
+#: a turn of a conversation, as chat templates take it
+Turn = dict[str, str]
 
 
 def run(options: argparse.Namespace) -> Result | None:
     settings = generation_settings(options)
     images = [read_image(Path(file)) for file in options.image or ()]  # a bad file should not cost loading the model
-    progress = Progress(2)
+    prompts = [*(options.prompt or ()), *map(read_prompt, options.prompt_file or ())]
+    progress = Progress(2 + (options.float is not None))
     with user_errors(f"load {options.folder!r}"):
         model = LanguageModel.from_pretrained(options.folder, options.device)
     if model.tokenizer is None:
         raise MXError(f"{options.folder!r} holds no tokenizer: put tokenizer.json there")
     if options.compile:
         model.compile()
+    models = {"quantized": model}
+    if options.float is not None:
+        from pt2mx.pt2e.cli.language import load_decoder  # imports what quantizes
+
+        progress.begin("load the float model")
+        models = {"float": load_decoder(options.float).to(model.device), **models}
     torch.manual_seed(options.seed)
     progress.begin("generate")
-    answers = []
-    for question in options.audio or options.prompt or of_first(_read_prompts()):
+    turns: list[Turn] = [{"role": "system", "content": options.system}] if options.system else []
+    is_conversation = options.chat and not prompts and not images
+    rows: list[dict[str, object]] = []
+    for batch in _batches(options.audio or prompts, together=not options.audio and not images):
         with user_errors("generate"), only_first_prints():
-            inputs = _inputs(model, question, images, options)
-            answers.append({"audio" if options.audio else "prompt": question, **_answer(model, inputs, settings)})
-    # the streamer has printed the text
-    return Result("", {"answers": answers}) if options.json and is_first() else None
+            inputs = _inputs(model, batch, turns, images, options)
+            answers = {name: _answer(one, model, inputs, settings, batch, models) for name, one in models.items()}
+        rows += _rows("audio" if options.audio else "prompt", batch, answers)
+        if is_conversation:
+            said = answers["quantized"][0].text
+            turns += [{"role": "user", "content": batch[0]}, {"role": "assistant", "content": said}]
+    if options.output is not None and is_first():
+        texts = "".join(f"{row['text']}\n" for row in rows)
+        write_text(json_text({"answers": rows}) if _is_json(options.output) else texts, options.output)
+    # the texts are printed already
+    return Result("", {"answers": rows}) if options.json and is_first() else None
+
+
+def _is_json(path: str) -> bool:
+    return path.lower().endswith(".json")
+
+
+def _batches(prompts: list[str], together: bool) -> Iterable[list[str]]:
+    """Return the prompts to answer at a time: those of the command line together, otherwise one after the other."""
+    if together and prompts:
+        return [prompts]
+    return ([prompt] for prompt in prompts or of_first(_read_prompts()))
 
 
 def _read_prompts() -> Iterator[str]:
@@ -57,55 +88,45 @@ def _read_prompts() -> Iterator[str]:
 
 
 def _inputs(
-    model: LanguageModel, question: str, images: list[Any], options: argparse.Namespace
+    model: LanguageModel, batch: list[str], turns: list[Turn], images: list[Any], options: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
-    """Return what `generate` takes for a recording or a prompt."""
+    """Return what `generate` takes for a recording, or for prompts after the turns of a conversation."""
     if options.audio:
-        return audio_inputs(model, options.folder, question)
+        return audio_inputs(model, options.folder, batch[0])
     if takes_audio(model):
         raise MXError(f"{options.folder!r} reads audio: give --audio FILE.wav")
-    if not images:
-        return _in_template(model, question) if options.chat else model.tokens([question])
-    if model.processor is None:
-        raise MXError("--image: the folder holds no vision-language model with its processor")
-    given = image_prompt(model.processor, question, images, options.chat or None)
-    return {name: tensor.to(model.device) for name, tensor in given.items()}
+    if images:
+        if model.processor is None:
+            raise MXError("--image: the folder holds no vision-language model with its processor")
+        inputs = image_prompt(model.processor, batch[0], images, options.chat or None)
+    elif options.chat:
+        inputs = chat_tokens(model.tokenizer, [[*turns, {"role": "user", "content": prompt}] for prompt in batch])
+    else:
+        return model.tokens(batch)
+    return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
 
-def _in_template(model: LanguageModel, prompt: str) -> dict[str, torch.Tensor]:
-    if model.tokenizer.chat_template is None:
-        raise MXError(
-            "--chat: the tokenizer has no chat template; leave it out, and write the prompt as the model has it"
-        )
-    messages = [{"role": "user", "content": prompt}]
-    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    return dict(model.tokenizer.apply_chat_template(messages, **options).to(model.device))
+def _answer(
+    one: Any,
+    model: LanguageModel,
+    inputs: dict[str, Any],
+    settings: dict[str, Any],
+    batch: list[str],
+    models: dict[str, Any],
+) -> list[Answer]:
+    """Return the answers of one of the models; the float model leaves the random numbers to the quantized one."""
+    if len(models) > 1:
+        print(f"{'quantized' if one is model else 'float'}:")
+    cards = [model.device] if model.device.type == "cuda" else []
+    with nullcontext() if one is model else torch.random.fork_rng(cards):
+        return answer(one, model.tokenizer, inputs, settings, batch)
 
 
-def _answer(model: LanguageModel, inputs: dict[str, Any], settings: dict[str, Any]) -> dict[str, object]:
-    """Print the continuation of a prompt as it is generated, then its speed; return both."""
-    base = import_extra("transformers", "hf").TextStreamer
-
-    class Streamer(base):  # type: ignore[valid-type, misc]
-        """Prints tokens and records their times; the first call passes the prompt."""
-
-        def __init__(self) -> None:
-            super().__init__(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
-            self.text = ""
-
-        def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())
-            super().put(value)
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            self.text += text
-            super().on_finalized_text(text, stream_end)
-
-    streamer, begin = Streamer(), time.perf_counter()
-    model.generate(**inputs, streamer=streamer, **settings)
-    _, *times = streamer.times
-    first = times[0] - begin
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
-    note(f"first token after {first:.2f} s" + ("" if rate is None else f", then {rate:.1f} tokens/s"))
-    return {"text": streamer.text, "tokens": len(times), "first_token_seconds": first, "tokens_per_second": rate}
+def _rows(kind: str, batch: list[str], answers: dict[str, list[Answer]]) -> list[dict[str, object]]:
+    """Return the answers as plain data, and note how many tokens are those of the float model."""
+    rows = [{kind: name, **one.to_dict()} for name, one in zip(batch, answers["quantized"], strict=True)]
+    for row, one, reference in zip(rows, answers["quantized"], answers.get("float", ()), strict=False):
+        same = one.agreement(reference)
+        note(f"the first {same} of {len(one.tokens)} tokens are those of the float model")
+        row |= {"float": reference.text, "same_tokens": same}
+    return rows

@@ -55,7 +55,8 @@ EXAMPLES = {
     ),
     "generate": (
         ("answer a question", 'smollm2 --chat --prompt "What is the capital of France?"'),
-        ("read prompts from the keyboard, and sample", "smollm2 --temperature 0.7 --top-p 0.9"),
+        ("hold a conversation from the keyboard, and sample", "smollm2 --chat --temperature 0.7 --top-p 0.9"),
+        ("compare with the answer of the float model", 'smollm2 --prompt "Once" --float SmolLM2-135M-Instruct'),
         ("transcribe a recording", "whisper-tiny --audio speech.wav"),
     ),
     "perplexity": (

@@ -1,4 +1,4 @@
-"""Prompts with images for a vision-language model."""
+"""Prompts of a language model: from files, in the turns of a chat, and with images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,43 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import IMAGES, KINDS, read_image
+from pt2mx.pt2e.language.texts import padded
 from pt2mx.pt2e.user_errors import user_errors
+
+
+def read_prompt(file: str) -> str:
+    """Return the text of a file as one prompt, without the line break at its end.
+
+    Raises:
+        MXError: for a file that cannot be read, is no text, or is empty.
+    """
+    try:
+        prompt = Path(file).read_text(encoding="utf-8").removesuffix("\n")
+    except OSError as error:
+        raise MXError(f"--prompt-file: no file {file!r} that can be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise MXError(f"--prompt-file: {file!r} is no text in UTF-8") from None
+    if not prompt:
+        raise MXError(f"--prompt-file: {file!r} holds no prompt")
+    return prompt
+
+
+def chat_tokens(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask` of conversations in the chat template, (B, S) int64, padded on the left.
+
+    Args:
+        tokenizer: the tokenizer.
+        conversations: the turns of each, `{"role": "user", "content": "Hello"}`; the model answers the last one.
+
+    Raises:
+        MXError: for a tokenizer without a chat template.
+    """
+    if tokenizer.chat_template is None:
+        raise MXError(
+            "--chat: the tokenizer has no chat template; leave it out, and write the prompt as the model has it"
+        )
+    options = {"add_generation_prompt": True, "return_dict": True}
+    return padded([tokenizer.apply_chat_template(turns, **options)["input_ids"] for turns in conversations])
 
 
 def images_in(folder: str) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.language.ranges import fault_of
+from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: the models that `--model` takes, as errors name them
@@ -47,8 +48,7 @@ def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         MXError: for a value out of its range, and for options that contradict each other.
     """
-    if options.audio and (options.prompt or options.chat):
-        raise MXError("--audio takes no prompt: leave --prompt and --chat out")
+    _check_prompts(options)
     if options.max_new_tokens < 1:
         raise MXError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
     if not _SEEDS[0] <= options.seed <= _SEEDS[1]:
@@ -62,7 +62,21 @@ def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     if not sampled and (unused := sorted(filters.keys() & {"top_k", "top_p"})):
         raise MXError(f"--{unused[0].replace('_', '-')} is for sampling: give --temperature, too")
     temperature = {"temperature": options.temperature} if sampled else {"top_k": None, "top_p": None}
-    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **filters}
+    stops = {"stop_strings": options.stop} if options.stop else {}
+    return {"max_new_tokens": options.max_new_tokens, "do_sample": sampled, **temperature, **filters, **stops}
+
+
+def _check_prompts(options: argparse.Namespace) -> None:
+    if options.audio and (options.prompt or options.prompt_file or options.chat):
+        raise MXError("--audio takes no prompt: leave --prompt, --prompt-file and --chat out")
+    if options.system and not options.chat:
+        raise MXError("--system is for a chat: give --chat, too")
+    if options.system and options.image:
+        raise MXError("--system is for text: leave --image out")
+    if options.stop and "" in options.stop:
+        raise MXError("--stop is empty: give the text that ends an answer")
+    if options.output is not None:
+        check_output(options.output, (".txt", ".json"))
 
 
 def recipe_missing() -> MXError:

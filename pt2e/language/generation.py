@@ -183,6 +183,14 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
     def _supports_logits_to_keep(self) -> bool:
         return True
 
+    def can_generate(self) -> bool:
+        """Return True, which pipelines of transformers ask for.
+
+        Returns:
+            True.
+        """
+        return True
+
     def is_remote_code(self) -> bool:
         """Return False: the code of the model is part of pt2mx.
 

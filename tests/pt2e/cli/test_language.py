@@ -61,7 +61,7 @@ def test_generate_answers_all_prompts(run):
     alone = [json.loads(run("generate", "quantized", "--prompt", each, *lengths)[1])["answers"] for each in "ab"]
     status, out, err = run("generate", "quantized", "--prompt", "a", "--prompt=b", *lengths)
     answers = json.loads(out)["answers"]
-    assert status == 0 and err.count("first token after") == 2
+    assert status == 0 and err.count("first token after") == 1, "they are one batch"
     assert [(answer["prompt"], answer["text"]) for answer in answers] == [
         ("a", alone[0][0]["text"]),
         ("b", alone[1][0]["text"]),

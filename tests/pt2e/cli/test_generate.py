@@ -1,0 +1,133 @@
+"""`pt2mx generate`: conversations, batches, stop texts, files of prompts, and the float model beside."""
+
+import io
+import json
+
+import pytest
+
+from pt2mx import LanguageModel
+from pt2mx.pt2e.cli.command import main
+from tests.language_models import checkpoint, transformers
+
+LENGTH = ("--max-new-tokens", "8")
+_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a checkpoint, "llama", and its quantized model with a chat template, "quantized"."""
+    path = tmp_path_factory.mktemp("generate")
+    name = checkpoint("llama", path / "llama", num_hidden_layers=1, initializer_range=0.3)
+    output = str(path / "quantized")
+    assert main(["quantize", "--model", f"hf:{name}", "--recipe", "mxint8", "--output", output]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(output)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(place):
+    return LanguageModel.from_pretrained(place / "quantized")
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(model, monkeypatch):
+    monkeypatch.setattr(LanguageModel, "from_pretrained", lambda *arguments: model)
+
+
+@pytest.fixture
+def texts(run):
+    """Return the texts of the answers."""
+
+    def texts(*arguments):
+        status, out, err = run("generate", "quantized", *LENGTH, *arguments, "--json")
+        assert status == 0, err
+        return [row["text"] for row in json.loads(out)["answers"]]
+
+    return texts
+
+
+def said(model, prompt):
+    return model.generate(text=prompt, max_new_tokens=8, do_sample=False)
+
+
+def test_prompts_of_the_command_line_are_one_batch(run, model, texts, place):
+    (place / "long.txt").write_text("A longer prompt,\nof two lines\n")
+    prompts = ["Hello", "A longer prompt,\nof two lines"]
+    arguments = ("--prompt", prompts[0], "--prompt-file", "long.txt")
+    expected = [said(model, prompt) for prompt in prompts]
+    assert texts(*arguments) == expected and len(set(expected)) == 2
+    status, out, err = run("generate", "quantized", *LENGTH, *arguments)
+    assert status == 0 and err.count("first token after") == 1
+    assert out == "".join(f"> {prompt}\n{text}\n" for prompt, text in zip(prompts, expected, strict=True))
+
+
+def test_lines_of_a_conversation_are_its_turns(model, texts, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nWhy?\n"))
+    first, second = texts("--chat", "--system", "Be brief.")
+    begun = "<system>Be brief.<user>Hello<assistant>"
+    assert first == said(model, begun)
+    assert second == said(model, f"{begun}{first}<user>Why?<assistant>") != said(model, "<user>Why?<assistant>")
+
+
+def test_prompts_of_a_chat_do_not_know_each_other(model, texts):
+    expected = [said(model, f"<user>{prompt}<assistant>") for prompt in ("Hello", "Why is it?")]
+    assert texts("--chat", "--prompt", "Hello", "--prompt", "Why is it?") == expected
+
+
+def test_a_stop_text_ends_an_answer(run, model, texts):
+    whole = said(model, "Hello")
+    stop = whole[2:4]
+    end = whole.index(stop)
+    assert texts("--prompt", "Hello", "--stop", stop, "--stop", "never there") == [whole[:end]]
+    assert run("generate", "quantized", *LENGTH, "--prompt", "Hello", "--stop", stop)[1] == f"{whole[:end]}\n"
+    assert texts("--prompt", "Hello", "--prompt", "Hello", "--stop", stop) == [whole[:end]] * 2
+
+
+def test_output(run, model, place):
+    arguments = ("generate", "quantized", *LENGTH, "--prompt", "Hello", "--output")
+    assert run(*arguments, "said.txt")[0] == run(*arguments, "said.json")[0] == 0
+    assert (place / "said.txt").read_text() == said(model, "Hello") + "\n"
+    (row,) = json.loads((place / "said.json").read_text())["answers"]
+    assert (row["prompt"], row["text"], row["tokens"]) == ("Hello", said(model, "Hello"), 8)
+
+
+@pytest.mark.parametrize("more", [(), ("--temperature", "2")])
+def test_the_float_model_answers_beside(run, model, place, more):
+    arguments = ("generate", "quantized", *LENGTH, "--prompt", "Hello", *more)
+    alone = run(*arguments)[1]
+    status, out, err = run(*arguments, "--float", "llama")
+    head, _, quantized = out.partition("\nquantized:\n")
+    assert status == 0 and head.startswith("float:\n") and quantized == alone  # with the same random numbers
+    (row,) = json.loads(run(*arguments, "--float", "llama", "--json")[1])["answers"]
+    assert row["float"] == head.removeprefix("float:\n") and f"the first {row['same_tokens']} of 8 tokens are" in err
+    if not more:
+        eager = transformers.AutoModelForCausalLM.from_pretrained(place / "llama")
+        tokens = model.tokens(["Hello"])
+        row_of_tokens = eager.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+        assert row["float"] == model.tokenizer.decode(row_of_tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--prompt", "a", "--system", "b"), "--system is for a chat: give --chat, too"),
+        (("--prompt", "a", "--stop", ""), "--stop is empty: give the text that ends an answer"),
+        (("--prompt-file", "none.txt"), "no file 'none.txt'"),
+        (("--prompt-file", "empty.txt"), "'empty.txt' holds no prompt"),
+        (("--prompt-file", "binary.txt"), "'binary.txt' is no text"),
+        (("--prompt", "a", "--output", "a.pt2"), "cannot write 'a.pt2': its name must end in .txt or .json"),
+        (("--audio", "a.wav", "--prompt-file", "a.txt"), "--audio takes no prompt"),
+        (("--prompt", "a", "--chat", "--system", "b", "--image", "c.png"), "--system is for text: leave --image out"),
+        (("--prompt", "a", "--float", "nowhere"), "'nowhere' is no language model that can be loaded"),
+    ],
+)
+def test_errors(run, place, arguments, text):
+    (place / "empty.txt").write_text("\n")
+    (place / "binary.txt").write_bytes(b"\xff\xfe")
+    status, out, err = run("generate", "quantized", *arguments)
+    assert (status, out) == (2, "") and text in err and err.count("\n") == 1, err
