@@ -97,7 +97,8 @@ def _check_recipe(options: argparse.Namespace) -> None:
 
 
 def _check_archive(kind: str, options: argparse.Namespace) -> None:
-    if not Path(path := getattr(options, kind)).is_dir():  # the folder of a language model
+    path = Path(getattr(options, kind))
+    if not path.is_dir() and path.suffix != ".onnx":  # the folder of a language model; a file that `run` takes
         check_kind(path, kind)
 
 

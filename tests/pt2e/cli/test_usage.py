@@ -47,6 +47,7 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
         "perplexity nowhere --text a",
         "convert-checkpoint a b",
         "recipes check mxfp4",
+        "run net.onnx --inputs batch.npz",
         "generate nowhere --temperature 0.5 --top-p 1 --top-k 1",
     ],
 )
