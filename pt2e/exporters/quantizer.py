@@ -43,7 +43,7 @@ FORMATS: dict[str, tuple[str, str] | None] = {
 }
 
 
-class MXExportQuantizer(ExportQuantizer):  # type: ignore[misc]
+class MXExportQuantizer(ExportQuantizer):
     """The `quantizer` of an export config of transformers: `DynamoConfig(quantizer=MXExportQuantizer("mxfp8"))`.
 
     It prepares the exported graph, calibrates it, and converts it. The exporter gets the converted graph with operators
