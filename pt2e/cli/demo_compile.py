@@ -49,11 +49,11 @@ class Compilation:
             return None
         _, tokenize = load_minilm()
         inputs = tokenize(sentences())
-        programs = [load_program(self._folder / f"{name}.pt2").module() for name in (self._recipe, "float")]
-        package = load_package(self._package)
-        (compiled, seconds), (quantized, _), (_, float_seconds) = (
-            _timed(model, inputs) for model in (package, *programs)
-        )
+        names = (self._recipe, "float")
+        quantized_model, float_model = (load_program(self._folder / f"{name}.pt2").module() for name in names)
+        compiled, seconds = _timed(load_package(self._package), inputs)
+        quantized, _ = _timed(quantized_model, inputs)
+        _, float_seconds = _timed(float_model, inputs)
         cosine, faster = cosine_similarity(compiled, quantized).mean().item(), float_seconds / seconds
         print(
             f"\n{self._recipe} compiled: cosine {cosine:.6f} to the program, {faster:.1f}x as fast as the float program"
