@@ -65,7 +65,7 @@ def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
         (["quantize", "--model", "hf:mx", "--recipe", "mxfp4", "--output", "o"], "leave --recipe out"),
         (["quantize", "--model", "hf:mx", "--output", "o.pt2"], "becomes a language model: give --output a folder"),
         (["quantize", "--model", "hf:mx", "--output", "mx"], "is the folder of the checkpoint"),
-        (["quantize", "--model", "hf:float", "--output", "o"], "give --recipe, a YAML file or one of"),
+        (["quantize", "--model", "hf:float", "--output", "o"], "give --recipe, a YAML file, a format, or one of"),
         (["save-checkpoint", "quantized", "--float", "float", "--output", "mx", "--unpack", ".*"], "is there already"),
         (["save-checkpoint", "nowhere", "--float", "float", "--output", "o"], "no folder 'nowhere': give the folder"),
         (["save-checkpoint", "quantized", "--float", "nowhere", "--output", "o"], "nowhere"),
