@@ -161,13 +161,15 @@ def _ending(folder: Path) -> str:
     path = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
     command = "pt2mx" if shutil.which("pt2mx") else shlex.quote(str(path))
     files = shlex.quote(str(folder))
+    package = f"{RECIPES[-1]}.aoti.pt2"
+    is_compiled = (folder / package).is_file()
     has_language_model = (folder / demo_language.NAME).is_dir()
     generate = f'{command} generate {files}/{demo_language.NAME} --chat --prompt "Name three planets."'
     return "\n".join(
         [
             f"\nopen {files}/{RECIPES[0]}.html, the report page; each recipe also has a program (.pt2)",
             "try next:",
-            f"  {command} run {files}/{RECIPES[-1]}.pt2",
+            f"  {command} run {files}/{package}" if is_compiled else f"  {command} inspect {files}/{RECIPES[0]}.pt2",
             f"  {generate}" if has_language_model else f"  {command} inspect {files}/{RECIPES[-1]}.pt2",
             f"  {command} compare minilm",
         ]

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -7,9 +8,10 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import extras
+from pt2mx import MXError, extras
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.run import run as run_command
 from tests.flow import convert
 from tests.onnx_float_files import branching_network, old_network
 from tests.onnx_nodes import run
@@ -78,15 +80,20 @@ def test_run_of_a_file(here, capsys, tmp_path):
             "other.pt: a batch must hold the inputs ['input'], this one holds [0, 1]",
         ),
         (("net.onnx", "--inputs", "wide.pt"), "could not run 'net.onnx' in onnxruntime: "),
-        (("{here}/net.pt2", "--runtime", "onnxruntime"), "--runtime is for ONNX files: leave it out for a package"),
     ],
 )
 def test_runs_that_are_refused(arguments, message, here, capsys):
     assert export(here / "net.pt2", "--output", "net.onnx") == 0
     torch.save((torch.randn(3, 64), torch.randn(1)), "other.pt")
     torch.save(torch.randn(3, 65), "wide.pt")
-    assert main(["run", *(argument.format(here=here) for argument in arguments)]) == 2
+    assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_package_has_no_runtime_to_choose():
+    options = SimpleNamespace(output=None, package="net.aoti.pt2", runtime="onnxruntime")
+    with pytest.raises(MXError, match="--runtime is for ONNX files: leave it out for a package"):
+        run_command(options)
 
 
 def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, capsys, tmp_path):
