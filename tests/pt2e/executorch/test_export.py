@@ -144,10 +144,11 @@ def test_refuses_other_backends_and_files(tmp_path, monkeypatch, capsys):
     with pytest.raises(MXError, match="unknown backend 'xnpack': did you mean 'xnnpack'"):
         pt2mx.export_executorch(program, "net.pte", backend="xnpack")
     Path("net.py").write_text(FACTORY)
+    pt2mx.save_program(program, "net.pt2")
     for arguments, message in (
         (["net.py", "--output", "net.pte"], "'net.py' is no PT2 archive: give what `pt2mx quantize`"),
         (["none.pt2", "--output", "net.pte"], "no file 'none.pt2'"),
-        (["net.py", "--output", "net.pt"], "cannot write 'net.pt': its name must end in .pte"),
+        (["net.pt2", "--output", "net.pt"], "cannot write 'net.pt': its name must end in .pte"),
     ):
         assert main(["export-executorch", *arguments]) == 2
         assert message in capsys.readouterr().err
