@@ -23,10 +23,10 @@ from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.anchors import set_anchors
+from pt2mx.pt2e.annotations import check_annotations
 from pt2mx.pt2e.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observer import MXObserver, observed_value
 from pt2mx.pt2e.packed_weights import PACKED_MATMULS
-from pt2mx.pt2e.qspec import mx_spec
 from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 from pt2mx.pt2e.shared_scales import share_tensor_scales
@@ -140,7 +140,7 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
-        _check_annotations(model, quantizer)
+        check_annotations(model, quantizer)
         model = _insert_observers(model, quantizer, {})
     finally:
         torchao_pt2e.forget_models()
@@ -177,34 +177,6 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
         keep_batch_norms(model)
         torchao_pt2e.fold_batch_norms(model)
     return model
-
-
-def _check_annotations(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> None:
-    """Raise an MXError for an annotation that torchao would assert is none, such as an `MXSpec` by itself, and for an
-    MX spec of a node that is no input, which torchao would leave in high precision."""
-    for graph in graph_modules(model):
-        for node in graph.graph.nodes:
-            annotation = node.meta.get(torchao_pt2e.Q_ANNOTATION_KEY)
-            if annotation is None:
-                continue
-            where = f"{type(quantizer).__name__} annotates {node.name} ({node.target})"
-            if not isinstance(annotation, torchao_pt2e.QuantizationAnnotation):
-                raise MXError(
-                    f"{where} with {str(annotation)[:60]!r} of type {type(annotation).__name__}: the meta "
-                    f"{torchao_pt2e.Q_ANNOTATION_KEY!r} is a QuantizationAnnotation(input_qspec_map, output_qspec)"
-                )
-            for key, spec in annotation.input_qspec_map.items():
-                if mx_spec(spec) is not None and key not in node.all_input_nodes:
-                    raise MXError(
-                        f"{where} with a spec for {str(key)[:60]!r}, which is none of its inputs: the keys of "
-                        f"input_qspec_map are nodes, here of {', '.join(n.name for n in node.all_input_nodes)}"
-                    )
-            for spec in (*annotation.input_qspec_map.values(), annotation.output_qspec):
-                if spec is not None and not isinstance(spec, torchao_pt2e.QuantizationSpecBase):
-                    raise MXError(
-                        f"{where} with {str(spec)[:60]!r} of type {type(spec).__name__}: torchao takes a "
-                        "QuantizationSpec, which pt2mx.mx_qspec(spec) makes of an MX spec"
-                    )
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -59,16 +60,17 @@ def pairs_of(model: GraphModule) -> list[Pair]:
 
 
 def parts_of(model: GraphModule) -> list[Pair | Matmul]:
-    """Return the linear layers of two quantized operands, and the quantized tensors that are in none of them."""
+    """Return the linear layers of two quantized operands, and the quantized tensors that other operators read."""
     pairs = {pair.node: pair for pair in pairs_of(model)}
-    matmuls = []
+    matmuls: dict[Node, Matmul] = {}
+    names: Counter[str] = Counter()
     for node in model.graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight = (pairs.get(node_arg(node, i)) for i in range(2))
         if x is not None and weight is not None and weight.is_weight and not x.is_weight:
-            matmuls.append(Matmul(f"{weight.name}_matmul", x, weight))
-    # of an activation that other operators read, too, the pair stays a part
-    inside = {pair.node for one in matmuls for pair in (one.x, one.weight) if _is_read_by_linear(pair.node)}
-    return [*matmuls, *(pair for node, pair in pairs.items() if node not in inside)]
+            number = names[weight.name]  # of the layers that share the weight
+            names[weight.name] += 1
+            matmuls[node] = Matmul(f"{weight.name}_matmul{number or ''}", x, weight)
+    return [*matmuls.values(), *(pair for node, pair in pairs.items() if not node.users.keys() <= matmuls.keys())]
 
 
 def quantized_input(pair: Pair) -> Node:
@@ -77,10 +79,6 @@ def quantized_input(pair: Pair) -> Node:
     if quantize is None:
         raise TypeError(f"{pair.name} is a weight")
     return Quantize.expect(quantize).x
-
-
-def _is_read_by_linear(node: Node) -> bool:
-    return all(user.target is aten.linear.default for user in node.users)
 
 
 def _pair(node: Node, call: Dequantize) -> Pair:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
@@ -55,7 +55,7 @@ class Target:
     block_sizes: tuple[int, ...] = (32,)
     any_axis: bool = False
     whole_blocks: bool = True
-    matrices: bool = field(default=False)
+    matrices: bool = False
 
     def load(self) -> Callable[[GraphModule, Target], GraphModule | str]:
         """Return the adapter."""

@@ -5,42 +5,8 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
+from pt2mx.pt2e.cli.argument_kinds import Argument, argument, device, flag, repeated, several
 from pt2mx.pt2e.quantizer import shipped
-
-
-class Argument(NamedTuple):
-    """The arguments of a call of `argparse.ArgumentParser.add_argument`."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
-
-
-def argument(*names: str, **options: Any) -> Argument:
-    """Return an argument, described as for `add_argument`."""
-    return Argument(names, options)
-
-
-def flag(name: str, text: str) -> Argument:
-    """Return an option without a value."""
-    return argument(name, action="store_true", help=text)
-
-
-def several(name: str, text: str, **options: Any) -> Argument:
-    """Return an option with one value or more, which may be given several times."""
-    return argument(name, nargs="+", action="extend", default=[], help=text, **options)
-
-
-def repeated(name: str, text: str, **options: Any) -> Argument:
-    """Return an option with one value, which may be given several times."""
-    return argument(name, action="append", help=text, **options)
-
-
-def device(meaning: str) -> Argument:
-    """Return the option `--device`."""
-    return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
-
 
 PRESETS = ("fast", "imatrix", "balanced", "best")
 METRICS = ("kl", "cosine", "noise")
@@ -199,10 +165,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         repeated("--prompt-file", "a file that holds a prompt; several times for several answers", metavar="FILE"),
         repeated("--image", "an image for each prompt (vision models); several times for several", metavar="FILE"),
         repeated("--audio", "transcribe this .wav file (Whisper etc.); several times for several", metavar="FILE"),
-        flag(
-            "--chat",
-            "put prompts into the tokenizer's chat template; those of stdin are turns of one conversation",
-        ),
+        flag("--chat", "use the tokenizer's chat template; prompts from stdin are turns of one conversation"),
         argument("--system", metavar="TEXT", help="with --chat: the system message before the conversation"),
         repeated("--stop", "end an answer before this text; give it several times for several texts", metavar="TEXT"),
         argument("--float", metavar="CHECKPOINT", help="also print the answers of this float checkpoint"),
@@ -274,11 +237,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             default="portable",
             help="what runs the graph: portable kernels, or XNNPACK where it can (default: portable)",
         ),
-        argument(
-            "--max-size",
-            type=int,
-            help="the largest size of dynamic dimensions that have no upper bound, as 8 of a batch",
-        ),
+        argument("--max-size", type=int, help="the largest size of dynamic dimensions without an upper bound"),
     ),
     "save-checkpoint": (
         _FOLDER,

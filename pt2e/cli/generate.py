@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Result | None:
     for batch in _batches(options.audio or prompts, together=not options.audio and not images):
         with user_errors("generate"), only_first_prints():
             inputs = _inputs(model, batch, turns, images, options)
-            answers = {name: _answer(one, model, inputs, settings, batch, models) for name, one in models.items()}
+            answers = _answers(models, inputs, settings, batch)
         rows += _rows("audio" if options.audio else "prompt", batch, answers)
         if is_conversation:
             said = answers["quantized"][0].text
@@ -106,20 +106,18 @@ def _inputs(
     return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
 
-def _answer(
-    one: Any,
-    model: LanguageModel,
-    inputs: dict[str, Any],
-    settings: dict[str, Any],
-    batch: list[str],
-    models: dict[str, Any],
-) -> list[Answer]:
-    """Return the answers of one of the models; the float model leaves the random numbers to the quantized one."""
-    if len(models) > 1:
-        print(f"{'quantized' if one is model else 'float'}:")
+def _answers(
+    models: dict[str, Any], inputs: dict[str, Any], settings: dict[str, Any], batch: list[str]
+) -> dict[str, list[Answer]]:
+    """Return the answers of each model. All draw the same random numbers; the quantized model's draws are kept."""
+    model, answers = models["quantized"], {}
     cards = [model.device] if model.device.type == "cuda" else []
-    with nullcontext() if one is model else torch.random.fork_rng(cards):
-        return answer(one, model.tokenizer, inputs, settings, batch)
+    for name, one in models.items():
+        if len(models) > 1:
+            print(f"{name}:")
+        with nullcontext() if one is model else torch.random.fork_rng(cards):
+            answers[name] = answer(one, model.tokenizer, inputs, settings, batch)
+    return answers
 
 
 def _rows(kind: str, batch: list[str], answers: dict[str, list[Answer]]) -> list[dict[str, object]]:

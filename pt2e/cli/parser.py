@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, Argument
+from pt2mx.pt2e.cli.argument_kinds import Argument
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON
 from pt2mx.version import __version__
 
 #: the exit status

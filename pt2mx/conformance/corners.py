@@ -130,9 +130,9 @@ def random_values(element: ElementFormat) -> list[Block]:
 
 
 def rows_of(blocks: Sequence[Block], length: int = 32) -> np.ndarray:
-    """Return blocks as rows (blocks, length) float32. The places of values in a row vary from row to row."""
+    """Return blocks as rows (blocks, length) float32. The positions of values in a row vary from row to row."""
     rows = np.zeros((len(blocks), length), np.float32)
     for i, block in enumerate(blocks):
-        # 7 and `length` have no common divisor, so places differ
+        # 7 and `length` have no common divisor, so positions differ
         rows[i, [(7 * i + (1 + i % 5 * 2) * j if len(block) < 6 else j) % length for j in range(len(block))]] = block
     return rows

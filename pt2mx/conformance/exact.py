@@ -30,11 +30,11 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return counter
 
 
-def random_number(place: int, seed: int) -> Fraction:
-    """Return the number in [0, 1) that stochastic rounding draws for the value at `place` of a tensor."""
-    block = place // 4
+def random_number(index: int, seed: int) -> Fraction:
+    """Return the number in [0, 1) that stochastic rounding draws for the value at `index` of a tensor."""
+    block = index // 4
     words = philox([block & _WORD, block >> 32, 0, 0], [seed & _WORD, seed >> 32])
-    return Fraction(words[place % 4] >> 1, 2**31)
+    return Fraction(words[index % 4] >> 1, 2**31)
 
 
 def floor_log2(x: Fraction) -> int:
@@ -148,10 +148,10 @@ def quantize_block(
     scale_mode: str = "floor",
     rounding: str = "even",
     seed: int = 0,
-    place: int = 0,
+    index: int = 0,
     scale_exp_bits: int = 8,
 ) -> tuple[int, list[int], list[float]]:
-    """Return (scale byte, codes, dequantized values in fp64) of one block of floats that begins at `place` of its
+    """Return (scale byte, codes, dequantized values in fp64) of one block of floats that begins at `index` of its
     tensor; NaN values and 0 codes if one of them is not finite."""
     if not all(math.isfinite(x) for x in block):
         return 0xFF, [0] * len(block), [math.nan] * len(block)
@@ -159,7 +159,7 @@ def quantize_block(
     e = exponent(exact, element, scale_mode, rounding, scale_exp_bits)
     values, codes, dequantized = grid(element), [], []
     for i, (x, given) in enumerate(zip(exact, block, strict=True)):
-        number = random_number(place + i, seed) if rounding == "stochastic" else None
+        number = random_number(index + i, seed) if rounding == "stochastic" else None
         value = round_value(x / Fraction(2) ** e, element, rounding, number)
         negative = math.copysign(1, given) < 0
         if element.is_int:

@@ -49,12 +49,12 @@ def _special_values(examination: Examination) -> None:
     element = examination.claim.element
     plain = rows_of([(2.0**element.emax, 2.0 ** (element.emax - 1))])
     want = expected(plain, examination.followed)[0][0]
-    place = int(np.flatnonzero(plain[0] == 0)[0])
+    zero = int(np.flatnonzero(plain[0] == 0)[0])
     outcomes: dict[str, list[str]] = {}
-    unheld = []
+    faults = []
     for name, value in _SPECIAL.items():
         x = plain.copy()
-        x[0, place] = value
+        x[0, zero] = value
         try:
             got = examination.subject.run(x, examination.followed).values[0]
         except Exception as error:
@@ -65,12 +65,12 @@ def _special_values(examination: Examination) -> None:
         numbers = got[plain[0] != 0]
         kept = not different(got[plain[0] != 0], want[plain[0] != 0]).any()
         others = "kept" if kept else "/".join(sorted({_words(v) for v in numbers}))
-        outcomes.setdefault(f"{_words(got[place])}, others {others}", []).append(name)
+        outcomes.setdefault(f"{_words(got[zero])}, others {others}", []).append(name)
         if not (np.isfinite(got) | (np.isnan(got) & element.has_nan) | (np.isinf(got) & element.has_inf)).all():
-            unheld.append(f"{name} becomes {_words(got[place])} in a block of numbers, and {element} has no such code")
+            faults.append(f"{name} becomes {_words(got[zero])} in a block of numbers, and {element} has no such code")
     choices = tuple(f"{', '.join(names)} -> {outcome}" for outcome, names in outcomes.items())
-    section = examination.claim.section if unheld else "5.1"
-    examination.rows.append(Row("Inf and NaN", section, len(_SPECIAL), len(unheld), choices, "; ".join(unheld[:1])))
+    section = examination.claim.section if faults else "5.1"
+    examination.rows.append(Row("Inf and NaN", section, len(_SPECIAL), len(faults), choices, "; ".join(faults[:1])))
 
 
 def _words(value: float) -> str:

@@ -88,7 +88,7 @@ def score(name: str, formats: Iterable[str] = ()) -> Iterator[Conformance]:
     """
     if name not in ADAPTERS:
         raise MXError(f"unknown implementation {name!r}: {nearest(name, ADAPTERS)}")
-    wanted = {parse_claim(format).element.name for format in formats}
+    elements = {parse_claim(format).element.name for format in formats}
     adapter = ADAPTERS[name]
     if not _is_installed(adapter):
         raise MXError(f"{name} is not installed: {adapter.install}")
@@ -101,7 +101,7 @@ def score(name: str, formats: Iterable[str] = ()) -> Iterator[Conformance]:
                 importlib.import_module(f"pt2mx.conformance.adapters.{module}"), function
             )
             for case in cases():
-                if not wanted or case.format in wanted:
+                if not elements or case.format in elements:
                     yield _checked(title, case)
         except Exception as error:
             yield Conformance(title, "-", "-", "-", (Row("import", "-", 1, 1, example=raised(error)),))

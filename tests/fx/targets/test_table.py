@@ -62,12 +62,39 @@ def test_graphs_give_the_bits_of_the_converted_one(target, weight, activation):
         assert torch.equal(again(IDS), model(IDS))
 
 
+class Tied(nn.Module):
+    """Two linear layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):  # (B, 64) -> (B, 64)
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("activation", "names"),
+    [
+        ("mxfp8(rceil)", ["second_weight_matmul", "second_weight_matmul1"]),
+        (None, ["second_weight_matmul", "second_weight"]),  # the second layer reads the weight alone
+    ],
+)
+def test_each_layer_of_a_shared_weight_has_a_function(activation, names):
+    config, x = get_default_mx_quantization_config("mxfp4", "mxfp8(rceil)"), torch.randn(2, 64)
+    quantizer = MXQuantizer().set_global(config)
+    quantizer.set_module_name("second", get_default_mx_quantization_config("mxfp4", activation))
+    text = translate(convert(Tied().eval(), (x,), quantizer), "tosa")
+    assert re.findall(r"func\.func @(\w+)", text) == names
+
+
 def test_weights_of_torchao_have_native_dtypes():
     translated = translate(converted("mxfp8_e5m2"), "torchao")
     (node,) = [n for n in translated.graph.nodes if "dequantize_mx" in str(n.target) and "up" in str(n.args[0])]
     qdata, scale, *others = node.args
-    held = [(getattr(translated, n.target).dtype, tuple(getattr(translated, n.target).shape)) for n in (qdata, scale)]
-    assert held == [(torch.float8_e5m2, (96, 64)), (torch.float8_e8m0fnu, (96, 2))]
+    stored = [(getattr(translated, n.target).dtype, tuple(getattr(translated, n.target).shape)) for n in (qdata, scale)]
+    assert stored == [(torch.float8_e5m2, (96, 64)), (torch.float8_e8m0fnu, (96, 2))]
     assert others == [torch.float8_e5m2, 32, torch.float32]
 
 
@@ -141,8 +168,8 @@ def test_onnx_parses_the_text_of_tensorrt(weight, activation):
     part = "up_weight_matmul" if activation else "up_weight"
     assert shapes[f"{part}_codes"] == [96, 64] and shapes[f"{part}_scale"] == [96, 2]
     kinds = {value.name: value.type.tensor_type.elem_type for value in parsed.graph.input}
-    wanted = ("FLOAT4E2M1", "FLOAT8E8M0") if weight == "mxfp4" else ("FLOAT8E4M3FN", "UINT8")
-    assert [kinds[f"{part}_{end}"] for end in ("codes", "scale")] == [getattr(onnx.TensorProto, k) for k in wanted]
+    expected = ("FLOAT4E2M1", "FLOAT8E8M0") if weight == "mxfp4" else ("FLOAT8E4M3FN", "UINT8")
+    assert [kinds[f"{part}_{end}"] for end in ("codes", "scale")] == [getattr(onnx.TensorProto, k) for k in expected]
     for node in parsed.graph.node:
         attributes = {a.name: a.i for a in node.attribute if a.name != "perm"}
         assert "Linear" not in node.op_type or attributes == {"axis": -1, "block_size": 32, "output_dtype": 1}

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -34,8 +32,8 @@ def folder(tmp_path, monkeypatch):
 def test_the_package_agrees_with_its_program(folder, capsys):
     figures = demo_compile.Compilation(folder, "mxfp8").finish()
     assert figures["cosine"] > 0.9999 and figures["faster"] > 0
-    assert "mxfp8 compiled: cosine 1.0000" in capsys.readouterr().out.replace("0.99999", "1.0000")
-    assert (folder / "mxfp8.aoti.pt2").is_file() and json.dumps(figures)
+    assert f"mxfp8 compiled: cosine {figures['cosine']:.6f} to the program, " in capsys.readouterr().out
+    assert (folder / "mxfp8.aoti.pt2").is_file()
 
 
 def test_a_program_that_cannot_be_compiled(folder, capsys):

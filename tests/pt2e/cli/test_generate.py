@@ -1,4 +1,4 @@
-"""`pt2mx generate`: conversations, batches, stop texts, files of prompts, and the float model beside."""
+"""`pt2mx generate`: conversations, batches, stop texts, files of prompts, and the answers of the float model."""
 
 import io
 import json
@@ -97,7 +97,7 @@ def test_output(run, model, place):
 
 
 @pytest.mark.parametrize("more", [(), ("--temperature", "2")])
-def test_the_float_model_answers_beside(run, model, place, more):
+def test_the_float_model_answers_too(run, model, place, more):
     arguments = ("generate", "quantized", *LENGTH, "--prompt", "Hello", *more)
     alone = run(*arguments)[1]
     status, out, err = run(*arguments, "--float", "llama")

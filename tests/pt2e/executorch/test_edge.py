@@ -63,8 +63,8 @@ def test_embeddings_convolutions_and_attention(recipe):
 
 def test_weights_stay_bytes():
     ready = edge_ready(converted_program(nn.Linear(64, 8).eval(), torch.randn(2, 64), "mxfp4"))
-    held = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ready.state_dict.items()}
-    assert held == {
+    stored = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in ready.state_dict.items()}
+    assert stored == {
         "bias": (torch.float32, (8,)),
         "weight_data": (torch.uint8, (8, 32)),
         "weight_scale": (torch.uint8, (8, 2)),

@@ -2,10 +2,7 @@
 the variable PT2MX_EXECUTORCH_PYTHON names, or one that is made for them."""
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.cli.command import main
 from tests.documents import ROOT, blocks
-from tests.environments import PINNED, environment
+from tests.environments import python_with, run_python
 from tests.pt2e.executorch.test_edge import converted_program
 
 MISSING = importlib.util.find_spec("executorch") is None
@@ -82,28 +79,13 @@ run("bounded", unbounded, x[:2], x.repeat(4, 1), max_size=16)
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The python of an environment with executorch."""
-    if not MISSING:
-        return sys.executable
-    if named := os.environ.get("PT2MX_EXECUTORCH_PYTHON"):
-        return named
-    try:
-        return str(environment(tmp_path_factory.mktemp("executorch"), *PINNED, "executorch"))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"executorch cannot be installed here: {error}")
-
-
-def run(python, *arguments, cwd):
-    """Run a python with the repository in its path, and return what it prints."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run([python, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=1200)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout
+    return python_with(("executorch",), "PT2MX_EXECUTORCH_PYTHON", tmp_path_factory.mktemp("executorch"))
 
 
 @pytest.mark.slow
 def test_the_runtime_gives_the_bits_of_the_program(python, tmp_path):
     (tmp_path / "cases.py").write_text(CASES)
-    printed = dict(line.split(" ", 1) for line in run(python, "cases.py", cwd=tmp_path).splitlines())
+    printed = dict(line.split(" ", 1) for line in run_python(python, "cases.py", cwd=tmp_path).splitlines())
     for name in ("net", "bounded", "mxfp8_e5m2(rceil)", "mxint8(mse)", "mxfp6(even,half_away)"):
         assert printed[name].startswith("equal [] ")
     assert printed["xnnpack"].startswith("equal ['XnnpackBackend'] ")
@@ -116,13 +98,13 @@ def test_the_commands_and_the_code_of_the_page_run(python, tmp_path):
     (tmp_path / "net.py").write_text(FACTORY)
     commands = re.findall("^pt2mx .+$", PAGE.read_text(), re.MULTILINE)
     program = "import sys; from pt2mx.pt2e.cli.command import main; sys.exit(main())"
-    printed = [run(python, "-c", program, *line.split()[1:], cwd=tmp_path) for line in commands]
+    printed = [run_python(python, "-c", program, *line.split()[1:], cwd=tmp_path) for line in commands]
     written = (tmp_path / "net.pte").stat().st_size
     assert len(printed) == 2 and printed[1].startswith(f"net.pte: {written:,} bytes (the program: ")
     assert "ExecuTorch against the program: SQNR " in printed[1] and "cosine 1.000000" in printed[1]
     ((_, words, code),) = blocks(PAGE, "python")
     (tmp_path / "page.py").write_text(code)
-    assert words == "executorch" and run(python, "page.py", cwd=tmp_path) == ""
+    assert words == "executorch" and run_python(python, "page.py", cwd=tmp_path) == ""
 
 
 @pytest.mark.skipif(not MISSING, reason="executorch is installed")

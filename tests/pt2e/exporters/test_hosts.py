@@ -3,15 +3,10 @@
 The packages are large: these tests are slow, and run in an environment that has them: the one whose python
 PT2MX_HOSTS_PYTHON names, or one that is made for them."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.documents import ROOT, blocks
-from tests.environments import PINNED, environment
+from tests.environments import python_with, run_python
 
 PAGE = ROOT / "pt2e" / "exporters" / "README.md"
 PACKAGES = ("openvino", "executorch")
@@ -45,22 +40,7 @@ for case in cases:
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """The python of an environment with the packages of the hosts."""
-    if all(importlib.util.find_spec(package) for package in PACKAGES):
-        return sys.executable
-    if named := os.environ.get("PT2MX_HOSTS_PYTHON"):
-        return named
-    try:
-        return str(environment(tmp_path_factory.mktemp("hosts"), *PINNED, *PACKAGES))
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"{' and '.join(PACKAGES)} cannot be installed here: {error}")
-
-
-def run(python, *arguments, cwd):
-    """Run a python with the repository in its path, and return what it prints."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run([python, *arguments], cwd=cwd, env=environ, capture_output=True, text=True, timeout=1800)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return finished.stdout
+    return python_with(PACKAGES, "PT2MX_HOSTS_PYTHON", tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.mark.slow
@@ -73,7 +53,7 @@ def run(python, *arguments, cwd):
 )
 def test_the_runner_gives_the_outputs_of_the_converted_model(host, cases, python, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    printed = run(python, "program.py", host, *cases, cwd=tmp_path).splitlines()
+    printed = run_python(python, "program.py", host, *cases, cwd=tmp_path).splitlines()
     ratios = dict(line.split() for line in printed if line.split()[0] in cases)
     assert list(ratios) == cases
     for case, ratio in ratios.items():
@@ -84,4 +64,4 @@ def test_the_runner_gives_the_outputs_of_the_converted_model(host, cases, python
 def test_the_code_of_the_page_runs(python, tmp_path):
     ((_, _, code),) = [block for block in blocks(PAGE, "python") if block[1] == "openvino"]
     (tmp_path / "page.py").write_text(code)
-    run(python, "page.py", cwd=tmp_path)
+    run_python(python, "page.py", cwd=tmp_path)
