@@ -33,7 +33,7 @@ class Compilation:
         self._folder, self._recipe = folder, recipe
         program, self._package = folder / f"{recipe}.pt2", folder / f"{recipe}.aoti.pt2"
         command = [sys.executable, "-m", "pt2mx", "compile", str(program), "--output", str(self._package)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
 
     def finish(self) -> dict[str, float] | None:
         """Wait for the package, and print its agreement with the program, and its speed.

@@ -43,7 +43,8 @@ def test_version_needs_no_torch():
         ([], "COMMAND is missing"),
         (["quantise"], "did you mean 'quantize'?"),
         (["--versoin"], "did you mean '--version'?"),
-        (["recipes"], "ACTION is missing"),
+        (["recipes", "shwo", "mxfp8"], "did you mean 'show'?"),
+        (["quantize", "--model", "minilm"], "give --recipe"),
         (["quantize", "--modle", "minilm"], "did you mean '--model'?"),
     ],
 )
@@ -60,7 +61,7 @@ def test_the_help_and_the_completion_of_all_commands_need_no_torch():
 
 
 def test_the_first_stage_is_to_import_torch():
-    result = run("quantize", "--model", "minilm")
+    result = run("quantize", "--model", "minilm", "--recipe", "mxfp8")
     assert result.stderr.splitlines()[0].endswith(" s] import torch") and "ModuleNotFoundError" in result.stderr
 
 

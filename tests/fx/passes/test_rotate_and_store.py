@@ -22,8 +22,8 @@ from tests.language_models import decoder_by_recipe, decoder_of_codes
 from tests.pt2mx.ops.test_rope import rotated
 
 aten = torch.ops.aten
-#: family -> layers whose rotation is fused, of two
-FUSED = {"llama": 2, "qwen3": 2, "phi3": 0, "mistral": 2, "gemma2": 2, "gpt2": 0, "gptj": 0, "gpt_neox": 0}
+#: family -> layers whose rotation is fused, of two; none where attention is no `scaled_dot_product_attention`
+FUSED = {"llama": 2, "qwen3": 2, "phi3": 0, "mistral": 2, "gemma2": 0, "gpt2": 0, "gptj": 0, "gpt_neox": 0}
 #: format of the cache -> family
 OF_CODES = {"mxfp8": "llama", "nvfp4": "llama", "mxint8": "qwen3"}
 SLOW = {"mxfp8_e5m2": "llama", "mxfp6_e2m3": "llama", "mxfp6_e3m2": "llama", "mxfp4{16}(rceil)": "mistral"}
