@@ -42,6 +42,26 @@ def test_nothing_heavy_is_imported(run_python):
         assert f"{start} brought [] []" in printed, printed
 
 
+WITHOUT_EXTRAS = """
+import importlib, sys
+for name in {extras}:
+    sys.modules[name] = None
+from pt2mx import MXError
+from pt2mx.pt2e.cli.command import COMMANDS
+for module in sorted({{function.partition(":")[0] for function, _ in COMMANDS.values()}}):
+    try:
+        importlib.import_module(module)
+    except MXError as error:
+        assert "is not installed: pip install 'pt2mx[" in str(error), error
+"""
+
+
+def test_each_command_starts_without_optional_packages(run_python):
+    extras = ("onnx", "onnxscript", "onnxruntime", "openvino", "executorch", "lm_eval", "gguf", "jax", "tensorflow")
+    extras += ("torchvision", "transformers", "safetensors", "compressed_tensors", "PIL", "matplotlib")
+    assert run_python(WITHOUT_EXTRAS.format(extras=extras)) == ""
+
+
 def test_the_parts_are_reached_as_attributes(run_python):
     code = """
 import pt2mx

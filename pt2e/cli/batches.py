@@ -9,7 +9,7 @@ import wave
 from collections.abc import Callable, Container, Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -67,6 +67,19 @@ def load_batch(file: Path) -> object:
         raise MXError(f"{file} is no batch: {one_line(error)}") from error
     unnamed = all(re.fullmatch(r"arr_\d+", name) for name in tensors)  # as numpy.savez names them
     return tuple(tensors.values()) if unnamed else tensors
+
+
+def arrays_by_name(batch: object, names: list[str], file: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch by the names of the inputs."""
+    if isinstance(batch, dict):
+        values: dict[Any, Any] = batch
+    else:
+        items = list(batch) if isinstance(batch, list | tuple) else [batch]
+        values = dict(zip(names if len(items) == len(names) else range(len(items)), items, strict=True))
+    if set(values) != set(names):
+        raise MXError(f"{file}: a batch must hold the inputs {names}, this one holds {list(values)}")
+    with user_errors(f"make arrays of {file}"):  # numpy has no bfloat16
+        return {name: torch.as_tensor(value).numpy() for name, value in values.items()}
 
 
 def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:

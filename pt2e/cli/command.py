@@ -27,7 +27,7 @@ COMMANDS = {
     "sensitivity": ("pt2mx.pt2e.cli.sensitivity:run", "measure which formats each module of a model tolerates"),
     "run": ("pt2mx.pt2e.cli.run:run", "run a package that `pt2mx compile` wrote"),
     "inspect": ("pt2mx.pt2e.cli.inspect_file:run", "print the contents of a program, a package or a language model"),
-    "export-onnx": ("pt2mx.pt2e.cli.onnx:run_export", "write an exported program as an ONNX file"),
+    "export-onnx": ("pt2mx.pt2e.cli.export_onnx:run", "write an exported program as an ONNX file"),
     "export-executorch": ("pt2mx.pt2e.cli.executorch:run", "write an exported program as an ExecuTorch file"),
     "save-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_save", "write a checkpoint that transformers loads"),
     "convert-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_convert", "quantize a checkpoint file by file"),

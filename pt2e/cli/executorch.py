@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pt2mx.pt2e.cli.onnx import agreement_of
 from pt2mx.pt2e.cli.option_checks import check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.executorch.export import export_executorch, import_executorch
 from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.program import read_program
+from pt2mx.pt2e.report.agreement import describe_agreement
 from pt2mx.pt2e.user_errors import user_errors
 
 
@@ -58,4 +58,4 @@ def _compare(path: str, program: ExportedProgram) -> str:
         outputs = method.execute(pytree.tree_leaves((args, kwargs)))
         expected = pytree.tree_leaves(program.module()(*args, **kwargs))
     pairs = [(y, e) for y, e in zip(outputs, expected, strict=True) if isinstance(e, Tensor)]
-    return agreement_of([y for y, _ in pairs], [e for _, e in pairs])
+    return describe_agreement([y for y, _ in pairs], [e for _, e in pairs])

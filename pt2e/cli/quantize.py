@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
@@ -68,7 +69,8 @@ def run(options: argparse.Namespace) -> Result | None:
         return importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(options, quantizer)
     _check_files(options)
     if options.model.startswith("onnx:"):
-        report, result = importlib.import_module("pt2mx.pt2e.cli.onnx").quantize_file(options, quantizer)
+        import_extra("onnx", "onnx")
+        report, result = importlib.import_module("pt2mx.pt2e.cli.quantize_onnx").quantize_file(options, quantizer)
         _write_report(report, options, quantizer, report.fidelity)
         return result
     if options.tensor_parallel != 1:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.batches import conform, load_batch
-from pt2mx.pt2e.cli.onnx import arrays_by_name
+from pt2mx.pt2e.cli.batches import arrays_by_name, conform, load_batch
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.onnx.runtime import load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -104,6 +104,13 @@ def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
     scale = math.sqrt(signal * energy)
     cosine = product / scale if scale else float(signal == energy)
     return Fidelity(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
+
+
+def describe_agreement(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """Return in words the `Fidelity` of a host's outputs to a program's, and their largest difference."""
+    pairs = zip(_floats(outputs), _floats(expected), strict=True)
+    largest = max((float((y - e).abs().nan_to_num().max()) for y, e in pairs if e.numel()), default=0.0)
+    return f"{fidelity([(outputs, expected)])}, largest difference {largest:.1e}"
 
 
 def _floats(tree: object) -> list[Tensor]:
