@@ -28,15 +28,20 @@ def without_log_warnings() -> Iterator[None]:
         logging.disable(previous)
 
 
-def import_extra(package: str, extra: str) -> Any:
+def import_extra(package: str, extra: str = "") -> Any:
     """Import an optional package. torchvision, and transformers with it, also work as a CUDA build with a CPU torch.
+
+    Args:
+        package: its module.
+        extra: the extra of pt2mx that installs it; "": none, it is installed by its own name.
 
     Raises:
         MXError: where it is not installed.
     """
     root = package.partition(".")[0]
     if importlib.util.find_spec(root) is None:
-        raise MXError(f"{package} is not installed: pip install 'pt2mx[{extra}]'")
+        requirement = f"'pt2mx[{extra}]'" if extra else root
+        raise MXError(f"{package} is not installed: pip install {requirement}")
     with without_log_warnings():
         if root in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision"):
             _make_torchvision_importable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from operator import getitem
+from pathlib import Path
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -37,6 +38,16 @@ def source_name(node: Node) -> str:
     while source.from_node:
         source = source.from_node[-1]
     return source.name
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line of the model's source, outside of torch, that a node was traced at: `model.py:12`.
+
+    It is "" where the export recorded none, as in a program that was loaded from a file.
+    """
+    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
+    lines = [f"{Path(path).name}:{line}" for path, line in frames if "/torch/" not in Path(path).as_posix()]
+    return lines[-1] if lines else ""
 
 
 def inherit_source(node: Node, folded: Node) -> None:

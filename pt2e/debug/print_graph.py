@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import re
 import sys
-from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -18,7 +16,7 @@ from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
-from pt2mx.fx.graph.source_node import modules_of
+from pt2mx.fx.graph.source_node import modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.spec import MXSpec
@@ -92,7 +90,7 @@ def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
         format_text(node, model),
         _names(node.all_input_nodes),
         module_text(node),
-        _source_text(node),
+        source_line(node),
     )
 
 
@@ -142,10 +140,3 @@ def _modules_around(node: Node) -> list[str]:
 def module_text(node: Node) -> str:
     """Return the name of the innermost module around a node."""
     return (_modules_around(node) or [""])[-1]
-
-
-def _source_text(node: Node) -> str:
-    """Return the innermost line of the model's source, outside of torch, that a node was traced at."""
-    frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    lines = [f"{Path(path).name}:{line}" for path, line in frames if "/torch/" not in Path(path).as_posix()]
-    return lines[-1] if lines else ""

@@ -16,6 +16,7 @@ from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import json_text, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
+from pt2mx.pt2e.report.dataframe import dataframe
 from pt2mx.pt2e.report.matmul_ops import refuse_lowered
 from pt2mx.pt2e.report.page.contents import PageContext
 from pt2mx.pt2e.report.page.page import page
@@ -24,6 +25,7 @@ from pt2mx.pt2e.report.sizes import float_size, size_of, tensors_of
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
+    import pandas
     from typing_extensions import Self
 
 _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
@@ -125,6 +127,20 @@ class QuantizationReport:
         """
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
         return write_text(json_text({**bits, **asdict(self)}), path)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return the report as a table of pandas, which must be installed.
+
+        Returns:
+            One row per operand, in execution order, and one for an operator without operands. The columns: `operator`,
+            `name`, `module`, `source`, `quantized`, `notes` of the operator; `role`, `format`, `sqnr` (dB), `saturated`
+            and `flushed` (shares), `values`, `bytes_before`, `bytes_after` and `tensor_scale` of the operand. A number
+            that is not known is NaN.
+
+        Raises:
+            MXError: where pandas is not installed.
+        """
+        return dataframe(self.operators)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
@@ -229,7 +245,7 @@ def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
     sqnr = {r: [o.statistics.sqnr for o in operands if o.statistics] for r, operands in by_role.items()}
     before, after = (sum(getattr(o, f"bytes_{w}") for o in operator.operands) for w in ("before", "after"))
     return (
-        operator.module,
+        operator.label,
         operator.operator,
         *(specs[role] for role in by_role),
         *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
@@ -254,7 +270,7 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
 
     def row(operator: OperatorReport, operand: OperandReport) -> tuple[str, ...]:
         sqnr = (operand.candidates[n].sqnr if n in operand.candidates else None for n in names)
-        labels = (operator.module, operator.operator, operand.role, operand.spec or "-")
+        labels = (operator.label, operator.operator, operand.role, operand.spec or "-")
         return *labels, *("" if db is None else f"{db:.1f}" for db in sqnr)
 
     return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in observed)]

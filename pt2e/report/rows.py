@@ -20,7 +20,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
-from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.graph.source_node import module_name, source_line
 from pt2mx.pt2e.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.packed_weights import storage_note
@@ -71,6 +71,7 @@ class OperatorReport:
         operands: its operands.
         reason: the reason why it, or an operand, stays in high precision; None if nothing does.
         remark: a note for the user about its quantization.
+        source: the line of the model's source that calls it, as `model.py:12`; "" where it is unknown.
     """
 
     name: str
@@ -79,6 +80,12 @@ class OperatorReport:
     operands: tuple[OperandReport, ...]
     reason: str | None
     remark: str | None = None
+    source: str = ""
+
+    @property
+    def label(self) -> str:
+        """Return the name of its module; outside of modules its node's name, and the line of the source."""
+        return self.module or (f"{self.name} ({self.source})" if self.source else self.name)
 
     @property
     def quantized(self) -> bool:
@@ -112,6 +119,7 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
                     operands=operands,
                     reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
                     remark=node.meta.get(REMARK_KEY),
+                    source=source_line(node),
                 )
 
 
@@ -129,10 +137,10 @@ def _float_inputs(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
 
 def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | None:
     if not quantizable:
-        return "operator not supported"
+        return "pt2mx cannot quantize this operator"
     if quantized or REASON_KEY in node.meta:
         return node.meta.get(REASON_KEY)
-    return f"inside the sub-graph {path}" if path else "not annotated"
+    return f"the quantizer did not select it{f', in the subgraph {path}' * bool(path)}"
 
 
 def _operand_report(

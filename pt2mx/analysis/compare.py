@@ -11,6 +11,7 @@ from pt2mx.analysis.measure import MXStatistics, mx_statistics
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
+from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
 #: The six formats of the OCP specification, with blocks of 32, by pychop's names.
@@ -41,7 +42,7 @@ class MXComparison:
 
     def __str__(self) -> str:
         header = ("format", "bits", "SQNR dB", "max abs error", "mean abs error", "saturated %", "flushed %", "ratio")
-        return text_table([header, *map(_comparison_row, self.rows)], left=1)
+        return "\n".join([text_table([header, *map(_comparison_row, self.rows)], left=1), *_byte_notes(self.rows)])
 
     def __repr__(self) -> str:  # short, because a notebook shows it below the printed table
         return f"<MXComparison of {len(self.rows)} formats: {', '.join(row.format for row in self.rows)}>"
@@ -125,6 +126,18 @@ def _comparison_row(row: MXStatistics) -> tuple[str, ...]:
         f"{100 * row.flushed:.2f}",
         f"{row.compression_ratio:.2f}x",
     )
+
+
+def _byte_notes(rows: Iterable[MXStatistics]) -> list[str]:
+    """Return a line for each format whose codes a model stores in more bits than they have."""
+    notes = []
+    for row in rows:
+        bits = 1 + row.exp_bits + row.sig_bits
+        codes, size = group_of(bits)
+        if (width := 8 * size // codes) != bits:
+            stored = row.bits_per_element + width - bits
+            notes.append(f"{row.format}: a model stores {stored:.2f} bits a value: codes of {bits} bits take {width}")
+    return notes
 
 
 def _format_row(name: str) -> tuple[str, ...]:

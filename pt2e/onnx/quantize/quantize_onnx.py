@@ -162,7 +162,7 @@ def _rows(graph: FloatGraph, plans: list[NodePlan]) -> tuple[OperatorReport, ...
         if node.name in planned:
             rows.append(_row(planned[node.name], counted))
         elif node.op_type in OTHER_MATMULS:
-            rows.append(_skipped(node, "operator not supported"))
+            rows.append(_skipped(node, "pt2mx cannot quantize this operator"))
         rows += [
             _skipped(inner, f"inside the sub-graph of {node.name}")
             for subgraph in subgraphs_of(node)

@@ -161,6 +161,7 @@ def _operator(operator: OperatorReport, low: dict[int, float]) -> dict[str, Any]
     return {
         "name": operator.name,
         "module": operator.module,
+        "source": operator.source,
         "operator": operator.operator,
         "quantized": operator.quantized,
         "notes": operator.notes,

@@ -73,3 +73,6 @@ const breakable = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, html(
 
 /** The name of an operator: its module, or its own name outside any module. */
 const nameOf = (operator) => operator.module || operator.name;
+
+/** The line of the model's source that calls an operator outside of any module. */
+const atSource = (operator) => (operator.module || !operator.source ? "" : ` at ${operator.source}`);

@@ -73,14 +73,14 @@ function operatorTable(showGraph) {
       column.show ? column.show(values[i + 1]) : values[i + 1]));
     const row = html(
       "tr", { role: "row", class: operator.quantized ? "row" : "row left" },
-      html("th", { role: "rowheader", scope: "row" }, button, html("span", { class: "kind" }, operator.operator),
+      html("th", { role: "rowheader", scope: "row" }, button, html("span", { class: "kind" }, operator.operator, atSource(operator)),
         isOutlier(operator) && html("span", { class: "badge bad" }, "outlier"),
         !operator.quantized && html("span", { class: "reason" }, operator.notes)),
       cells,
     );
     const entry = { operator, index, values, row, button, more: null };
-    const { module, name, operator: kind, notes } = operator;
-    entry.words = [module, name, kind, notes, ...values].join(" ").toLowerCase();
+    const { module, name, operator: kind, notes, source } = operator;
+    entry.words = [module, name, kind, notes, source, ...values].join(" ").toLowerCase();
     row.addEventListener("click", () => { if (!String(getSelection())) toggle(entry); });
     return entry;
   });

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx.fx.graph.source_node import module_name, modules_of, nodes_by_source, source_name
+from pt2mx.fx.graph.source_node import module_name, modules_of, nodes_by_source, source_line, source_name
 from tests.subgraph_models import Repeated
 
 X = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(0))
@@ -59,3 +59,13 @@ def test_names_in_a_subgraph_after_strict_export():
     linears = [n for g in graphs for n in g.find_nodes(op="call_function", target=torch.ops.aten.linear.default)]
     assert {module_name(n) for n in linears} <= {f"layers.{i}" for i in range(3)}
     assert any("_export_root" in str(n.meta["nn_module_stack"]) for n in linears)
+
+
+def test_the_line_outside_of_torch():
+    node = torch.fx.Graph().placeholder("x")
+    assert source_line(node) == ""
+    node.meta["stack_trace"] = (
+        'File "/home/me/model.py", line 12, in forward\n    y = self.l(x)\n'
+        '  File "/usr/lib/torch/nn/modules/linear.py", line 134, in forward\n    return F.linear()'
+    )
+    assert source_line(node) == "model.py:12"

@@ -50,7 +50,7 @@ def test_operators_that_are_not_supported_are_named():
         report = quantization_report(model)
         fc, cdist = report.operators
         assert fc.quantized and (cdist.operator, cdist.quantized) == ("aten.cdist", False)
-        assert cdist.reason == "operator not supported"
+        assert cdist.reason == "pt2mx cannot quantize this operator"
         assert [(o.role, o.spec, o.bytes_before, o.bytes_after) for o in cdist.operands] == [
             ("activation", None, 0, 0), ("weight", None, 160, 160),
         ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_operators_of_sub_graphs_are_named():
     by_name = {o.name: o for o in report.operators}
     assert next(iter(by_name)) == "linear" and by_name["linear"].quantized
     (cdist,) = [o for name, o in by_name.items() if name.startswith("true_graph_0.") and o.operator == "aten.cdist"]
-    assert cdist.reason == "operator not supported"
+    assert cdist.reason == "pt2mx cannot quantize this operator"
     (matmul,) = [o for o in report.operators if o.operator == "aten.matmul"]
     assert matmul.name.startswith("true_graph_0.") and matmul.quantized
 
@@ -81,7 +81,7 @@ def test_operators_of_sub_graphs_are_named():
 def test_an_exported_model_that_was_never_prepared():
     report = quantization_report(exported_conv())
     assert [(o.operator, o.reason) for o in report.operators] == [
-        ("aten.conv2d", "not annotated"), ("aten.linear", "not annotated"),
+        ("aten.conv2d", "the quantizer did not select it"), ("aten.linear", "the quantizer did not select it"),
     ]  # fmt: skip
     assert report.bytes_before == report.bytes_after and report.effective_bits == pytest.approx(32, rel=0.01)
     assert report.weight_bits == 0

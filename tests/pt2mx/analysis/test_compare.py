@@ -170,3 +170,11 @@ def test_compare_what_is_asked_for(capsys):
         "mxfp4_e2m1{32}",
     ]
     assert [row.format for row in compare_mx_formats(x, "mxfp4").rows] == ["mxfp4_e2m1{32}"]
+
+
+def test_formats_that_a_model_stores_in_bytes_say_so():
+    comparison = compare_mx_formats(torch.ones(64), ["int5", "mxfp4", "mxfp6"], file=io.StringIO())
+    lines = str(comparison).splitlines()
+    assert lines[4:] == ["mxint5{32}: a model stores 8.25 bits a value: codes of 5 bits take 8"]
+    packed = quantize_mx(torch.ones(64), MXSpec("int5"))
+    assert 8 * sum(part.nbytes for part in packed[:2]) / 64 == 8.25
