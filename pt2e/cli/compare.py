@@ -28,8 +28,8 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import tasks
 from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.sensitivity.advice import FLOAT
 from pt2mx.pt2e.sensitivity.compare_recipes import (
-    FLOAT,
     OTHER_FORMATS,
     chosen_quantizers,
     compare_recipes,

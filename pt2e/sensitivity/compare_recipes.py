@@ -29,16 +29,17 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.report.sizes import float_size
+from pt2mx.pt2e.sensitivity.advice import FLOAT
 from pt2mx.pt2e.sensitivity.metrics import (
     METRICS,
     Distance,
     Quality,
     check_metric,
-    mean_distance,
     name_of_metric,
     own_distance,
 )
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
+from pt2mx.pt2e.sensitivity.samples import half_interval, mean_and_samples, sample_distances
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from pt2mx.pt2e.user_errors import one_line
 
@@ -46,8 +47,6 @@ from pt2mx.pt2e.user_errors import one_line
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 #: warnings about settings of shipped recipes that some models do not need
 _FOR_OTHERS = r"the setting .* matches no operator of the model|kv_cache is set, but"
-#: the name of the float model's row
-FLOAT = "float"
 
 
 def compare_recipes(
@@ -178,19 +177,26 @@ class _Evaluation:
         with unchanged(self.model):
             milliseconds = compiled_milliseconds(self.model, self.batches[0]) if self.speed else math.nan
         bits = 8 * size.bytes / max(size.values, 1)
-        return RecipeRow(FLOAT, size.bytes, bits, self.quality.from_distance(self.distance_of_float), milliseconds)
+        samples = self._samples(self.references)[1]
+        quality = self.quality.from_distance(self.distance_of_float)
+        return RecipeRow(FLOAT, size.bytes, bits, quality, milliseconds, samples=samples)
 
     def row(self, converted: GraphModule) -> RecipeRow:
         """Return the row of a converted model, without a name."""
         report = quantization_report(converted)
         with torch.no_grad():
-            references = zip(self.batches, self.references, strict=True)
-            pairs = ((call(converted, batch), reference) for batch, reference in references)
-            quality = self.quality.from_distance(mean_distance(self.metric, pairs))
-        row = RecipeRow("", report.bytes_after, report.effective_bits, quality)
+            distance, samples = self._samples(call(converted, batch) for batch in self.batches)
+        quality = self.quality.from_distance(distance)
+        error = abs(self.quality.from_distance(distance + half_interval(samples)) - quality)
+        row = RecipeRow("", report.bytes_after, report.effective_bits, quality, error=error, samples=samples)
         if math.isnan(quality):
             return replace(row, note="its output holds NaN")
         return replace(row, milliseconds=self._milliseconds(converted)) if self.speed else row
+
+    def _samples(self, outputs: Iterable[Any]) -> tuple[float, tuple[float, ...]]:
+        """Return the mean distance of the outputs of all batches, and the distance of each sample."""
+        pairs = zip(outputs, self.references, strict=True)
+        return mean_and_samples([one for pair in pairs for one in sample_distances(self.metric, *pair)])
 
     def _milliseconds(self, converted: GraphModule) -> float:
         return compiled_milliseconds(lower_to_inductor(converted), self.batches[0])

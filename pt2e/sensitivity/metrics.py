@@ -24,11 +24,13 @@ Distance = Callable[[Any, Any], float]
 
 
 class Quality(NamedTuple):
-    """The presentation of a distance: its name, the conversion of the number, and which end is better."""
+    """The presentation of a distance: its name, the conversion of the number, which end is better, and what is good
+    enough for most uses (None: not known)."""
 
     name: str
     from_distance: Callable[[float], float]
     larger_is_better: bool
+    enough: float | None = None
 
 
 class Metric(NamedTuple):
@@ -90,9 +92,13 @@ def _decibels(noise: float) -> float:
 #: largest distance of outputs from themselves, due to rounding
 _EQUAL = 1e-3
 METRICS = {
-    "kl": Metric(_divergence, _label_minus_prediction, Quality("divergence, nats", lambda distance: distance, False)),
-    "cosine": Metric(_one_minus_cosine, _orthogonal_signs, Quality("cosine", lambda distance: 1 - distance, True)),
-    "noise": Metric(_noise, _scaled_signs, Quality("SQNR, dB", _decibels, True)),
+    "kl": Metric(
+        _divergence, _label_minus_prediction, Quality("divergence, nats", lambda distance: distance, False, 0.05)
+    ),
+    "cosine": Metric(
+        _one_minus_cosine, _orthogonal_signs, Quality("cosine", lambda distance: 1 - distance, True, 0.99)
+    ),
+    "noise": Metric(_noise, _scaled_signs, Quality("SQNR, dB", _decibels, True, 20.0)),
 }
 
 
@@ -114,12 +120,16 @@ def mean_distance(metric: str | Distance, pairs: Iterable[tuple[Any, Any]]) -> f
     """Return the metric over all pairs of (outputs of a batch, outputs of the float model); NaN without pairs."""
     totals, counts = 0.0, 0.0
     for output, reference in pairs:
-        if callable(metric):
-            total, count = number_of(metric(output, reference), "the metric", "smaller"), 1.0
-        else:
-            total, count = distance_over(METRICS[metric], outputs_of(output), outputs_of(reference))
+        total, count = batch_distance(metric, output, reference)
         totals, counts = totals + total, counts + count
     return totals / counts if counts else math.nan
+
+
+def batch_distance(metric: str | Distance, output: Any, reference: Any) -> tuple[float, float]:
+    """Return the metric over a batch: its sum, and the divisor."""
+    if callable(metric):
+        return number_of(metric(output, reference), "the metric", "smaller"), 1.0
+    return distance_over(METRICS[metric], outputs_of(output), outputs_of(reference))
 
 
 def own_distance(metric: str | Distance, references: Iterable[Any]) -> float:

@@ -6,13 +6,16 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.sensitivity.advice import advice, quality_text
+from pt2mx.pt2e.sensitivity.samples import can_rank
 
 #: the kinds of operands of a module that can be quantized
 OPERANDS = ("both", "weights", "activations")
@@ -164,6 +167,10 @@ class RecipeRow:
         on_front: True if the recipe is Pareto-optimal: no other is as small and as good, and better in one of both. Of
             equal recipes the first is.
         note: the reason of a failure, else "".
+        error: half of the 95 % interval of the quality, from the spread of its samples; NaN for float
+            and with fewer than two samples.
+        tied: the smaller recipe on the front that is better or worse by too little for the number of samples; else "".
+        samples: the distances from the float model's output, one for each sample, with the quality's as their mean.
     """
 
     name: str
@@ -173,11 +180,18 @@ class RecipeRow:
     milliseconds: float = math.nan
     on_front: bool = False
     note: str = ""
+    error: float = math.nan
+    tied: str = ""
+    samples: tuple[float, ...] = field(default=(), repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields but the samples."""
+        return {key: value for key, value in asdict(self).items() if key != "samples"}
 
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """Recipes by size, the smallest first and failures last. `str` is the table.
+    """Recipes by size, the smallest first and failures last. `str` is the table, and a sentence that recommends one.
 
     Args:
         metric: the name of the quality.
@@ -191,14 +205,16 @@ class RecipeComparison:
 
     @classmethod
     def of(cls, metric: str, larger_is_better: bool, rows: Iterable[RecipeRow]) -> RecipeComparison:
-        """Sort rows, and mark those that are Pareto-optimal."""
+        """Sort rows, and mark those that are Pareto-optimal, and those that the samples do not rank."""
         sign = 1 if larger_is_better else -1
         ordered = sorted(rows, key=lambda row: (math.isnan(row.quality), row.bytes, -sign * row.quality))
-        best, marked = -math.inf, []
+        best: RecipeRow | None = None
+        marked = []
         for row in ordered:  # smallest first, and best first within a size: a row on the front beats all before
-            on_front = sign * row.quality > best
-            best = sign * row.quality if on_front else best
-            marked.append(replace(row, on_front=on_front))
+            on_front = sign * row.quality > (sign * best.quality if best else -math.inf)
+            tied = best.name if best and not can_rank(row.samples, best.samples) else ""
+            best = row if on_front else best
+            marked.append(replace(row, on_front=on_front, tied=tied))
         return cls(metric, larger_is_better, tuple(marked))
 
     def front(self) -> tuple[RecipeRow, ...]:
@@ -215,13 +231,24 @@ class RecipeComparison:
         Returns:
             The table; Pareto-optimal rows are marked.
         """
-        timed = any(not math.isnan(row.milliseconds) for row in self.rows)
-        header = ("", "recipe", "bytes", "bits", self.metric, *(["ms"] if timed else []))
-        table = text_table([header, *(_cells(row, timed) for row in self.rows)], left=2).splitlines()
-        notes = ["", *(row.note for row in self.rows)]
+        extra = {"error": "±", "milliseconds": "ms"}
+        shown = {name: head for name, head in extra.items() if any(not math.isnan(getattr(r, name)) for r in self.rows)}
+        header = ("", "recipe", "bytes", "bits", self.metric, *shown.values())
+        table = text_table([header, *(_cells(row, shown) for row in self.rows)], left=2).splitlines()
+        notes = ["", *(row.note or _doubt(row) for row in self.rows)]
         lines = [f"{line}  {note}" if note else line for line, note in zip(table, notes, strict=True)]
         better = "more is better" if self.larger_is_better else "less is better"
-        return "\n".join([*lines, f"{FRONT} no other recipe is as small and as good; {self.metric}: {better}"])
+        legend = f"{FRONT} no other recipe is as small and as good; {self.metric}: {better}"
+        return "\n".join([*lines, legend, self.advice()])
+
+    def advice(self) -> str:
+        """Return which recipe to take and why, in a sentence.
+
+        Returns:
+            The smallest recipe with a cosine of .99, a divergence of .05 nats, a SQNR of 20 dB, or in your own metric a
+            loss of 1 % of the float model's number; and what the samples do not show.
+        """
+        return advice(self)
 
     def __str__(self) -> str:
         return self.to_table()
@@ -238,13 +265,22 @@ class RecipeComparison:
         Raises:
             MXError: where no file can be written at `path`.
         """
-        rows = [{name: as_json(value) for name, value in asdict(row).items()} for row in self.rows]
-        content = {"metric": self.metric, "larger_is_better": self.larger_is_better, "rows": rows}
+        rows = [{name: as_json(value) for name, value in row.to_dict().items()} for row in self.rows]
+        content = {
+            "metric": self.metric,
+            "larger_is_better": self.larger_is_better,
+            "advice": self.advice(),
+            "rows": rows,
+        }
         return write_text(json.dumps(content, indent=1, allow_nan=False), path)
 
 
-def _cells(row: RecipeRow, timed: bool) -> tuple[str, ...]:
+def _doubt(row: RecipeRow) -> str:
+    return f"too few samples to rank it against {row.tied}" if row.tied else ""
+
+
+def _cells(row: RecipeRow, extra: Iterable[str]) -> tuple[str, ...]:
     failed = math.isnan(row.quality)
-    numbers = ("", "", "") if failed else (f"{row.bytes:,}", f"{row.bits:.2f}", f"{row.quality:.5g}")
-    milliseconds = "" if math.isnan(row.milliseconds) else f"{row.milliseconds:.3g}"
-    return FRONT if row.on_front else "", row.name, *numbers, *([milliseconds] if timed else [])
+    numbers = ("", "", "") if failed else (f"{row.bytes:,}", f"{row.bits:.2f}", quality_text(row.quality))
+    values = (getattr(row, name) for name in extra)
+    return FRONT if row.on_front else "", row.name, *numbers, *("" if math.isnan(v) else f"{v:.3g}" for v in values)

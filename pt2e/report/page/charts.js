@@ -1,61 +1,4 @@
-// The three charts: quality against bytes, noise by depth, and the exponents of an operand's blocks.
-
-/** The recipes that were compared, as a plot and as a table. */
-function drawComparison(section) {
-  if (!data.comparison) return;
-  section.hidden = false;
-  const { metric, larger_is_better: up } = data.comparison;
-  const rows = data.comparison.rows.map((row) => ({
-    ...row, quality: number(row.quality), milliseconds: number(row.milliseconds), own: row.name === data.recipe.name,
-  }));
-  find(".lead", section).textContent = `${metric} against size; ${up ? "more" : "less"} is better. `
-    + "The line joins the Pareto-optimal recipes.";
-  // a model without parameters has no logarithm of its size
-  plotComparison(find(".plot", section), metric, rows.filter((row) => row.bytes && Number.isFinite(row.quality)));
-  const timed = rows.some((row) => !Number.isNaN(row.milliseconds));
-  const line = (row) => html(
-    "tr", { class: row.own && "own" },
-    html("th", { scope: "row" }, row.name, row.on_front && html("span", { class: "badge good" }, "front"),
-      row.note && html("span", { class: "note" }, row.note)),
-    html("td", {}, row.bytes ? sizeText(row.bytes) : "–"), html("td", {}, significant(number(row.bits))),
-    html("td", {}, qualityText(row.quality)), timed && html("td", {}, significant(row.milliseconds)),
-  );
-  const head = ["recipe", "size", "bits", metric, ...(timed ? ["ms"] : [])];
-  find(".scroll", section).append(html(
-    "table", { class: "plain" },
-    html("thead", {}, html("tr", {}, head.map((name) => html("th", { scope: "col" }, name)))),
-    html("tbody", {}, rows.map(line)),
-  ));
-}
-
-function plotComparison(figure, metric, rows) {
-  figure.hidden = !rows.length;
-  if (figure.hidden) return;
-  const points = rows.map((row) => ({
-    x: row.bytes,
-    y: row.quality,
-    kind: `recipe${row.on_front ? " front" : ""}${row.own ? " own" : ""}`,
-    label: row.name,
-    bold: row.on_front,
-    text: `${row.name}: ${metric} ${qualityText(row.quality)}, ${sizeText(row.bytes)}, ${significant(row.bits)} bits`,
-  }));
-  const sizes = points.map((p) => p.x);
-  const x = [Math.min(...sizes) / 1.15, Math.max(...sizes) * 1.15];
-  const y = padded(points.map((p) => p.y));
-  const digits = Math.min(Math.max(1 - Math.floor(Math.log10(y[1] - y[0])), 0), 6);
-  plot(figure, points, {
-    name: `${metric} against bytes`, height: 340, radius: 5,
-    hint: "Point at a recipe, or move between them with the arrow keys.",
-    x: {
-      name: "size, on a logarithmic scale", range: x, scale: Math.log,
-      ticks: (pixels) => doublings(...x, pixels / 70).map((value) => [value, sizeText(value)]),
-    },
-    y: {
-      name: metric, range: y,
-      ticks: (pixels) => ticks(...y, pixels / 50).map((value) => [value, value.toFixed(digits)]),
-    },
-  }, [["front", points.filter((p) => p.bold)]]);
-}
+// Two charts: noise by depth, and the exponents of an operand's blocks.
 
 /** The number of the layer in a module's name, null where it has none. */
 const layerOf = (operator) => /(?:^|\.)(\d+)(?:\.|$)/.exec(operator.module)?.[1] ?? null;
@@ -77,7 +20,7 @@ function drawDepth(section, open) {
   section.hidden = false;
   const range = padded(finite);
   range[0] = Math.min(range[0], range[1] - LEAST_DECIBELS);
-  for (const point of points) point.y = Math.min(Math.max(point.y, range[0]), range[1]);
+  for (const point of points) point.y = clamped(point.y, range);
   const starts = operators.map((operator, x) => [x, layerOf(operator)])
     .filter(([x, layer], i, all) => layer !== null && layer !== all[i - 1]?.[1]);
   const layers = starts.length > 2;
@@ -133,7 +76,7 @@ function histogram(pairs) {
   const name = `Blocks by shared exponent, from ${powerOfTwo(least)} to ${powerOfTwo(largest)}, `
     + `most at ${powerOfTwo(mode)}`;
   const end = Math.max((largest - least + 1) * step, 56);
-  return html(
+  const figure = html(
     "figure", { class: "histogram" },
     svg("svg", { viewBox: `0 0 ${width} ${height + 16}`, role: "img", "aria-label": name }, drawn,
       svg("line", { x1: 0, x2: width, y1: height + 0.5, y2: height + 0.5 }),
@@ -141,4 +84,6 @@ function histogram(pairs) {
       largest > least && svg("text", { x: end, y: height + 13, "text-anchor": "end" }, powerOfTwo(largest))),
     html("figcaption", {}, "blocks by shared exponent"),
   );
+  figure.append(downloads(figure, "blocks by shared exponent"));
+  return figure;
 }

@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from types import NoneType
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -23,6 +23,7 @@ from pt2mx.pt2e.quantizer import recipe as recipes
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
+from pt2mx.pt2e.sensitivity.metrics import METRICS
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def contents(report: QuantizationReport, context: PageContext) -> dict[str, Any]
         "quality": list(context.known_quality().items()),
         "formats": _bytes_by_format(report),
         "operators": operators,
-        "comparison": context.comparison and asdict(context.comparison),
+        "comparison": context.comparison and _comparison(context.comparison),
         "sensitivity": _sensitivity(context.sensitivity),
         "graphs": {name: graph.rows for name, graph in graphs.items()},
     }
@@ -203,6 +204,22 @@ def _bytes_by_format(report: QuantizationReport) -> list[tuple[str | None, int]]
     shares: list[tuple[str | None, int]] = [(name, size) for name, size in sizes.most_common() if size]
     high_precision = report.bytes_after - sum(size for _, size in shares)
     return [*shares, (None, high_precision)] if high_precision > 0 else shares
+
+
+def _comparison(result: RecipeComparison) -> dict[str, Any]:
+    """Return the rows with the y of their points: the loss, for a logarithmic scale, or decibels.
+
+    The loss is rounded on its own: six digits of a cosine of .99997 would leave one of its distance from 1.
+    """
+    scale, rows = "log", [row.to_dict() for row in result.rows]
+    if result.metric == METRICS["cosine"].quality.name:
+        scale = "from one"
+    elif result.larger_is_better or any(row.quality < 0 for row in result.rows):
+        scale = "linear"
+    for row in rows:
+        row["y"] = 1 - row["quality"] if scale == "from one" else row["quality"]
+    names = {"metric": result.metric, "larger_is_better": result.larger_is_better}
+    return {**names, "scale": scale, "advice": result.advice(), "rows": rows}
 
 
 def _sensitivity(result: Sensitivity | None) -> dict[str, Any] | None:

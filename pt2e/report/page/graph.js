@@ -57,8 +57,9 @@ function drawGraph(form, centre, hops, go) {
   requestAnimationFrame(() => {
     scroll.scrollLeft = place.get(centre).x + BOX.width / 2 - scroll.clientWidth / 2;
   });
+  const save = downloads(scroll, `graph ${form}`);
   const rest = html("p", { class: "muted" }, `${count(left)} more neighbours are not shown`);
-  panel.append(...present(scroll, left > 0 && rest));
+  panel.append(...present(scroll, left > 0 && rest, save));
   return panel;
 }
 

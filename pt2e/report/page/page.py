@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from pt2mx.pt2e.report.report import QuantizationReport
 
 #: the scripts, in the order of their dependencies
-_SCRIPTS = ("dom.js", "plot.js", "charts.js", "details.js", "table.js", "layers.js", "graph.js", "main.js")
+_SCRIPTS = (
+    "dom.js", "download.js", "labels.js", "plot.js", "comparison.js", "charts.js",
+    "details.js", "table.js", "layers.js", "graph.js", "main.js",
+)  # fmt: skip
 
 
 def page(report: QuantizationReport, context: PageContext) -> str:
@@ -31,7 +34,7 @@ def page(report: QuantizationReport, context: PageContext) -> str:
     style, script = asset("page.css"), "\n".join(map(asset, _SCRIPTS))
     data = json.dumps(contents(report, context), separators=(",", ":"), allow_nan=False)
     parts = {
-        "policy": f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}",
+        "policy": f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; img-src data:",
         "title": escaped(context.model or "Quantization report"),
         "summary": escaped(report.summary),
         "table": escaped(report.to_table()),

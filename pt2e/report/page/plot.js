@@ -1,6 +1,6 @@
 // A plot of points with axes. It is one keyboard stop; arrow keys move between points.
 
-const MARGIN = { top: 28, right: 16, bottom: 42, left: 52 };
+const MARGIN = { top: 28, right: 16, bottom: 42, left: 58 };
 
 /** Round steps that cover a range. */
 function ticks(low, high, most) {
@@ -20,6 +20,8 @@ function doublings(low, high, most) {
   return Array.from({ length }, (_, i) => first * factor ** i);
 }
 
+const clamped = (value, ends) => Math.min(Math.max(value, Math.min(...ends)), Math.max(...ends));
+
 /** A range slightly larger than the range of some numbers. */
 function padded(values, share = 0.08) {
   const low = Math.min(...values);
@@ -28,23 +30,9 @@ function padded(values, share = 0.08) {
   return [low - more, high + more];
 }
 
-/** A free box next to a point; null where there is none. */
-function place(text, x, y, width, taken, bold) {
-  const length = text.length * (bold ? 6.9 : 6.5);
-  const spots = [[x + 9, y + 4], [x - length - 9, y + 4], [x - length / 2, y - 10], [x - length / 2, y + 19]];
-  for (const [left, baseline] of spots) {
-    const box = [left, baseline - 11, left + length, baseline + 3];
-    const inside = box[0] > MARGIN.left && box[2] < width && box[1] > 0;
-    if (inside && taken.every((one) => box[0] > one[2] || box[2] < one[0] || box[1] > one[3] || box[3] < one[1])) {
-      taken.push(box);
-      return [left, baseline];
-    }
-  }
-  return null;
-}
-
 /**
- * Draw points {x, y, kind, text, label, open} into a figure, now and whenever its width changes.
+ * Draw points {x, y, ends, kind, text, label, open} into a figure, now and whenever its width changes. `ends` are those
+ * of an error bar.
  *
  * frame: {name, height, x, y}; an axis is {name, range, ticks: (pixels) => [[value, text]]}, and may have
  * a scale and a grid; `lines` are lists of points that a line joins, [kind, points].
@@ -52,7 +40,7 @@ function place(text, x, y, width, taken, bold) {
 function plot(figure, points, frame, lines = []) {
   const readout = html("output", { class: "readout", "aria-live": "polite" }, frame.hint);
   const holder = html("div");
-  figure.replaceChildren(holder, readout);
+  figure.replaceChildren(holder, readout, downloads(holder, frame.name));
   let at = -1;
   let width = 0;
 
@@ -105,11 +93,15 @@ function plot(figure, points, frame, lines = []) {
     const shown = points.map((p) => p.square
       ? svg("rect", { class: p.kind, x: x(p.x) - 3, y: y(p.y) - 3, width: 6, height: 6 })
       : svg("circle", { class: p.kind, cx: x(p.x), cy: y(p.y), r: frame.radius }));
-    const taken = points.map((p) => [x(p.x) - 4, y(p.y) - 4, x(p.x) + 4, y(p.y) + 4]);
-    const labels = points.filter((p) => p.label).map((p) => {
-      const spot = place(p.label, x(p.x), y(p.y), width, taken, p.bold);
-      return spot && svg("text", { class: p.bold ? "label bold" : "label", x: spot[0], y: spot[1] }, p.label);
+    const endsOf = (p) => (p.ends || [p.y, p.y]).map((end) => y(clamped(end, frame.y.range))).sort((a, b) => a - b);
+    const bars = points.filter((p) => p.ends).map((p) => {
+      const [[top, low], middle] = [endsOf(p), x(p.x)];
+      const d = `M${middle} ${top}V${low}M${middle - 4} ${top}h8M${middle - 4} ${low}h8`;
+      return svg("path", { class: `bar ${p.kind}`, d });
     });
+    const taken = points.map((p) => [x(p.x) - 5, endsOf(p)[0] - 5, x(p.x) + 5, endsOf(p)[1] + 5]);
+    const inside = [MARGIN.left, MARGIN.top - 8, width, bottom];
+    const labels = labelsOf(points.map((p) => ({ ...p, x: x(p.x), y: y(p.y) })), inside, taken);
     holder.replaceChildren(svg(
       "svg",
       {
@@ -123,7 +115,7 @@ function plot(figure, points, frame, lines = []) {
       svg("g", { class: "grid", "aria-hidden": "true" }, grid, below),
       svg("text", { class: "axis", x: right, y: frame.height - 6, "text-anchor": "end" }, frame.x.name),
       svg("text", { class: "axis", x: 0, y: 12 }, frame.y.name),
-      joined, shown, labels, svg("circle", { class: "cursor", r: 8, visibility: "hidden" }),
+      joined, bars, shown, labels, svg("circle", { class: "cursor", r: 8, visibility: "hidden" }),
     ));
     if (at >= 0) choose(at);
   }

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 def test_table_and_json(capsys):
     assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8"]) == 0
     out, err = capsys.readouterr()
-    assert [line.split()[1] for line in out.splitlines()[1:-1]] == ["mxfp4", "mxfp8", "float"]
+    assert [line.split()[1] for line in out.splitlines()[1:-2]] == ["mxfp4", "mxfp8", "float"]
     assert "net.py:make, 1 batch; load" in err and "mxfp8" in err
     assert main(["compare", "net.py:make", "--recipes", "mxfp4,mxfp8", "--json", "--metric", "kl"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -74,6 +74,24 @@ def test_qualities_are_better_where_they_are_larger(net, metric, at_float):
         assert math.isclose(four, torch.cat(cosines).mean().item(), rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("metric", ["cosine", "noise"])
+def test_the_interval_is_of_the_samples(net, metric):
+    exported, batches = net
+    row, whole = compare_recipes(exported, batches, ["mxfp4"], metric=metric).rows
+    got, want = (torch.cat([m(x) for x in batches]).double() for m in (by_hand(exported, "mxfp4"), exported))
+    if metric == "cosine":
+        each = 1 - F.cosine_similarity(got, want)
+        expected = 2 * each.std().item() / math.sqrt(96)
+    else:
+        noise, signal = (got - want).square().sum(-1), want.square().sum(-1)
+        each = noise.mean() / signal.mean() * (1 - signal / signal.mean()) + noise / signal.mean()
+        half = 2 * each.std().item() / math.sqrt(96)
+        expected = 10 * math.log10(1 + half / each.mean().item())
+    assert len(row.samples) == len(whole.samples) == 96 and math.isnan(whole.error)
+    assert row.samples == pytest.approx(each.tolist(), rel=1e-6) and row.error == pytest.approx(expected, rel=1e-6)
+    assert whole.tied == "", "float is better than the recipe"
+
+
 def test_all_recipes_and_formats_and_the_stages(net):
     exported, batches = net
     stages = []

@@ -59,10 +59,27 @@ def test_table_and_json(tmp_path):
     content = json.loads(actual.to_json(tmp_path / "r.json"))
     assert content == json.loads((tmp_path / "r.json").read_text()) and content["metric"] == "cosine"
     assert content["rows"][0] == {
-        "name": "four", "bytes": 50, "bits": 4.0, "quality": 0.7, "milliseconds": 1.25, "on_front": True, "note": ""
+        "name": "four", "bytes": 50, "bits": 4.0, "quality": 0.7, "milliseconds": 1.25, "on_front": True, "note": "",
+        "error": None, "tied": "",
     }  # fmt: skip
-    assert content["rows"][-1]["quality"] is None
+    assert content["rows"][-1]["quality"] is None and content["advice"] == actual.advice() == lines[-1]
     endless = RecipeComparison.of("SQNR", True, [RecipeRow("float", 1, 32.0, math.inf)])
     assert json.loads(endless.to_json())["rows"][0]["quality"] == "inf"
     with pytest.raises(MXError, match=r"cannot write '.*nowhere/r.json'"):
         actual.to_json(tmp_path / "nowhere" / "r.json")
+
+
+def test_samples_too_few_to_rank():
+    one = RecipeRow("one", 50, 4.0, 1 - 3.06e-5, samples=(3.06e-5,))
+    other = RecipeRow("other", 50, 4.0, 1 - 3.16e-5, samples=(3.16e-5,))
+    large = RecipeRow("large", 90, 7.0, 1 - 3e-6, error=2e-7, samples=(3e-6,))
+    actual = RecipeComparison.of("cosine", True, [other, one, large])
+    assert [(row.name, row.on_front, row.tied) for row in actual.rows] == [
+        ("one", True, ""), ("other", False, "one"), ("large", True, ""),
+    ]  # fmt: skip
+    lines = str(actual).splitlines()
+    assert lines[0].split() == ["recipe", "bytes", "bits", "cosine", "\u00b1"]
+    assert lines[1].split() == ["*", "one", "50", "4.00", "0.9999694"]
+    assert lines[2].split()[:4] == ["other", "50", "4.00", "0.9999684"]
+    assert lines[2].endswith("too few samples to rank it against one")
+    assert lines[3].split() == ["*", "large", "90", "7.00", "0.99999700", "2e-07"]

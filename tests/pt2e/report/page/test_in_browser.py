@@ -1,9 +1,13 @@
 """Pages in headless Chromium: they sort, filter and open, by mouse and by keyboard, without an error or a request."""
 
 import math
+import struct
+import time
+from xml.etree import ElementTree
 
 import pytest
 
+from pt2mx.pt2e.report.rows import OperatorReport
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 from tests import browser
 from tests.browser import CHROMIUM, Browser, Page
@@ -42,11 +46,11 @@ def show(tmp_path_factory):
         yield shown
         for page in browser.pages.values():
             assert page.problems == []
-            assert len(set(page.requests)) == 1, "its own file"
+            assert len({url for url in page.requests if not url.startswith(("data:", "blob:"))}) == 1, "its own file"
             assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.fixture(scope="module", params=[1280, 390])
+@pytest.fixture(scope="module", params=[1280, 980, 390])
 def page(show, request):
     actual = full_report()
     return show(actual.report.to_html(**actual.more), request.param)
@@ -67,7 +71,7 @@ def test_the_answer_and_the_sections(fresh):
     assert fresh.run("document.querySelectorAll('main > section:not([hidden])').length") == 5
     assert "description: " in fresh.run("document.querySelector('#recipe code').textContent")
     assert "layers.3" in fresh.run("document.querySelector('.outliers').textContent")
-    assert fresh.run("document.querySelectorAll('#comparison circle.front').length") == 3
+    assert fresh.run("document.querySelectorAll('#comparison circle.front').length") == 2, "float has no loss"
 
 
 def test_it_sorts(fresh):
@@ -124,7 +128,7 @@ def test_the_graph_around_an_operator(fresh):
         "[...document.querySelectorAll('.graph-panel')].map((one) => one.querySelector('.centre .what').textContent)"
     )
     fresh.run("document.querySelectorAll('.open')[2].click()")
-    fresh.run("document.querySelector('.more button').click()")
+    fresh.run("document.querySelector('.more .details > button').click()")
     assert fresh.run("document.querySelector('#graph select').selectedOptions[0].text") == "layers.2 (aten.linear)"
     assert fresh.run(panels) == ["aten.linear", "aten.linear"]
     nodes = "[...document.querySelectorAll('.graph-panel:last-child .node .what')].map((one) => one.textContent)"
@@ -180,6 +184,99 @@ def test_a_comparison_of_a_model_without_parameters(show):
     assert page.run("[...document.querySelectorAll('#comparison tbody th')].map((one) => one.textContent)") == [
         "floatfront", "mxfp8",
     ]  # fmt: skip
+
+
+def crowded(metric="cosine", larger_is_better=True):
+    """Return a comparison of recipes that lie close together, with their errors."""
+    losses = {
+        "mxfp8": 3.06e-5,
+        "mxfp8_e5m2": 9e-5,
+        "mxfp6": 8.1e-5,
+        "mxfp6_e3m2": 8e-5,
+        "mxint8": 3.16e-5,
+        "mxfp4": 4e-3,
+    }
+    rows = [RecipeRow("float", 100_000, 32.0, 1.0 if larger_is_better else 0.0)]
+    for i, (name, loss) in enumerate(losses.items()):
+        quality = 1 - loss if larger_is_better else loss
+        samples = (loss,) * 4
+        rows.append(RecipeRow(name, 26_000 + 10 * i, 8.25, quality, error=0.2 * loss, samples=samples))
+    return RecipeComparison.of(metric, larger_is_better, rows)
+
+
+BOXES = (
+    "[...document.querySelectorAll('#comparison .label')].map((one) => one.getBoundingClientRect())"
+    ".map((box) => [box.left, box.top, box.right, box.bottom])"
+)
+
+
+@pytest.mark.parametrize("width", [980, 390])
+@pytest.mark.parametrize(("metric", "up"), [("cosine", True), ("divergence, nats", False)])
+def test_labels_of_close_recipes_do_not_collide(show, metric, up, width):
+    page = show(report_of(operator("m", 10.0)).to_html(comparison=crowded(metric, up)), width)
+    boxes = page.run(BOXES)
+    assert len(boxes) == 6, "each recipe but float, which has no loss"
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        for other in boxes[:i]:
+            assert left >= other[2] or right <= other[0] or top >= other[3] - 3 or bottom <= other[1] + 3
+        assert left >= 0 and right <= width
+
+
+def test_the_axis_of_qualities_is_logarithmic(show):
+    page = show(report_of(operator("m", 10.0)).to_html(comparison=crowded()))
+    heights = page.run(
+        "Object.fromEntries([...document.querySelectorAll('#comparison circle:not(.cursor)')]"
+        ".map((one, i) => [JSON.parse(data.textContent).comparison.rows.filter((row) => row.y > 0)[i].name, "
+        "Number(one.getAttribute('cy'))]))"
+    )
+    losses = {row.name: 1 - row.quality for row in crowded().rows if row.quality < 1}
+    pixels = (heights["mxfp4"] - heights["mxfp8"]) / math.log(losses["mxfp4"] / losses["mxfp8"])
+    for name, loss in losses.items():
+        assert heights[name] == pytest.approx(heights["mxfp8"] + pixels * math.log(loss / losses["mxfp8"]), abs=0.1)
+    assert pixels > 0, "better is higher"
+    axis = page.run("[...document.querySelectorAll('#comparison .grid text')].map((one) => one.textContent)")
+    assert {"0.999", "0.9999"} <= set(axis)
+    assert page.run("document.querySelectorAll('#comparison .bar').length") == 6
+    lead = page.run("document.querySelector('#comparison .lead').textContent")
+    assert "95 % intervals" in lead and "not in the plot: float" in lead
+    assert page.run("document.querySelector('#comparison .advice').textContent") == crowded().advice()
+    notes = page.run("[...document.querySelectorAll('#comparison .note')].map((one) => one.textContent)")
+    assert "too few samples to rank it against mxfp8" in notes
+
+
+def test_drawings_are_saved(show, tmp_path):
+    actual = full_report()
+    page = show(actual.report.to_html(**actual.more))
+    page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    page.run("document.querySelectorAll('.open')[2].click()")
+    count = page.run("document.querySelectorAll('svg[role=group], .histogram svg').length")
+    assert page.run("document.querySelectorAll('.downloads').length") == count >= 6
+    for kind in ("SVG", "PNG"):
+        page.run(f"document.querySelector('#comparison [aria-label$={kind}]').click()")
+    drawing, picture = (tmp_path / f"a-stack-of-layers-cosine-against-bytes.{kind}" for kind in ("svg", "png"))
+    end = time.monotonic() + 20
+    while not (drawing.exists() and picture.exists()):
+        assert time.monotonic() < end, list(tmp_path.iterdir())
+        time.sleep(0.05)
+    root = ElementTree.fromstring(drawing.read_text())
+    shown = page.run(
+        "(({ width, height }) => [width, height])(document.querySelector('#comparison svg').viewBox.baseVal)"
+    )
+    assert [float(root.get(side)) for side in ("width", "height")] == shown
+    names = {element.text for element in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"mxfp4", "mxfp8", "worse"} <= names
+    points = list(root.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(points) == 3 and all(point.get("fill").startswith("rgb") for point in points), "without a style sheet"
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert list(struct.unpack(">II", data[16:24])) == [round(side * 300 / 96) for side in shown]
+
+
+def test_an_operator_outside_of_modules(show):
+    row = OperatorReport("matmul_1", "", "aten.matmul", operator("", 10.0).operands, None, source="model.py:12")
+    page = show(report_of(row).to_html(), 390)
+    assert page.run(NAMES) == ["matmul_1"]
+    assert page.run(f"{ROWS}[0].querySelector('.kind').textContent") == "aten.matmul at model.py:12"
 
 
 @pytest.mark.parametrize(("metric", "note"), [("cosine", "against the float model"), ("accuracy", None)])

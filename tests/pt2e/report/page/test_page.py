@@ -63,7 +63,7 @@ def test_it_needs_nothing_else(full):
     actual = re.findall(r"(?:src|href)=\S+|url\(|@import|https?://\S+", full.text)
     assert set(actual) == {'href="#operators">Skip', 'http://www.w3.org/2000/svg",'}
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', full.text)[1]
-    assert re.fullmatch(r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'", policy)
+    assert re.fullmatch(r"default-src 'none'; style-src 'sha256-\S+'; script-src 'sha256-\S+'; img-src data:", policy)
     assert not re.search(r"\sstyle=", full.text), "the policy would not apply it"
     assert "{{" not in full.text.replace("{{data}}", "")
 
