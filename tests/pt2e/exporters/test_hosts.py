@@ -48,6 +48,7 @@ def python(tmp_path_factory):
     ("host", "cases"),
     [
         ("openvino", ["resnet:mxfp4_weight_only", "bert:mxint8", "vit:mxfp8", "llama:mxfp4_weight_only", "bert:mxfp6"]),
+        ("openvino", [f"{name}:mxfp4_weight_only" for name in ("minilm", "resnet18", "vit_base")]),
         ("executorch", ["resnet:mxfp4_weight_only"]),
     ],
 )

