@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import traceback
@@ -25,6 +26,8 @@ IMPORTED = (
     *("torch", "torch._inductor.compile_fx", "torchao.quantization.pt2e.quantize_pt2e"),
     *("transformers.generation.utils", "transformers.models.llama.modeling_llama"),
 )
+#: what the bindings of Triton 3.9 print at the exit of a process that has called `gc.freeze`, as `serve` does
+_LEAKS = re.compile(r"^nanobind: leaked .*^See https://nanobind\S*\n?", re.DOTALL | re.MULTILINE)
 
 
 class Finished(NamedTuple):
@@ -59,7 +62,7 @@ def run_program(
     server = _server(imported)
     request = pickle.dumps((code, [name, *arguments], folder, out, err, warning_filters))
     print(request.hex(), file=server.stdin, flush=True)
-    return Finished(int(server.stdout.readline()), out.read_text(), err.read_text())
+    return Finished(int(server.stdout.readline()), out.read_text(), _LEAKS.sub("", err.read_text()))
 
 
 @functools.cache
