@@ -67,8 +67,8 @@ def _file(path: object, advice: str) -> Path:
         if any(Path(path).glob("program*.pt2")):
             advice = (
                 "a language model, whose program writes its cache in place, is for `generate`, `compile`, "
-                "`perplexity`, `inspect` and `save-checkpoint`; for a program without a cache give `quantize` an "
-                "--output that ends in .pt2"
+                "`export-onnx`, `perplexity`, `inspect` and `save-checkpoint`; for a program without a cache give "
+                "`quantize` an --output that ends in .pt2"
             )
         raise MXError(f"{str(path)!r} is a folder and no file: {advice}")
     if not isinstance(path, str | os.PathLike) or not Path(path).is_file():

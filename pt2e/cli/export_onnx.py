@@ -1,9 +1,11 @@
-"""The command `pt2mx export-onnx`: write an exported program as an ONNX file."""
+"""The command `pt2mx export-onnx`: write an exported program, or the decoder of a language model, as an ONNX file."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.option_checks import check_program_file
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.cli.result import Result, size_of
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
 from pt2mx.pt2e.output import check_output
@@ -21,20 +23,30 @@ from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.report.agreement import describe_agreement
 from pt2mx.pt2e.user_errors import user_errors
 
+#: tokens of each prompt on which a decoder's file is compared with the language model
+_TOKENS = 16
+
 
 def run(options: argparse.Namespace) -> Result:
     check_output(options.output, (".onnx",))
     import_extra("onnx", "onnx")
-    check_program_file(options)
+    is_folder = Path(options.program).is_dir()
+    if not is_folder:
+        check_program_file(options)
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
-            program = read_program(options.program)
+            model = _language_model(options.program) if is_folder else read_program(options.program)
         progress.begin("export")
-        nodes = export_onnx(program, options.output, opset=options.opset, target=options.target)
+        nodes = export_onnx(model, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")
         runtime = options.target if options.target in RUNTIMES else "onnxruntime"
-        agreement = _compare(options.output, program, runtime)
-    size, before = (Path(path).stat().st_size for path in (options.output, options.program))
+        agreement = _compare(options.output, model, runtime)
+    size = Path(options.output).stat().st_size
+    before = (
+        sum(file.stat().st_size for file in Path(options.program).glob("program*.pt2"))
+        if is_folder
+        else size_of(options.program)
+    )
     text = (
         f"{options.output}: {size:,} bytes (the program: {before:,}), {nodes} MX nodes; {progress.seconds()}\n"
         f"{runtime} against the program: {agreement}"
@@ -50,16 +62,41 @@ def run(options: argparse.Namespace) -> Result:
     return Result(text, data)
 
 
-def _compare(path: str, program: ExportedProgram, runtime: str) -> str:
-    """Run the file and the program on the example inputs, and describe how their outputs agree."""
-    args, kwargs = program.example_inputs
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+def _language_model(folder: str) -> Any:
+    module = importlib.import_module("pt2mx.pt2e.language.language_model")  # imports transformers
+    return module.LanguageModel.from_pretrained(folder, "cpu")
+
+
+def _compare(path: str, model: Any, runtime: str) -> str:
+    """Run the file and the model on example inputs, and describe how their outputs agree."""
     try:
         runnable = load(path, runtime)
-        feeds = {name: x.numpy() for name, x in zip(runnable.inputs, tensors, strict=True)}
+        inputs, expected = (_of_program if isinstance(model, ExportedProgram) else _of_prompts)(model)
+        feeds = {name: x.numpy() for name, x in zip(runnable.inputs, inputs, strict=True)}
         outputs = [torch.from_numpy(y) for y in runnable.call(feeds).values()]
-        with torch.no_grad():
-            expected = [y for y in pytree.tree_leaves(program.module()(*args, **kwargs)) if isinstance(y, Tensor)]
-        return describe_agreement(outputs, expected)
+        return describe_agreement(outputs[: len(expected)], expected)
     except Exception as error:  # it is not installed, lacks kernels, or has outputs in another form (complex ones)
         return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+
+
+@torch.no_grad()
+def _of_program(program: ExportedProgram) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the example inputs of a program, and its outputs for them."""
+    args, kwargs = program.example_inputs
+    outputs = program.module()(*args, **kwargs)
+    inputs, expected = (
+        [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)] for values in ((args, kwargs), outputs)
+    )
+    return inputs, expected
+
+
+@torch.no_grad()
+def _of_prompts(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the inputs of a decoder's file for two prompts, and the logits of the language model for them."""
+    tokens = torch.arange(2 * _TOKENS).reshape(2, -1) % model.config.vocab_size
+    past = [
+        one.new_zeros((2, *one.shape[1:]), dtype=torch.float32, device="cpu")
+        for layer in model.layers
+        for one in layer.values()
+    ]
+    return [tokens, torch.ones_like(tokens), *past], [model(tokens).logits.float()]

@@ -88,6 +88,7 @@ EXAMPLES = {
     "export-onnx": (
         ("write nodes of pt2mx's own domain", "minilm.pt2 --output minilm.onnx"),
         ("write standard operators, for OpenVINO", "minilm.pt2 --output minilm.onnx --target openvino"),
+        ("write a decoder with the keys and values of the past as inputs", "smollm2 --output smollm2.onnx"),
     ),
     "export-executorch": (
         ("write a file for ExecuTorch's portable kernels", "net.pt2 --output net.pte"),

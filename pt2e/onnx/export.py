@@ -27,6 +27,8 @@ from pt2mx.pt2e.user_errors import one_line
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+    from pt2mx.pt2e.language.language_model import LanguageModel
+
 #: the opsets that the functions are written for, and that torch's exporter converts to
 OPSETS = range(18, 26)
 #: `target` -> the function, with its module, that rewrites the nodes of the domain `pt2mx` in a model and returns it
@@ -41,7 +43,7 @@ _SOURCE_NODES = "pt2mx.origins"
 
 
 def export_onnx(
-    model: GraphModule | ExportedProgram,
+    model: GraphModule | ExportedProgram | LanguageModel,
     path: str | os.PathLike[str],
     example_inputs: object = None,
     dynamic_shapes: Any = None,
@@ -55,10 +57,14 @@ def export_onnx(
     it, so that any onnxruntime runs the file and gives the bits of pt2mx's operators. A lookup decodes the rows of a
     packed embedding. The file replaces `path` when it is complete and has passed onnx's checker.
 
+    The file of a `LanguageModel` is its decoder, with keys and values of the past as inputs, under the names of
+    onnxruntime-genai. It reads prompts and single tokens, and computes in float32.
+
     Args:
-        model: the result of `convert_pt2e`, or its ExportedProgram. It does not change.
+        model: the result of `convert_pt2e`, its ExportedProgram, or a `LanguageModel`. It does not change.
         path: the path of the file; by custom its name ends in .onnx.
-        example_inputs: a tuple of inputs, or a mapping of keyword inputs; by default the program's example inputs.
+        example_inputs: a tuple of inputs, or a mapping of keyword inputs; by default the program's example inputs. A
+            `LanguageModel` takes neither these nor dynamic shapes.
         dynamic_shapes: as `torch.export.export` takes them; by default the program's dynamic shapes, or none.
         opset: 18 to 25; by default the opset of torch's exporter.
         target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"quark"` for AMD Quark's nodes with functions,
@@ -71,7 +77,8 @@ def export_onnx(
     Raises:
         MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
             operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
-            buffers that the model writes), for a file above 2 GB, and for a path at which no file can be written.
+            buffers that the model writes, a quantized cache, states of recurrent layers), for a file above 2 GB, and
+            for a path at which no file can be written.
 
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
@@ -93,7 +100,15 @@ def export_onnx(
     if opset is not None and not (isinstance(opset, int) and opset in OPSETS):
         raise MXError(f"opset={opset!r} must be an integer from {OPSETS[0]} to {OPSETS[-1]}")
     check_output(path)
-    proto = _model(exportable(model, example_inputs, dynamic_shapes), opset)
+    if isinstance(getattr(model, "program", None), ExportedProgram):  # a LanguageModel, whose import takes seconds
+        if example_inputs is not None or dynamic_shapes is not None:
+            raise MXError("the file of a LanguageModel has inputs of its own: leave example_inputs and shapes out")
+        decoder = importlib.import_module("pt2mx.pt2e.onnx.decoder").decoder_of(model)
+        program = exportable(decoder.graph, decoder.example, decoder.shapes)
+        proto = _model(program, opset, input_names=decoder.inputs, output_names=decoder.outputs)
+        decoder.name_dims(proto)
+    else:
+        proto = _model(exportable(model, example_inputs, dynamic_shapes), opset)
     count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(proto))
     importlib.import_module("pt2mx.pt2e.onnx.files").write_model(rewrite(proto), path)
     return count
@@ -124,7 +139,7 @@ def _record_source_nodes(model: ModelProto, graph: Graph) -> None:
     model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
 
 
-def _model(program: ExportedProgram, opset: int | None) -> Any:
+def _model(program: ExportedProgram, opset: int | None, **names: list[str]) -> Any:
     """Return the `ModelProto` of a program, with nodes of the domain `pt2mx`."""
     module = importlib.import_module("pt2mx.pt2e.onnx.translations")
     with warnings.catch_warnings(), without_log_warnings():
@@ -134,6 +149,7 @@ def _model(program: ExportedProgram, opset: int | None) -> Any:
                 program,
                 dynamo=True,
                 opset_version=opset,
+                **names,
                 custom_translation_table=module.translations(module.emit),
                 verbose=False,
             )

@@ -104,8 +104,8 @@ def _check_inputs_stay(program: ExportedProgram) -> None:
     for name in program.graph_signature.user_inputs:
         if name in written:
             raise MXError(
-                f"the model writes to its input {name!r}, as a language model does to its cache, and an ONNX graph "
-                "writes to none: give a model that returns the new values (`pt2mx quantize --output NAME.pt2`)"
+                f"the model writes to its input {name!r}, and an ONNX graph writes to none: give a model that returns "
+                "the new values; of a language model give the LanguageModel, or the folder of `pt2mx quantize`"
             )
 
 

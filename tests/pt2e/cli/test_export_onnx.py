@@ -13,6 +13,7 @@ from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.run import run as run_command
 from tests.flow import convert
+from tests.language_models import decoder_by_recipe
 from tests.onnx_float_files import branching_network, old_network
 from tests.onnx_nodes import run
 
@@ -114,15 +115,24 @@ def test_complex_outputs_are_not_compared(here, capsys, tmp_path):
     assert "onnxruntime against the program: not compared: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_folder_of_a_language_model(here, capsys, tmp_path):
+    fields = {"num_hidden_layers": 1, "eos_token_id": None}
+    decoder_by_recipe("mxfp4_weight_only", "llama", **fields).save_pretrained(tmp_path / "quantized")
+    assert export("quantized", "--output", "model.onnx") == 0
+    size, agreement = capsys.readouterr().out.splitlines()
+    program = (tmp_path / "quantized" / "program.pt2").stat().st_size
+    assert f"bytes (the program: {program:,}), 9 MX nodes; " in size
+    assert agreement.startswith("onnxruntime against the program: SQNR ") and "cosine 1.000000" in agreement
+    assert {value.name for value in onnx.load("model.onnx").graph.input} > {"input_ids", "past_key_values.0.key"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("nowhere.pt2", "--output", "net.onnx"), "no file 'nowhere.pt2'"),
-        (("{here}", "--output", "net.onnx"), "programs0' is a folder and no file: give what `pt2mx quantize`"),
-        (
-            ("{here}/language", "--output", "net.onnx"),
-            "is a folder and no file: a language model, whose program writes",
-        ),
+        (("{here}", "--output", "net.onnx"), "programs0' holds no program.pt2: give the folder that `pt2mx quantize`"),
+        (("{here}/language", "--output", "net.onnx"), "language/program.pt2' is no PT2 archive"),
         (("{here}/float.pt2", "--output", "net.onnx"), "expected a converted model, not one without quantized tensors"),
         (("{here}/net.pt2", "--output", "net.pt2"), "its name must end in .onnx"),
         (("{here}/net.pt2", "--output", "no/net.onnx"), "it must be a file in a folder that exists"),

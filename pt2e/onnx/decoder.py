@@ -1,0 +1,195 @@
+"""The decoder of a language model as a graph without a cache that it writes: keys and values in, longer ones out.
+
+One graph reads prompts, with a past of no tokens, and single tokens. Its inputs and outputs have the names of
+onnxruntime-genai.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from pt2mx import ops
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import args_of, tensor_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device
+from pt2mx.pt2e.language.signature import free_inputs, set_inputs
+from pt2mx.pt2e.language.tensor_parallel import is_shard
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+aten = torch.ops.aten
+
+_SIZE = aten.sym_size.int
+_HALF = (torch.bfloat16, torch.float16)
+#: keys and values, in the order of a layer: kind of the cache -> the last part of a name
+_PARTS = {"keys": "key", "values": "value"}
+#: the dynamic dimensions of each input
+_DIMS: dict[str, dict[int, str]] = {
+    "input_ids": {0: "batch_size", 1: "sequence_length"},
+    "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
+    "past_key_values": {0: "batch_size", 2: "past_sequence_length"},
+}
+#: the sizes of the example inputs; no two are equal, also not the sum of length and past
+_BATCH, _LENGTH, _PAST = 2, 3, 4
+
+
+class Decoder(NamedTuple):
+    """A graph, its example inputs with their dynamic dimensions, and the names of its inputs and outputs in a file."""
+
+    graph: GraphModule
+    example: dict[str, Any]
+    shapes: dict[str, Any]
+    inputs: list[str]
+    outputs: list[str]
+
+    def name_dims(self, model: ModelProto) -> None:
+        """Give the dynamic dimensions of an exported model the names of onnxruntime-genai."""
+        values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
+        dims = [dim for value in values for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_param")]
+        names = {}
+        for value in model.graph.input:
+            sizes = _DIMS.get(value.name, _DIMS["past_key_values"])
+            names |= {value.type.tensor_type.shape.dim[i].dim_param: name for i, name in sizes.items()}
+        for dim in dims:
+            dim.dim_param = names.get(dim.dim_param, dim.dim_param)
+
+
+def decoder_of(model: Any) -> Decoder:
+    """Return the decoder of a language model with keys and values of the past as inputs.
+
+    | | B sequences, S tokens, P of the past |
+    |---|---|
+    | `input_ids` | (B, S) int64 |
+    | `attention_mask` | (B, P + S) int64, zero at padding, on the left |
+    | `past_key_values.{i}.key`, `.value` | (B, heads, P, width) of layer i |
+    | `logits` | (B, S, vocabulary) |
+    | `present.{i}.key`, `.value` | (B, heads, P + S, width) |
+
+    It is on the CPU and computes in float32, because onnxruntime has few kernels for bfloat16.
+
+    Args:
+        model: a `LanguageModel`, which does not change.
+
+    Raises:
+        MXError: for a model whose layers keep anything but keys and values of its tokens in high precision, and for one
+            that reads more than tokens.
+    """
+    _check(model)
+    graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), torch.device("cpu"))
+    _compute_in_float32(graph)
+    heads = [tuple(layer[kind] for kind in _PARTS) for layer in model.layers]
+    _return_the_cache(graph)
+    past = [[torch.zeros(_BATCH, one.shape[1], _PAST, one.shape[3]) for one in layer] for layer in heads]
+    example = {
+        "input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long),
+        "attention_mask": torch.ones(_BATCH, _PAST + _LENGTH, dtype=torch.long),
+        "past_key_values": past,
+    }
+    shapes = {
+        name: pytree.tree_map(lambda _, name=name: dict.fromkeys(_DIMS[name], Dim.DYNAMIC), value)
+        for name, value in example.items()
+    }
+    layers = [f"{i}.{part}" for i in range(len(heads)) for part in _PARTS.values()]
+    inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in layers)]
+    return Decoder(graph, example, shapes, inputs, ["logits", *(f"present.{name}" for name in layers)])
+
+
+def _check(model: Any) -> None:
+    """Raise an MXError for a model that has no such graph."""
+    kinds = {name for layer in model.layers for name in layer}
+    hint = "`pt2mx quantize --output NAME.pt2` writes a program without a cache, which export-onnx takes"
+    if model.encoder is not None or model._images is not None:
+        raise MXError(
+            "the model reads more than tokens, and a decoder in an ONNX file reads those alone: quantize the text of a "
+            f'vision-language model with part="language_model"; {hint}'
+        )
+    if others := sorted(kinds - set(_PARTS)):
+        raise MXError(
+            f"layers of the model keep {' and '.join(others)}, and a decoder in an ONNX file keeps keys and values of "
+            f"its tokens alone: {hint}"
+        )
+    if any(isinstance(one, list) for layer in model.layers for one in layer.values()):
+        raise MXError("the cache is quantized, and ONNX has no node for its codes: quantize without kv_cache")
+    if is_shard(model.program):
+        raise MXError("the model is divided among ranks: quantize it without --tensor-parallel")
+
+
+def _compute_in_float32(model: GraphModule) -> None:
+    """Make all tensors of 16 bits float32, but the scales of weights. Changes `model`."""
+    graphs = list(graph_modules(model))
+    calls = (node for each in graphs for node in each.graph.find_nodes(op="call_function", target=ops.dequantize_mx))
+    packed = {id(tensor_of(model, n)) for node in calls for n in node.all_input_nodes if n.op == "get_attr"}
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.float() if value.dtype in _HALF and id(value) not in packed else value
+        return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+    map_tensors(model, widened)
+    for each in graphs:
+        for node in each.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, widened), map_aggregate(node.kwargs, widened)
+            if "val" in node.meta:
+                node.meta["val"] = map_aggregate(node.meta["val"], widened)
+        each.recompile()
+
+
+def _return_the_cache(model: GraphModule) -> None:
+    """Replace writes to the cache by outputs, and compute the inputs that the mask and the past imply."""
+    graph, named = model.graph, free_inputs(model)
+    past = [list(layer) for layer in zip(*(named[kind] for kind in _PARTS), strict=True)]
+    inputs = {**{name: named[name] for name in ("input_ids", "attention_mask")}, "past_key_values": past}
+    tensors, last = pytree.tree_leaves(past), graph.find_nodes(op="placeholder")[-1]
+    for node in pytree.tree_leaves(inputs):  # in the order of the new signature
+        last.append(node)
+        last = node
+    outputs = [*graph.output_node().args[0], *(_concatenate(one, inputs["attention_mask"]) for one in tensors)]
+    with graph.inserting_before(last.next):
+        _compute_inputs(graph, named, tensors)
+    graph.output_node().args = (outputs,)
+    codegen = graph._codegen
+    _, out_spec = pytree.tree_flatten(outputs)
+    codegen.pytree_info = codegen.pytree_info._replace(out_spec=out_spec)  # type: ignore[attr-defined]
+    set_inputs(model, inputs)
+
+
+def _compute_inputs(graph: Graph, named: dict[str, Any], past: list[Node]) -> None:
+    """Replace the inputs that the mask and the past imply, by nodes at the current position."""
+    call, tokens, mask = graph.call_function, named["input_ids"], named["attention_mask"]
+    length, filled, slots = call(_SIZE, (tokens, 1)), call(_SIZE, (past[0], 2)), call(_SIZE, (mask, 1))
+    batch = call(_SIZE, (tokens, 0))
+    equal = [(batch, call(_SIZE, (one, 0))) for one in (mask, *past)]
+    equal += [(filled, call(_SIZE, (one, 2))) for one in past[1:]]
+    for pair in (*equal, (slots, call(operator.add, (filled, length)))):
+        call(torch._check, (call(operator.eq, pair),))
+    numbers = call(aten.clamp.default, (call(aten.sub.Tensor, (call(aten.cumsum.default, (mask, 1)), 1)), 0))
+    computed = {
+        "position_ids": call(aten.slice.Tensor, (numbers, 1, filled)),
+        "start": call(aten.full.default, ([1], filled), {"dtype": torch.int64}),
+        "logits_to_keep": call(aten.arange.default, (length,)),
+    }
+    for name, value in computed.items():
+        named[name].replace_all_uses_with(value)
+        graph.erase_node(named[name])
+
+
+def _concatenate(past: Node, mask: Node) -> Node:
+    """Replace the write of new keys, or values, into the cache by their concatenation with the past; return it."""
+    (write,) = (node for node in past.users if node.target is aten.index_copy_.default)
+    for size in [node for node in past.users if node.target is _SIZE and node.args[1] == 2]:
+        size.args = mask, 1  # the number of slots
+    with past.graph.inserting_before(write):
+        present = past.graph.call_function(aten.cat.default, ([past, args_of(write)[3]], 2))
+    write.replace_all_uses_with(present)
+    past.graph.erase_node(write)
+    return present
