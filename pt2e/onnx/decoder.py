@@ -56,7 +56,7 @@ class Decoder(NamedTuple):
         """Give the dynamic dimensions of an exported model the names of onnxruntime-genai."""
         values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
         dims = [dim for value in values for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_param")]
-        names = {}
+        names: dict[str, str] = {}
         for value in model.graph.input:
             sizes = _DIMS.get(value.name, _DIMS["past_key_values"])
             names |= {value.type.tensor_type.shape.dim[i].dim_param: name for i, name in sizes.items()}
@@ -153,7 +153,8 @@ def _return_the_cache(model: GraphModule) -> None:
     for node in pytree.tree_leaves(inputs):  # in the order of the new signature
         last.append(node)
         last = node
-    outputs = [*graph.output_node().args[0], *(_concatenate(one, inputs["attention_mask"]) for one in tensors)]
+    logits: Any = graph.output_node().args[0]
+    outputs = [*logits, *(_concatenate(one, inputs["attention_mask"]) for one in tensors)]
     with graph.inserting_before(last.next):
         _compute_inputs(graph, named, tensors)
     graph.output_node().args = (outputs,)

@@ -139,7 +139,7 @@ def _record_source_nodes(model: ModelProto, graph: Graph) -> None:
     model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
 
 
-def _model(program: ExportedProgram, opset: int | None, **names: list[str]) -> Any:
+def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
     """Return the `ModelProto` of a program, with nodes of the domain `pt2mx`."""
     module = importlib.import_module("pt2mx.pt2e.onnx.translations")
     with warnings.catch_warnings(), without_log_warnings():
