@@ -33,11 +33,13 @@ _SIZE = aten.sym_size.int
 _HALF = (torch.bfloat16, torch.float16)
 #: keys and values, in the order of a layer: kind of the cache -> the last part of a name
 _PARTS = {"keys": "key", "values": "value"}
-#: the dynamic dimensions of each input
+#: the dynamic dimensions of inputs and outputs, and their names
 _DIMS: dict[str, dict[int, str]] = {
     "input_ids": {0: "batch_size", 1: "sequence_length"},
     "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
     "past_key_values": {0: "batch_size", 2: "past_sequence_length"},
+    "logits": {0: "batch_size", 1: "sequence_length"},
+    "present": {0: "batch_size", 2: "total_sequence_length"},
 }
 #: the sizes of the example inputs; no two are equal, also not the sum of length and past
 _BATCH, _LENGTH, _PAST = 2, 3, 4
@@ -57,8 +59,8 @@ class Decoder(NamedTuple):
         values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
         dims = [dim for value in values for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_param")]
         names: dict[str, str] = {}
-        for value in model.graph.input:
-            sizes = _DIMS.get(value.name, _DIMS["past_key_values"])
+        for value in (*model.graph.input, *model.graph.output):
+            sizes = _DIMS[value.name.partition(".")[0]]
             names |= {value.type.tensor_type.shape.dim[i].dim_param: name for i, name in sizes.items()}
         for dim in dims:
             dim.dim_param = names.get(dim.dim_param, dim.dim_param)
