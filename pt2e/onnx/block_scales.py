@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import Tensor
 from pt2mx.kernels.float_scales import TENSOR_SCALES, TensorScale, value_of
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.pt2e.onnx.function import Function, Input, onnx
-from pt2mx.pt2e.onnx.rounding import power_below, round_to_element
+from pt2mx.pt2e.onnx.rounding import round_to_element, ulp_of
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE, ScaleFormat
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
+#: the threshold of a scale mode that never rounds up
+_NEVER = 2**23 - 1
 _CASTS = {torch.float16: _TYPE.FLOAT16, torch.bfloat16: _TYPE.BFLOAT16}
 
 
@@ -24,15 +27,30 @@ def unit_of(f: Function, amax: str, spec: MXSpec) -> str:
     """amax: (..., blocks, 1, ...) -> the scale of each block; for integer elements, the value of a code's unit."""
     element = spec.element
     step = 2.0**-element.mantissa_bits if element.is_int else 1.0
-    # the minimum replaces Inf, and numbers whose power would overflow; the factor 2**-23 is undone by 2**23 below
-    power = power_below(f, f.op("Min", amax, 1.5 * 2.0**127), 2.0**-23)
-    unit = f.op("Max", f.op("Mul", power, 2.0 ** (23 - element.emax) * step), 2.0**-127 * step)
-    threshold = SCALE_MODES[spec.scale_mode].threshold(element)
-    if threshold == 2**23 - 1:  # never rounded up
-        return unit
-    highest = (1 + threshold * 2.0**-23) * 2.0**element.emax / step
-    factor = f.op("Ceil", f.op("Div", f.op("Div", amax, unit), highest))  # 1 or 2; 0 for zeros
-    return f.op("Clip", f.op("Mul", unit, factor), 2.0**-127 * step, 2.0**127 * step)
+    factors = _rounding_up(SCALE_MODES[spec.scale_mode].threshold(element))
+    half = 0.5 if element.emax else 1.0  # so that no product overflows
+    if not element.emax:  # the largest scale is 2**127; halves of small numbers would lose bits
+        amax = f.op("Min", amax, 2.0**127 * (1 if factors == _rounding_up(_NEVER) else 1 - 2.0**-24))
+    for factor in (factors[0] * half, *factors[1:]):
+        amax = f.op("Mul", amax, factor)
+    return f.op("Max", f.op("Mul", ulp_of(f, amax), 2.0 ** (23 - element.emax) / half * step), 2.0**-127 * step)
+
+
+@functools.cache
+def _rounding_up(threshold: int) -> list[float]:
+    """Return one or two factors whose product with 1 + m * 2**-23, rounded, is above 2 where m is above the threshold.
+
+    `ulp_of` takes the power below the product: above 2 it is the next power. Rounding is monotone, so that the two
+    numbers next to the threshold decide.
+    """
+    last = np.float32(1 + threshold * 2.0**-23)
+    above = np.nextafter(last, np.float32(3))
+    for first in (np.float32(1 + n / 64) for n in range(64)):
+        near = np.float32(2) / (last * first)
+        for factor in (near, *(np.nextafter(near, np.float32(bound)) for bound in (3, 0))):
+            if last * first * factor <= 2 < above * first * factor:
+                return [float(factor)] if first == 1 else [float(first), float(factor)]
+    raise NotImplementedError(f"no factors for the threshold {threshold}")
 
 
 @dataclass(frozen=True)

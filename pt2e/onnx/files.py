@@ -195,6 +195,13 @@ def tensor_types(model: ModelProto, is_identity: Callable[[NodeProto], bool] | N
     return {value.name: _type(value) for value in (*inferred.input, *inferred.value_info, *inferred.output)}
 
 
+def known_types(model: ModelProto) -> dict[str, TensorType]:
+    """Return the types that a model states for tensors of its graph, by name."""
+    graph = model.graph
+    types = {value.name: _type(value) for value in (*graph.value_info, *graph.input)}
+    return types | {tensor.name: TensorType(tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+
+
 def _type(value: ValueInfoProto) -> TensorType:
     kind = value.type.tensor_type
     shape = tuple(d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim)

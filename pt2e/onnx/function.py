@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ onnx = import_extra("onnx", "onnx")
 #: and a scalar term within 1e-8 of zero
 _ARITHMETIC = {"Add", "Sub", "Mul", "Div"}
 
+#: the sizes of a tensor, None for an unknown one; None for an unknown rank
+Shape = tuple[int | None, ...] | None
 #: an input of a node: the name of a value, or a constant; Python floats are float32, integers int64
 Input = str | float | list[int] | np.ndarray
 
@@ -65,18 +67,37 @@ class Function:
 class Blocks:
     """Blocks of `size` values along `axis`: -1, or the dimension counted from the front.
 
-    `length` is the size of that dimension, -1 if it is dynamic.
+    `length` is the size of that dimension, -1 if it is dynamic. `ahead` is the number of dimensions before it, and
+    `behind` are the sizes of those after it, if they are known: then shapes are constants, from which onnxruntime knows
+    the sizes of all values. It plans their memory faster, and computes in place.
     """
 
     axis: int
     size: int
     length: int
+    ahead: int = -1
+    behind: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, spec: MXSpec, length: int) -> Blocks:
-        """Return the blocks of a spec. A single short block has the size of the dimension."""
+    def of(cls, spec: MXSpec, length: int, shape: Shape = None) -> Blocks:
+        """Return the blocks of a spec, along a tensor of a shape; None for what is unknown of it. A single short block
+        has the size of the dimension."""
         size = min(spec.block_size, length) if length > 0 else spec.block_size
-        return cls(spec.axis, size, length)
+        blocks = cls(spec.axis, size, length)
+        if not shape or length <= 0:
+            return blocks
+        axis = spec.axis % len(shape)
+        behind = tuple(n or 0 for n in shape[axis + 1 :])
+        return replace(blocks, ahead=axis, behind=behind) if all(behind) else blocks
+
+    @property
+    def has_shape(self) -> bool:
+        """Return whether shapes are constants."""
+        return self.ahead >= 0
+
+    def shaped(self, *along: int) -> list[int]:
+        """Return a constant shape for Reshape with `along` in the position of the axis; 0 keeps a size."""
+        return [0] * self.ahead + [*along, *self.behind]
 
     @property
     def inner(self) -> int:
@@ -86,6 +107,9 @@ class Blocks:
     @property
     def name(self) -> str:
         """Return a name that two functions share only if their bodies are equal."""
+        if self.has_shape:
+            sizes = "x".join(map(str, (self.length, *self.behind)))
+            return f"b{self.size}_n{sizes}_axis{self.axis}_behind{self.ahead}"
         if not self._whole:
             length = f"_n{self.length}" if self.length > 0 else "_any"
             return f"b{self.size}{length}" + (f"_axis{self.axis}" if self.axis != -1 else "")
@@ -101,31 +125,37 @@ class Blocks:
 
         Whole blocks along the last axis are split to (blocks, block).
         """
-        if self._whole and self.axis == -1:
+        if self._whole and self.axis == -1 and not self.has_shape:
             return f.op("Reshape", x, [-1, self.size])
         length, count, padded = self._sizes(f, x)
         if not self._whole:
-            x = f.op("Pad", x, f.op("Concat", [0], f.op("Sub", padded, length), axis=0), "", [self.axis])
+            last = f.op("Sub", padded, length) if self.length <= 0 else [-self.length % self.size]
+            pads = f.op("Concat", [0], last, axis=0) if isinstance(last, str) else [0, *last]
+            x = f.op("Pad", x, pads, "", [self.axis])
         return self.reshape(f, x, x, count, [self.size])
 
     def split_scale(self, f: Function, scale: str) -> str:
         """scale: (..., blocks, ...) -> (..., blocks, 1, ...), which broadcasts with the split values."""
         if self._whole:
-            return Blocks(self.axis, 1, self.length // self.size).split(f, scale)
+            return replace(self, size=1, length=self.length // self.size).split(f, scale)
         return f.op("Unsqueeze", scale, [self.inner])
 
-    def join(self, f: Function, blocks: str, x: str) -> str:
+    def join(self, f: Function, blocks: str, x: str, output: str = "") -> str:
         """(..., blocks, block, ...) -> the shape of x."""
+        if self._whole and self.has_shape:
+            return f.op("Reshape", blocks, self.shaped(self.length), output=output)
         if self._whole:
-            return f.op("Reshape", blocks, f.op("Shape", x), allowzero=1)
+            return f.op("Reshape", blocks, f.op("Shape", x), output=output, allowzero=1)
         length, _, padded = self._sizes(f, x)
-        return f.op("Slice", self.reshape(f, blocks, x, padded), [0], length, [self.axis])
+        return f.op("Slice", self.reshape(f, blocks, x, padded), [0], length, [self.axis], output=output)
 
     def reshape(self, f: Function, x: str, like: str, *along: Input) -> str:
         """Reshape x to the shape of another tensor, with `along` in the position of the axis.
 
         No size is -1: ONNX cannot infer it if another size is 0.
         """
+        if self.has_shape and not any(isinstance(sizes, str) for sizes in along):
+            return f.op("Reshape", x, self.shaped(*(n for sizes in along for n in sizes)))  # type: ignore[union-attr]
         behind = [] if self.axis == -1 else [f.op("Shape", like, start=self.axis + 1)]
         shape = f.op("Concat", f.op("Shape", like, end=self.axis), *along, *behind, axis=0)
         return f.op("Reshape", x, shape, allowzero=1)

@@ -26,7 +26,8 @@ from pt2mx.pt2e.onnx.block_scales import (
     times_tensor_scale,
     unit_of,
 )
-from pt2mx.pt2e.onnx.function import Blocks, Function, Input, onnx
+from pt2mx.pt2e.onnx.files import known_types
+from pt2mx.pt2e.onnx.function import Blocks, Function, Input, Shape, onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
 from pt2mx.pt2e.onnx.rounding import ROUNDINGS, round_to_element
 from pt2mx.spec import MXSpec
@@ -34,7 +35,9 @@ from pt2mx.spec import MXSpec
 _TYPE = onnx.TensorProto
 
 
-def fake_quantize(spec: MXSpec, opset: int, length: int = -1, static: bool = False) -> Any:
+def fake_quantize(
+    spec: MXSpec, opset: int, length: int = -1, static: bool = False, shape: Shape = None, dtype: int = 0
+) -> Any:
     """Return the function that fake quantizes its input X, of any float dtype, to an output Y of the same dtype.
 
     Args:
@@ -42,6 +45,8 @@ def fake_quantize(spec: MXSpec, opset: int, length: int = -1, static: bool = Fal
         opset: the opset of the model, 18 to 25.
         length: the size along the axis; -1 where it is dynamic. A function for a known size is faster.
         static: True for a second input, the float32 scale of the tensor, of formats with one; otherwise it is X's own.
+        shape: the shape of X, None for what is unknown. A session of a function for a known rank starts faster.
+        dtype: the type of X, a `TensorProto.DataType`; 0: any.
 
     Returns:
         The `FunctionProto`, with a name that other specs do not have.
@@ -50,25 +55,27 @@ def fake_quantize(spec: MXSpec, opset: int, length: int = -1, static: bool = Fal
         MXError: for another spec.
     """
     _check(spec)
-    blocks, element = Blocks.of(spec, length), spec.element
+    blocks, element, casts = Blocks.of(spec, length, shape), spec.element, dtype != _TYPE.FLOAT
     name = f"{FakeQuantizeMX.op_type}.{element}_{scales_name(spec)}{spec.scale_mode}_{spec.rounding}_{blocks.name}"
+    name += "" if casts else "_float"
     inputs = ["X", "tensor_scale"] if static else ["X"]
     f = Function(name + "_static" * static, inputs, [field.name for field in fields(FakeQuantizeMX)])
-    x = f.op("Cast", "X", to=_TYPE.FLOAT)
+    x = f.op("Cast", "X", to=_TYPE.FLOAT) if casts else "X"
     values = blocks.split(f, x)
     if not spec.scale_format.is_power_of_two:
         t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.scale_format.tensor else 1.0
         scale, unit = float_scales(f, values, blocks, spec, t)
-        y = f.op("Mul", round_to_element(f, in_units(f, values, scale, spec, t), element, spec.rounding), unit)
+        v = in_units(f, values, scale, spec, t)
+    else:
+        unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
+        v = f.op("Div", values, unit)
+        # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
+        unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
+    y = f.op("Mul", round_to_element(f, v, element, spec.rounding, opset), unit)
+    if casts:
         f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
-        return f.proto(opset)
-    highest, lowest = (f.op(reduce, values, [blocks.inner]) for reduce in ("ReduceMax", "ReduceMin"))
-    unit = unit_of(f, f.op("Max", highest, f.op("Neg", lowest)), spec)
-    v = f.op("Div", values, unit)
-    # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
-    unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
-    y = f.op("Mul", round_to_element(f, v, element, spec.rounding), unit)
-    f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
+    else:
+        blocks.join(f, y, x, output="Y")
     return f.proto(opset)
 
 
@@ -81,7 +88,7 @@ def float_scales(f: Function, values: str, blocks: Blocks, spec: MXSpec, t: Inpu
     return scale, f.op("Add", unit, f.op("ReduceSum", f.op("Mul", values, 0.0), [blocks.inner]))
 
 
-def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FLOAT) -> Any:
+def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FLOAT, shape: Shape = None) -> Any:
     """Return the function that dequantizes codes, uint8, with scales, as pt2mx stores them.
 
     Args:
@@ -90,6 +97,7 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
         opset: the opset of the model, 18 to 25.
         length: values along the axis; -1 for all codes that the bytes contain.
         dtype: the type of the values, a `TensorProto.DataType`.
+        shape: the shape of the codes, None for what is unknown.
 
     Returns:
         The `FunctionProto`, whose inputs are `codes`, `scale` and, for formats with a scale a tensor, `tensor_scale`,
@@ -98,7 +106,7 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     Raises:
         MXError: for another element.
     """
-    element, blocks = spec.element, Blocks.of(spec, length)
+    element, blocks = spec.element, Blocks.of(spec, length, None if spec.block_rows > 1 else shape)
     if element.is_wide:
         raise MXError(f"codes of {element} take two bytes, which ONNX files do not hold: take an element of 8 bits")
     if spec.block_rows > 1 and spec.axis != -1:
@@ -122,32 +130,39 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
         if element.unit != 1:
             values = f.op("Mul", values, 1 / element.unit)
     y = f.op("Mul", values, scale)
-    f.op("Cast", blocks.join(f, y, x), output="Y", to=dtype)
+    if dtype == _TYPE.FLOAT:
+        blocks.join(f, y, x, output="Y")
+    else:
+        f.op("Cast", blocks.join(f, y, x), output="Y", to=dtype)
     return f.proto(opset)
 
 
-def body(node: MXNode, opset: int, static: bool = False) -> Any:
-    """Return the function for the attributes of a node; `static`: a `FakeQuantizeMX` with a tensor scale as input."""
+def body(node: MXNode, opset: int, static: bool = False, shape: Shape = None, dtype: int = 0) -> Any:
+    """Return the function for the attributes of a node; `static`: a `FakeQuantizeMX` with a tensor scale as input;
+    shape and dtype are those of the first input."""
     if isinstance(node, DequantizeMX):
-        return dequantize(node.spec, opset, node.length, node.dtype)
-    return fake_quantize(node.spec, opset, node.length, static)
+        return dequantize(node.spec, opset, node.length, node.dtype, shape)
+    return fake_quantize(node.spec, opset, node.length, static, shape, dtype)
 
 
 def add_bodies(model: Any) -> Any:
     """Add the functions of the nodes of the domain `pt2mx` to a model, one for each spec, and return the model."""
     opset = next(entry.version for entry in model.opset_import if entry.domain == "")
     functions = {function.name: function for function in model.functions if function.domain == DOMAIN}
-    known: dict[tuple[MXNode, bool], str] = {}
+    known: dict[tuple[object, ...], str] = {}
+    types = known_types(model)
     for kind in (FakeQuantizeMX, DequantizeMX):
         for node, attributes in kind.nodes_in(model):
             static = kind is FakeQuantizeMX and len(node.input) > 1
-            if (attributes, static) not in known:
-                function = body(attributes, opset, static)
-                known[attributes, static] = function.name
+            dtype, shape = types.get(node.input[0], (None, None))
+            key = attributes, static, shape, dtype
+            if key not in known:
+                function = body(attributes, opset, static, shape, dtype or 0)
+                known[key] = function.name
                 if function.name not in functions:
                     functions[function.name] = function
                     model.functions.append(function)
-            node.op_type = known[attributes, static]
+            node.op_type = known[key]
     if known and not any(entry.domain == DOMAIN for entry in model.opset_import):
         model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
     return model
@@ -176,7 +191,17 @@ def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> 
     """codes: (..., bytes, ...) uint8 -> (..., codes, ...) float32. Each value is looked up in a table."""
     per_group, size = group_of(element.bits)
     codes = f.op("Cast", codes, to=_TYPE.INT32)
-    groups = f.op("Div", blocks.size_along(f, codes), [size])
+    count_of = -(-blocks.length // per_group)
+    groups: Input = [count_of] if blocks.has_shape else f.op("Div", blocks.size_along(f, codes), [size])
+    total: Input = [count_of * per_group] if blocks.has_shape else ""
+    if size == 1 and blocks.has_shape and not blocks.behind:  # one row of a table for a byte
+        each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
+        values = f.op(
+            "Gather",
+            decode(each, element).squeeze(-1).numpy() if per_group == 1 else decode(each, element).numpy(),
+            codes,
+        )
+        return values if per_group == 1 else blocks.reshape(f, values, codes, total)
     if size == 1:  # one table for each code within a byte
         each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
         tables = decode(each, element).T.contiguous().numpy()
@@ -194,4 +219,4 @@ def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> 
     if per_group == 1:
         return values[0]
     stacked = f.op("Concat", *(f.op("Unsqueeze", value, [blocks.inner]) for value in values), axis=blocks.inner)
-    return blocks.reshape(f, stacked, codes, f.op("Mul", groups, [per_group]))
+    return blocks.reshape(f, stacked, codes, total or f.op("Mul", groups, [per_group]))
