@@ -105,6 +105,12 @@ class Blocks:
         return self.axis if self.axis < 0 else self.axis + 1
 
     @property
+    def last_to_inner(self) -> list[int]:
+        """Return the order of dimensions that moves a further one at the end behind the axis."""
+        rank = self.ahead + 1 + len(self.behind)
+        return [*range(self.ahead + 1), rank, *range(self.ahead + 1, rank)]
+
+    @property
     def name(self) -> str:
         """Return a name that two functions share only if their bodies are equal."""
         if self.has_shape:
@@ -154,8 +160,9 @@ class Blocks:
 
         No size is -1: ONNX cannot infer it if another size is 0.
         """
-        if self.has_shape and not any(isinstance(sizes, str) for sizes in along):
-            return f.op("Reshape", x, self.shaped(*(n for sizes in along for n in sizes)))  # type: ignore[union-attr]
+        if self.has_shape:
+            constant: Any = along
+            return f.op("Reshape", x, self.shaped(*(size for sizes in constant for size in sizes)))
         behind = [] if self.axis == -1 else [f.op("Shape", like, start=self.axis + 1)]
         shape = f.op("Concat", f.op("Shape", like, end=self.axis), *along, *behind, axis=0)
         return f.op("Reshape", x, shape, allowzero=1)

@@ -71,7 +71,7 @@ def fake_quantize(
         v = f.op("Div", values, unit)
         # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
         unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
-    y = f.op("Mul", round_to_element(f, v, element, spec.rounding, opset), unit)
+    y = f.op("Mul", round_to_element(f, v, element, spec.rounding), unit)
     if casts:
         f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
     else:
@@ -194,18 +194,15 @@ def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> 
     count_of = -(-blocks.length // per_group)
     groups: Input = [count_of] if blocks.has_shape else f.op("Div", blocks.size_along(f, codes), [size])
     total: Input = [count_of * per_group] if blocks.has_shape else ""
-    if size == 1 and blocks.has_shape and not blocks.behind:  # one row of a table for a byte
-        each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
-        values = f.op(
-            "Gather",
-            decode(each, element).squeeze(-1).numpy() if per_group == 1 else decode(each, element).numpy(),
-            codes,
-        )
-        return values if per_group == 1 else blocks.reshape(f, values, codes, total)
-    if size == 1:  # one table for each code within a byte
-        each = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(1), 1, element.bits)  # (256, per_group)
-        tables = decode(each, element).T.contiguous().numpy()
-        values = [f.op("Gather", table, codes) for table in tables]
+    if size == 1:  # tables for a byte
+        bytes_ = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+        tables = decode(unpack(bytes_, 1, element.bits), element).numpy()  # (256, per_group)
+        if per_group > 1 and blocks.has_shape:
+            rows = f.op("Gather", tables, codes)  # (..., bytes, ..., per_group)
+            if blocks.behind:
+                rows = f.op("Transpose", rows, perm=blocks.last_to_inner)
+            return blocks.reshape(f, rows, codes, total)
+        values = [f.op("Gather", table, codes) for table in tables.T.copy()]
     else:
         grouped = blocks.reshape(f, codes, codes, groups, [size])
         word: Input = np.zeros((), np.int32)

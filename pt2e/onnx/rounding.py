@@ -8,8 +8,6 @@ from pt2mx.formats import ElementFormat
 from pt2mx.pt2e.onnx.function import Function, onnx
 
 _TYPE = onnx.TensorProto
-#: elements that a Cast rounds to and saturates, from opset 19
-_CASTS = {"fp8_e4m3": _TYPE.FLOAT8E4M3FN, "fp8_e5m2": _TYPE.FLOAT8E5M2}
 #: the largest float below 0.5: x plus it reaches the next whole number if the fraction of x is a half or more
 _BELOW_HALF = 0.5 - 2.0**-25
 
@@ -29,7 +27,7 @@ def ulp_of(f: Function, q: str) -> str:
     return f.op("Sub", q, f.op("Mul", q, 1 - 2.0**-24))
 
 
-def round_to_element(f: Function, v: str, element: ElementFormat, rounding: str, opset: int = 18) -> str:
+def round_to_element(f: Function, v: str, element: ElementFormat, rounding: str) -> str:
     """v: values in units of their block -> the values of the element that they round to, saturated, in the same
     units."""
     to_whole = _TO_WHOLE[rounding]
@@ -38,8 +36,6 @@ def round_to_element(f: Function, v: str, element: ElementFormat, rounding: str,
         whole = f.op("Clip", to_whole(f, v, v), element.lowest / step, element.max_normal / step)
         # two's complement has no negative zero: this makes it positive. Adding 0.0 would be optimized away
         return f.op("Cast", f.op("Cast", whole, to=_TYPE.INT32), to=_TYPE.FLOAT)
-    if rounding == "even" and opset >= 19 and element.name in _CASTS:
-        return f.op("Cast", f.op("Cast", v, to=_CASTS[element.name]), to=_TYPE.FLOAT)
     v = f.op("Clip", v, element.lowest, element.max_normal)
     quantum = power_below(f, f.op("Abs", v), 2.0**-element.mantissa_bits)
     quantum = f.op("Max", quantum, 2.0 ** (element.emin - element.mantissa_bits))
