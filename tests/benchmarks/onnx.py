@@ -70,7 +70,8 @@ def _measured(name: str, loaded: LoadedModel, recipe: str, folder: Path, args: a
             warnings.simplefilter("ignore")
             torch.onnx.export(loaded.export(), dynamo=True, verbose=False).save(files[0])
     export_onnx(converted, files[1], loaded.example, loaded.dynamic_shapes)
-    starts = [median(_start(file, args.threads) for _ in range(args.repeats)) for file in files]
+    turns = [[_start(file, args.threads) for file in files] for _ in range(args.repeats)]
+    starts = [median(times) for times in zip(*turns, strict=True)]
     sessions = [session(file, args.threads) for file in files]
     inputs = [x.numpy() for x in pytree.tree_leaves(loaded.example)]
     feeds = dict(zip([value.name for value in sessions[1].get_inputs()], inputs, strict=True))
