@@ -1,4 +1,5 @@
-"""Run the notebooks, and compare their outputs with those that they hold; `python -m tests.notebooks` stores them."""
+"""Run the notebooks, and compare their outputs with those that they hold; `python -m tests.notebooks [NAME ...]` stores
+them."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def agree(text: str, other: str) -> bool:
     return all(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in numbers)
 
 
-def main() -> None:
-    for path in NOTEBOOKS:
+def main(names: list[str]) -> None:
+    for path in (path for path in NOTEBOOKS if not names or path.stem in names):
         with tempfile.TemporaryDirectory() as folder:
             notebook = execute(path, Path(folder))
         notebook.metadata.language_info = {"name": "python"}  # without its version
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -104,7 +104,7 @@ def _convert(context: Any) -> list[Any]:
     import openvino
     from openvino import opset14 as op
 
-    codes, scale = (torch.from_numpy(context.get_input(i).get_node().data) for i in (0, 1))
+    codes, scale = (torch.tensor(context.get_input(i).get_node().data) for i in (0, 1))
     element, block_size, axis, length = (int(context.get_values_from_const_input(i)) for i in range(2, 6))
     name = _ELEMENTS[element]
     bits = parse_element(name).bits

@@ -47,7 +47,8 @@ def advice(comparison: RecipeComparison) -> str:
         if whole is None or whole.quality == 0:
             return f"Choose one of the marked recipes by the {comparison.metric} that you need."
         enough = whole.quality - sign * _LOSS * abs(whole.quality)
-    bound = f"{comparison.metric} of at {'least' if sign > 0 else 'most'} {quality_text(enough)}"
+    name, _, unit = comparison.metric.partition(", ")
+    bound = f"{name} of at {'least' if sign > 0 else 'most'} {quality_text(enough)} {unit}".strip()
     chosen = next((row for row in rows if sign * row.quality - _error(row) >= sign * enough), None)
     if chosen is None:
         return (
@@ -55,7 +56,7 @@ def advice(comparison: RecipeComparison) -> str:
             "its weights, or keep its costliest modules in float."
         )
     smaller = f", {whole.bytes / chosen.bytes:.1f}x smaller than float" if whole and chosen.bytes else ""
-    error = f" ± {chosen.error:.1g}" if _error(chosen) else ""
+    error = f" ± {chosen.error:.2g}" if _error(chosen) else ""
     return (
         f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({quality_text(chosen.quality)}{error})"
         f"{smaller}.{_doubts(comparison, chosen)}"

@@ -1,4 +1,7 @@
+import importlib.util
 import json
+import re
+import shlex
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,9 @@ import pt2mx
 from pt2mx import MXError, extras
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.run import run as run_command
+from tests.documents import ROOT
 from tests.flow import convert
 from tests.language_models import decoder_by_recipe
 from tests.onnx_float_files import branching_network, old_network
@@ -259,3 +264,19 @@ def test_weights_that_are_not_finite(network, capsys):
     assert quantize() == 2
     assert "NaN or Inf in the weights conv1.weight" in capsys.readouterr().err
     assert quantize("--allow-nan") == 0
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
+    """In order, those of OpenVINO where it is installed."""
+    monkeypatch.chdir(tmp_path)
+    np.random.seed(0)
+    onnx.save(old_network(13, 7), "float.onnx")
+    (tmp_path / "batches").mkdir()
+    np.savez("batches/a.npz", x=IMAGES)
+    torch.save(load_minilm()[1](["The first sentence.", "Another one."]), "batch.pt")
+    commands = re.findall(r"^pt2mx .*$", (ROOT / "pt2e/onnx/README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 5
+    for line in commands:
+        if "openvino" not in line or importlib.util.find_spec("openvino"):
+            assert main(shlex.split(line)[1:]) == 0, line

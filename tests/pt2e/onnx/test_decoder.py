@@ -12,6 +12,7 @@ from pt2mx import LanguageModel, MXError
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.onnx.decoder import decoder_of
 from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx.pt2e.onnx.runtime import load
 from tests.language_models import decoder_by_recipe, exported_decoder, padded, tiny_decoder
 from tests.onnx_nodes import session
 
@@ -23,24 +24,30 @@ def names_of(values):
     return [value.name for value in values]
 
 
-def greedy(runtime, ids, mask, count):
-    """Generate tokens with a file, the prompt at once and then one by one; return them and the logits of all."""
-    past = {
-        value.name: np.zeros((len(ids), value.shape[1], 0, value.shape[3]), np.float32)
-        for value in runtime.get_inputs()[2:]
+def empty_past(model, batch):
+    """Return the keys and values of no tokens, by the names of a file's inputs."""
+    parts = {"keys": "key", "values": "value"}
+    return {
+        f"past_key_values.{i}.{part}": np.zeros((batch, layer[kind].shape[1], 0, layer[kind].shape[3]), np.float32)
+        for i, layer in enumerate(model.layers)
+        for kind, part in parts.items()
     }
+
+
+def greedy(call, past, ids, mask, count):
+    """Generate tokens with a file, the prompt at once and then one by one; return them and the logits of all."""
     tokens, here, mask, seen = ids.numpy(), ids.numpy(), mask.numpy(), []
     for _ in range(count):
-        logits, *present = runtime.run(None, {"input_ids": here, "attention_mask": mask, **past})
-        past, here = dict(zip(past, present, strict=True)), logits[:, -1:].argmax(-1)
+        outputs = call({"input_ids": here, "attention_mask": mask, **past})
+        logits, here = outputs["logits"], outputs["logits"][:, -1:].argmax(-1)
+        past = {name: outputs[name.replace("past_key_values", "present")] for name in past}
         tokens, mask = np.concatenate([tokens, here], 1), np.concatenate([mask, np.ones_like(here)], 1)
         seen.append(logits)
     return torch.from_numpy(tokens), torch.from_numpy(np.concatenate(seen, 1))
 
 
 def check_tokens(model, path, ids, mask, count=16):
-    runtime = session(str(path))
-    tokens, logits = greedy(runtime, ids, mask, count)
+    tokens, logits = greedy(load(path, "onnxruntime").call, empty_past(model, len(ids)), ids, mask, count)
     with torch.no_grad():
         assert torch.equal(tokens, model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False))
         whole = torch.nn.functional.pad(mask, (0, count - 1), value=1)
@@ -99,7 +106,8 @@ def test_a_bfloat16_model_computes_in_float32(tmp_path):
     ids, mask = padded()
     runtime = session(str(tmp_path / "model.onnx"))
     assert {value.type for value in (*runtime.get_inputs()[2:], *runtime.get_outputs())} == {"tensor(float)"}
-    _, logits = greedy(runtime, ids, mask, 1)
+    call = load(tmp_path / "model.onnx", "onnxruntime").call
+    _, logits = greedy(call, empty_past(model, len(ids)), ids, mask, 1)
     expected = model(ids, attention_mask=mask).logits.float()
     error = (logits - expected)[mask.bool()].norm() / expected[mask.bool()].norm()
     assert error < 0.02

@@ -16,7 +16,9 @@ from pt2mx.pt2e.onnx.openvino import to_openvino
 from pt2mx.pt2e.onnx.runtime import load
 from tests.compare import same
 from tests.flow import convert
+from tests.language_models import decoder_by_recipe, padded
 from tests.onnx_nodes import session
+from tests.pt2e.onnx.test_decoder import empty_past, greedy
 from tests.random_values import random_values
 
 SMALLEST = np.finfo(np.float32).smallest_normal
@@ -210,6 +212,18 @@ def test_resnet50_in_openvino(recipe, tmp_path):
     converted = quantized(loaded, recipe)
     different, _, error = differing_nodes(converted, loaded, loaded.example, tmp_path / "net.onnx")
     assert not different and error < (1e-4 if recipe == "mxfp4_weight_only" else 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recipe"), [("llama", "mxfp4_weight_only"), ("qwen3", "mxfp8"), ("gpt2", "mxfp4")])
+def test_the_tokens_of_a_decoder_in_openvino(family, recipe, tmp_path):
+    pytest.importorskip("openvino")
+    model = decoder_by_recipe(recipe, family, eos_token_id=None, initializer_range=0.2, tie_word_embeddings=False)
+    export_onnx(model, tmp_path / "model.onnx", target="openvino")
+    check_structure(onnx.load(tmp_path / "model.onnx"))
+    runtime, (ids, mask) = load(tmp_path / "model.onnx", "openvino"), padded()
+    tokens, _ = greedy(runtime.call, empty_past(model, len(ids)), ids, mask, 16)
+    assert torch.equal(tokens, model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False))
 
 
 def quantized(loaded, recipe):

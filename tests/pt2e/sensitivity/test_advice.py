@@ -53,7 +53,7 @@ def test_nothing_to_recommend(rows, text):
 
 def test_other_metrics():
     rows = RecipeRow("float", 400, 32.0, 0.0), RecipeRow("four", 50, 4.0, 0.3), RecipeRow("eight", 100, 8.0, 0.01)
-    assert "Recommended: eight, the smallest recipe with a divergence, nats of at most 0.05 (0.01), 4.0x" in of(
+    assert "Recommended: eight, the smallest recipe with a divergence of at most 0.05 nats (0.01), 4.0x" in of(
         *rows, metric="divergence, nats", larger_is_better=False
     )
     assert (
