@@ -6,6 +6,7 @@ import re
 from operator import getitem
 from pathlib import Path
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.higher_order_ops import hop_calls, placeholders
@@ -13,6 +14,7 @@ from pt2mx.fx.graph.node import is_ours, name_of
 
 #: meta key of the source node's name in subgraphs of conditions and loops, where exports record no source
 _KEY = "mx_origin"
+_TORCH = Path(torch.__file__).parent
 
 
 def note_source_nodes(graph: Graph) -> None:
@@ -46,7 +48,7 @@ def source_line(node: Node) -> str:
     It is "" where the export recorded none, as in a program that was loaded from a file.
     """
     frames = re.findall(r'File "(.+?)", line (\d+)', node.meta.get("stack_trace") or "")
-    lines = [f"{Path(path).name}:{line}" for path, line in frames if "/torch/" not in Path(path).as_posix()]
+    lines = [f"{Path(path).name}:{line}" for path, line in frames if not Path(path).is_relative_to(_TORCH)]
     return lines[-1] if lines else ""
 
 
