@@ -29,9 +29,10 @@ from pt2mx.fx.graph.tensors import (
 )
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
-from pt2mx.fx.passes.packed_operands import use_packed_embeddings
+from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
+from pt2mx.ops.linear import grouped_linear_mx
 from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
 from pt2mx.pt2e.user_errors import user_errors
 
@@ -39,6 +40,8 @@ aten = torch.ops.aten
 
 #: operators that become a node
 _NODES = (ops.fake_quantize_mx, ops.dequantize_mx, ops.tensor_scale_mx)
+#: the matmuls of experts, which ONNX lacks
+_GROUPED = {name for name, matmul in MATMULS.items() if matmul.packed is grouped_linear_mx}
 
 
 @GraphPass
@@ -79,6 +82,7 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
             missing or unknown inputs and dynamic shapes.
     """
     graph, (args, kwargs), shapes = _export_arguments(model, inputs, dynamic_shapes)
+    _check_experts(graph)
     graph = copy_sharing_tensors(graph)
     map_tensors(graph, Tensor.detach)
     fold_all_weights(graph)
@@ -96,6 +100,17 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
             program = program.run_decompositions(call_decompositions())
     _check_operators(program)
     return program
+
+
+def _check_experts(model: GraphModule) -> None:
+    """Raise an MXError for a model with a matmul of experts."""
+    for node in (node for graph in graph_modules(model) for node in graph.graph.nodes):
+        if str(node.target) in _GROUPED:
+            raise MXError(
+                f"the model has experts, whose matmul {node.target} has no ONNX form: run it by `pt2mx generate` or as "
+                "a package. An export after transformers' model.set_experts_implementation('batched_mm') has one, with "
+                "experts in high precision"
+            )
 
 
 def _check_inputs_stay(program: ExportedProgram) -> None:

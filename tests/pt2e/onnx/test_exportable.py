@@ -146,3 +146,22 @@ def test_assertions_on_sizes_of_codes_go_and_others_stay():
     assert before - assertions() == 4  # of codes and scales of both operands
     assert assertions() >= 1
     assert same(model(*inputs), expected)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 32, 16, dtype=torch.bfloat16))
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(x, self.weight, ends)
+
+
+def test_experts_are_refused_in_one_line(tmp_path):
+    inputs = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    exported = torch.export.export(Experts().eval(), inputs).module()
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp4_weight_only")))
+    with pytest.raises(MXError, match=r"the model has experts, whose matmul aten\._grouped_mm\.default") as caught:
+        export_onnx(converted, tmp_path / "net.onnx", inputs)
+    assert "pt2mx generate" in str(caught.value) and "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
