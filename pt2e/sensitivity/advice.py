@@ -40,7 +40,8 @@ def advice(comparison: RecipeComparison) -> str:
     whole = next((row for row in comparison.rows if row.name == FLOAT), None)
     rows = [row for row in comparison.front() if row.name != FLOAT]
     if not rows:
-        return "Nothing to recommend: no recipe works."
+        works = any(row.name != FLOAT and math.isfinite(row.quality) for row in comparison.rows)
+        return f"Nothing to recommend: {'the float model is smaller and better' if works else 'no recipe works'}."
     sign = 1 if comparison.larger_is_better else -1
     enough = _ENOUGH.get(comparison.metric)
     if enough is None:
@@ -52,15 +53,19 @@ def advice(comparison: RecipeComparison) -> str:
     chosen = next((row for row in rows if sign * row.quality - _error(row) >= sign * enough), None)
     if chosen is None:
         return (
-            f"No recipe has a {bound}: {rows[-1].name} is the closest, with {quality_text(rows[-1].quality)}. Optimize "
-            "its weights, or keep its costliest modules in float."
+            f"No recipe has a {bound}: {rows[-1].name} is the closest, with {_measured(rows[-1])}. Optimize its "
+            "weights, or keep its costliest modules in float."
         )
     smaller = f", {whole.bytes / chosen.bytes:.1f}x smaller than float" if whole and chosen.bytes else ""
-    error = f" ± {chosen.error:.2g}" if _error(chosen) else ""
     return (
-        f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({quality_text(chosen.quality)}{error})"
-        f"{smaller}.{_doubts(comparison, chosen)}"
+        f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({_measured(chosen)}){smaller}."
+        f"{_doubts(comparison, chosen)}"
     )
+
+
+def _measured(row: RecipeRow) -> str:
+    """Return the quality with half of its interval."""
+    return quality_text(row.quality) + (f" ± {row.error:.2g}" if _error(row) else "")
 
 
 def _error(row: RecipeRow) -> float:

@@ -70,7 +70,7 @@ def can_rank(a: Sequence[float], b: Sequence[float]) -> bool:
         return True
     if len(a) < LEAST_SAMPLES:
         means = fmean(a), fmean(b)
-        return abs(means[0] - means[1]) >= _CLEAR * max(map(abs, means))
+        return not abs(means[0] - means[1]) < _CLEAR * max(map(abs, means))  # also of NaN
     differences = [one - other for one, other in zip(a, b, strict=True)]
     return not abs(fmean(differences)) < _RANK * _standard_error(differences)
 

@@ -45,6 +45,16 @@ def test_what_few_samples_do_not_show():
             "No recipe has a cosine of at least 0.9900: four is the closest, with 0.9700. Optimize its weights, or "
             "keep its costliest modules in float.",
         ),
+        (
+            (FLOAT, RecipeRow("wide", 80, 7.0, 0.992, error=0.004, samples=(0.008,) * 6)),
+            "No recipe has a cosine of at least 0.9900: wide is the closest, with 0.99200 ± 0.004. Optimize its "
+            "weights, or keep its costliest modules in float.",
+        ),
+        (
+            (FLOAT, RecipeRow("large", 500, 40.0, 0.995)),
+            "Nothing to recommend: the float model is smaller and better.",
+        ),
+        ((FLOAT, RecipeRow("infinite", 50, 4.0, -math.inf)), "Nothing to recommend: no recipe works."),
     ],
 )
 def test_nothing_to_recommend(rows, text):

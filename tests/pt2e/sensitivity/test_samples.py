@@ -53,6 +53,7 @@ def test_the_interval_of_a_mean_and_of_a_ratio():
         ([1.0, 2.0], [1.0, 2.0], True),  # equal models
         ([], [], True),
         ([1.0], [], True),
+        ([math.nan], [0.0], True),  # nothing is known against the order
     ],
 )
 def test_what_samples_rank(a, b, expected):
