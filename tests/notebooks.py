@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
@@ -16,8 +17,8 @@ from nbformat import NotebookNode
 
 from tests.documents import NOTEBOOKS
 
-#: by how much a number may differ between processors, as a share
-TOLERANCE = 0.05
+#: by how much a number may differ between processors: as a share, and at all
+TOLERANCE, LEAST = 0.05, 1e-3
 _NUMBER = re.compile(r"(-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?)")
 #: times and temporary folders
 _VOLATILE = re.compile(r"[\d.]+ m?s\b|\S*/tmp\w{8}/")
@@ -71,12 +72,13 @@ def shown(cell: NotebookNode) -> str:
 
 
 def agree(text: str, other: str) -> bool:
-    """Return whether two texts have the same words, and numbers that differ by no more than `TOLERANCE`."""
-    parts, others = (_NUMBER.split("".join(_VOLATILE.sub("", t).split())) for t in (text, other))
+    """Return whether two texts have the same words, and numbers that differ by no more than `TOLERANCE` or
+    `LEAST`."""
+    parts, others = (_NUMBER.split(" ".join(_VOLATILE.sub("", t).split())) for t in (text, other))
     if parts[::2] != others[::2]:
         return False
     numbers = zip(*([float(one.replace(",", "")) for one in ps[1::2]] for ps in (parts, others)), strict=True)
-    return all(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in numbers)
+    return all(math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=LEAST) for a, b in numbers)
 
 
 def main(names: list[str]) -> None:

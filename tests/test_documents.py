@@ -319,6 +319,7 @@ def test_notebook_is_stored_with_outputs(path):
         ("SQNR 20.1 dB", "SQNR 20.1 dB 1", False),
         ("compiled in 20.1 s: 3 nodes", "compiled in 3.0 s: 3 nodes", True),
         ("cosine -0.5", "cosine 0.5", False),
+        ("divergence 5.4e-05", "divergence 6e-05", True),
     ],
 )
 def test_agreement_of_outputs(text, other, same):

@@ -18,7 +18,7 @@ from notebooks.site.names import defined_in, directive
 
 project = "pt2mx"
 root_doc = "notebooks/site/index"
-include_patterns = ["*.md", "notebooks/**", "**/README.md"]
+include_patterns = ["*.md", "notebooks/**", "**/README.md", "tests/neighbours/results.md"]
 # pt2mx/fx, pt2mx/pt2e and pt2mx/configs are links to the folders of the root
 exclude_patterns = ["pt2mx/fx", "pt2mx/pt2e", "pt2mx/configs", "build", ".*", "**/*.py"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]

@@ -25,6 +25,8 @@ from tests.neighbours.table import ENVIRONMENTS
 RESULTS = Path(__file__).with_name("results.json")
 TABLE = RESULTS.with_suffix(".md")
 _HEAD = """\
+# Newest neighbours
+
 `make neighbours` writes this table. Packages that are not named have the versions of `constraints.txt`. As pinned: the
 newest version is the one of `constraints.txt`, with which `make test` runs these tests.
 """

@@ -93,7 +93,7 @@ function plotComparison(figure, metric, scale, rows) {
     hint: "Point at a recipe, or move between them with the arrow keys.",
     x: {
       name: "size, on a logarithmic scale", range: x, scale: Math.log,
-      ticks: (pixels) => doublings(...x, pixels / 70).map((value) => [value, sizeText(value)]),
+      ticks: (pixels) => (x[1] / x[0] < 4 ? ticks : doublings)(...x, pixels / 70).map((value) => [value, sizeText(value)]),
     },
     y: qualityAxis(metric, scale, rows),
   }, [["front", points.filter((p) => p.bold)]]);

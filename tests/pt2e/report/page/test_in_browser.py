@@ -9,7 +9,6 @@ import pytest
 
 from pt2mx.pt2e.report.rows import OperatorReport
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
-from tests import browser
 from tests.browser import CHROMIUM, Browser, Page
 from tests.reports import HOSTILE, full_report, operator, report_of
 
@@ -284,21 +283,3 @@ def test_only_a_comparison_is_with_the_float_model(show, metric, note):
     table = RecipeComparison.of("cosine", True, [RecipeRow("float", 256, 32.0, 1.0), RecipeRow("mxfp8", 66, 8.2, 0.99)])
     page = show(report_of(operator("m", 10.0)).to_html(quality={metric: 0.9}, comparison=table))
     assert page.run("document.querySelectorAll('#answers > div')[2].querySelector('.note')?.textContent") == note
-
-
-@pytest.mark.parametrize(
-    ("does", "message"),
-    [
-        ("exit 3", "the browser has ended"),
-        ("sleep 60", "the browser does not answer"),
-        ("""while printf '{"method": "busy"}\\0' >&4; do sleep 0.01; done""", "the browser does not answer"),
-    ],
-)
-def test_a_browser_that_does_not_answer_is_waited_for_no_longer(does, message, tmp_path, monkeypatch):
-    launcher = tmp_path / "chromium"
-    launcher.write_text(f"#!/bin/sh\n{does}\n")
-    launcher.chmod(0o755)
-    monkeypatch.setattr(browser, "CHROMIUM", launcher)
-    monkeypatch.setattr(browser, "_SECONDS", 0.2)
-    with pytest.raises(AssertionError, match=message), Browser(tmp_path) as ended:
-        ended.send("Target.getTargets")
