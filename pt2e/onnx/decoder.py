@@ -21,6 +21,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import args_of, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 
@@ -77,7 +78,8 @@ def decoder_of(model: Any) -> Decoder:
     | `logits` | (B, S, vocabulary) |
     | `present.{i}.key`, `.value` | (B, heads, P + S, width) |
 
-    It is on the CPU and computes in float32, because onnxruntime has few kernels for bfloat16.
+    It is on the CPU and computes in float32, because onnxruntime has few kernels for bfloat16. A text longer than the
+    program has frequencies of RoPE for is an error of the runtime.
 
     Args:
         model: a `LanguageModel`, which does not change.
@@ -90,7 +92,7 @@ def decoder_of(model: Any) -> Decoder:
     graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), torch.device("cpu"))
     _compute_in_float32(graph)
     heads = [tuple(layer[kind] for kind in _PARTS) for layer in model.layers]
-    _return_the_cache(graph)
+    _return_the_cache(graph, getattr(model.config, LONGEST_TEXT, None))
     past = [[torch.zeros(_BATCH, one.shape[1], _PAST, one.shape[3]) for one in layer] for layer in heads]
     example = {
         "input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long),
@@ -146,8 +148,13 @@ def _compute_in_float32(model: GraphModule) -> None:
         each.recompile()
 
 
-def _return_the_cache(model: GraphModule) -> None:
-    """Replace writes to the cache by outputs, and compute the inputs that the mask and the past imply."""
+def _return_the_cache(model: GraphModule, longest: int | None) -> None:
+    """Replace writes to the cache by outputs, and compute the inputs that the mask and the past imply.
+
+    Args:
+        model: the graph, which changes.
+        longest: the number of tokens that a text may have; None: any.
+    """
     graph, named = model.graph, free_inputs(model)
     past = [list(layer) for layer in zip(*(named[kind] for kind in _PARTS), strict=True)]
     inputs = {**{name: named[name] for name in ("input_ids", "attention_mask")}, "past_key_values": past}
@@ -158,7 +165,7 @@ def _return_the_cache(model: GraphModule) -> None:
     logits: Any = graph.output_node().args[0]
     outputs = [*logits, *(_concatenate(one, inputs["attention_mask"]) for one in tensors)]
     with graph.inserting_before(last.next):
-        _compute_inputs(graph, named, tensors)
+        _compute_inputs(graph, named, tensors, longest)
     graph.output_node().args = (outputs,)
     codegen = graph._codegen
     _, out_spec = pytree.tree_flatten(outputs)
@@ -166,7 +173,7 @@ def _return_the_cache(model: GraphModule) -> None:
     set_inputs(model, inputs)
 
 
-def _compute_inputs(graph: Graph, named: dict[str, Any], past: list[Node]) -> None:
+def _compute_inputs(graph: Graph, named: dict[str, Any], past: list[Node], longest: int | None) -> None:
     """Replace the inputs that the mask and the past imply, by nodes at the current position."""
     call, tokens, mask = graph.call_function, named["input_ids"], named["attention_mask"]
     length, filled, slots = call(_SIZE, (tokens, 1)), call(_SIZE, (past[0], 2)), call(_SIZE, (mask, 1))
@@ -176,6 +183,8 @@ def _compute_inputs(graph: Graph, named: dict[str, Any], past: list[Node]) -> No
     for pair in (*equal, (slots, call(operator.add, (filled, length)))):
         call(torch._check, (call(operator.eq, pair),))
     numbers = call(aten.clamp.default, (call(aten.sub.Tensor, (call(aten.cumsum.default, (mask, 1)), 1)), 0))
+    if longest is not None:  # a lookup of the number itself, which is an error beyond the end
+        numbers = call(aten.index.Tensor, (call(aten.arange.default, (longest,)), [numbers]))
     computed = {
         "position_ids": call(aten.slice.Tensor, (numbers, 1, filled)),
         "start": call(aten.full.default, ([1], filled), {"dtype": torch.int64}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import LanguageModel, MXError
+from pt2mx import LanguageModel, MXError, quantize_language_model
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.onnx.decoder import decoder_of
 from pt2mx.pt2e.onnx.export import export_onnx
@@ -129,6 +129,39 @@ def test_keys_and_values_alone_are_the_cache():
     layers = [{"keys": keys, "values": keys}]
     refused("reads more than tokens", layers=layers, encoder=object())
     refused('part="language_model"', layers=layers, _images=object())
+
+
+def limited_decoder():
+    """Return a decoder whose program has frequencies for texts of 16 tokens."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    fields = {"rope_parameters": rope, "max_position_embeddings": 16, "num_hidden_layers": 1, "eos_token_id": None}
+    quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only")
+    return quantize_language_model(tiny_decoder("llama", **VARIED, **fields), quantizer)
+
+
+def test_a_text_longer_than_the_frequencies_is_an_error():
+    model = limited_decoder()
+    graph = decoder_of(model).graph
+    past = [[torch.zeros(1, 2, 0, 16)] * 2]
+
+    def logits(tokens):
+        return graph(torch.arange(tokens)[None], torch.ones(1, tokens, dtype=torch.long), past)[0]
+
+    torch.testing.assert_close(logits(16), model(torch.arange(16)[None]).logits)
+    with pytest.raises(MXError, match="longer than 16"):
+        model(torch.arange(17)[None])
+    with pytest.raises(IndexError, match="out of bounds"):
+        logits(17)
+
+
+@pytest.mark.slow
+def test_a_text_longer_than_the_frequencies_in_a_file(tmp_path):
+    model = limited_decoder()
+    export_onnx(model, tmp_path / "model.onnx")
+    ids = torch.arange(12)[None]
+    check_tokens(model, tmp_path / "model.onnx", ids, torch.ones_like(ids), 5)
+    with pytest.raises(Exception, match=r"out of data bounds|invalid index"):
+        greedy(load(tmp_path / "model.onnx", "onnxruntime").call, empty_past(model, 1), ids, torch.ones_like(ids), 6)
 
 
 def test_a_float_model(tmp_path):
