@@ -49,7 +49,8 @@ def python(tmp_path_factory):
     [
         ("openvino", ["resnet:mxfp4_weight_only", "bert:mxint8", "vit:mxfp8", "llama:mxfp4_weight_only", "bert:mxfp6"]),
         ("openvino", [f"{name}:mxfp4_weight_only" for name in ("minilm", "resnet18", "vit_base")]),
-        ("executorch", ["resnet:mxfp4_weight_only"]),
+        ("executorch", [f"{name}:mxfp4_weight_only" for name in ("resnet", "bert", "vit", "llama")]),
+        ("executorch", ["resnet:mxfp8"]),
     ],
 )
 def test_the_runner_gives_the_outputs_of_the_converted_model(host, cases, python, tmp_path):
