@@ -47,13 +47,15 @@ _BATCH, _LENGTH, _PAST = 2, 3, 4
 
 
 class Decoder(NamedTuple):
-    """A graph, its example inputs with their dynamic dimensions, and the names of its inputs and outputs in a file."""
+    """A graph, its example inputs with their dynamic dimensions, the names of its inputs and outputs in a file, and the
+    number of tokens that a text may have (None: any)."""
 
     graph: GraphModule
     example: dict[str, Any]
     shapes: dict[str, Any]
     inputs: list[str]
     outputs: list[str]
+    longest: int | None
 
     def name_dims(self, model: ModelProto) -> None:
         """Give the dynamic dimensions of an exported model the names of onnxruntime-genai."""
@@ -92,7 +94,8 @@ def decoder_of(model: Any) -> Decoder:
     graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), torch.device("cpu"))
     _compute_in_float32(graph)
     heads = [tuple(layer[kind] for kind in _PARTS) for layer in model.layers]
-    _return_the_cache(graph, getattr(model.config, LONGEST_TEXT, None))
+    longest = getattr(model.config, LONGEST_TEXT, None)
+    _return_the_cache(graph, longest)
     past = [[torch.zeros(_BATCH, one.shape[1], _PAST, one.shape[3]) for one in layer] for layer in heads]
     example = {
         "input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long),
@@ -105,7 +108,8 @@ def decoder_of(model: Any) -> Decoder:
     }
     layers = [f"{i}.{part}" for i in range(len(heads)) for part in _PARTS.values()]
     inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in layers)]
-    return Decoder(graph, example, shapes, inputs, ["logits", *(f"present.{name}" for name in layers)])
+    outputs = ["logits", *(f"present.{name}" for name in layers)]
+    return Decoder(graph, example, shapes, inputs, outputs, longest)
 
 
 def _check(model: Any) -> None:

@@ -104,6 +104,11 @@ def export_onnx(
         if example_inputs is not None or dynamic_shapes is not None:
             raise MXError("the file of a LanguageModel has inputs of its own: leave example_inputs and shapes out")
         decoder = importlib.import_module("pt2mx.pt2e.onnx.decoder").decoder_of(model)
+        if target == "openvino" and decoder.longest is not None:  # its lookups beyond the end are no errors
+            raise MXError(
+                f"the model has frequencies of RoPE for {decoder.longest} tokens, and OpenVINO would give wrong "
+                'numbers for a longer text: give target="pt2mx", whose files are for onnxruntime'
+            )
         program = exportable(decoder.graph, decoder.example, decoder.shapes)
         proto = _model(program, opset, input_names=decoder.inputs, output_names=decoder.outputs)
         decoder.name_dims(proto)

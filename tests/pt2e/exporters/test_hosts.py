@@ -49,7 +49,7 @@ def python(tmp_path_factory):
     [
         ("openvino", ["resnet:mxfp4_weight_only", "bert:mxint8", "vit:mxfp8", "llama:mxfp4_weight_only", "bert:mxfp6"]),
         ("openvino", [f"{name}:mxfp4_weight_only" for name in ("minilm", "resnet18", "vit_base")]),
-        ("executorch", [f"{name}:mxfp4_weight_only" for name in ("resnet", "bert", "vit", "llama")]),
+        ("executorch", [f"{name}:mxfp4_weight_only" for name in ("resnet", "bert", "vit", "llama", "resnet18")]),
         ("executorch", ["resnet:mxfp8"]),
     ],
 )
