@@ -71,10 +71,11 @@ def _compare(path: str, model: Any, runtime: str) -> str:
     """Run the file and the model on example inputs, and describe how their outputs agree."""
     try:
         runnable = load(path, runtime)
-        inputs, expected = (_of_program if isinstance(model, ExportedProgram) else _of_prompts)(model)
+        is_program = isinstance(model, ExportedProgram)
+        inputs, expected = (_of_program if is_program else _of_prompts)(model)
         feeds = {name: x.numpy() for name, x in zip(runnable.inputs, inputs, strict=True)}
         outputs = [torch.from_numpy(y) for y in runnable.call(feeds).values()]
-        return describe_agreement(outputs[: len(expected)], expected)
+        return describe_agreement(outputs if is_program else outputs[:1], expected)
     except Exception as error:  # it is not installed, lacks kernels, or has outputs in another form (complex ones)
         return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 

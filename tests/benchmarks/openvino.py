@@ -1,4 +1,4 @@
-"""ONNX files of converted models in OpenVINO on the CPU, beside float files there and beside compiled models.
+"""ONNX files of converted models in OpenVINO on the CPU, against float files there and against compiled models.
 
     python -m tests.benchmarks.openvino [--models minilm resnet50] [--recipes mxfp4_weight_only mxfp8 ...]
         [--threads 1] [--repeats 9] [--json]
