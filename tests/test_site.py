@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 import pt2mx
-from tests.documents import NOTEBOOKS, READMES, ROOT, name_of
+from tests.documents import DOCUMENTS, NOTEBOOKS, ROOT, name_of
 
 SITE = ROOT / "notebooks" / "site"
 
@@ -46,7 +46,7 @@ def test_the_index_lists_each_document():
     listed = set(re.findall(r"<(/.*)>$|^(api)$", (SITE / "index.md").read_text(), re.MULTILINE))
     pages = {page or other for page, other in listed}
     links = ("pt2mx/fx", "pt2mx/pt2e", "pt2mx/configs")
-    documents = [name_of(path) for path in [*READMES, *ROOT.glob("*.md")]]
+    documents = [name_of(path) for path in [*DOCUMENTS, *ROOT.glob("*.md")]]
     assert {f"/{name.removesuffix('.md')}" for name in documents if not name.startswith(links)} <= pages
     assert all(path.name.startswith(tuple("0123456789")) for path in NOTEBOOKS)  # as the index's pattern
 
