@@ -33,9 +33,11 @@ COMMON = (
 )
 
 _ALLOW_NAN = flag("--allow-nan", "warn of NaN or Inf in weights or batches and go on; by default they are an error")
-_PARTIAL = (
+_DTYPE = argument("--dtype", choices=DTYPES, help="for a checkpoint: the dtype to load it in (default: its own)")
+_CHECKPOINT = (
     argument("--part", metavar="NAME", help="for a checkpoint: the module to keep whole; others may be left out"),
     flag("--allow-partial", "for a checkpoint: let the program leave out any part"),
+    _DTYPE,
 )
 _EVALUATED_MODEL = (
     argument("model", help="minilm, torchvision:NAME, hf:DIRECTORY_OR_NAME, hf:FILE.gguf or module.py:factory"),
@@ -52,7 +54,7 @@ _EVALUATED_MODEL = (
     ),
     device("where the model runs"),
     _ALLOW_NAN,
-    *_PARTIAL,
+    *_CHECKPOINT,
 )
 _FOLDER = argument("folder", help="the folder that `pt2mx quantize --model hf:... --output FOLDER` wrote")
 _EXPORT_DEVICE = argument("--device", help="cpu or cuda (default: the device of the export)")
@@ -112,12 +114,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         flag("--compile", "also compile the result and compare it with eager mode"),
         _REPORT,
         _ALLOW_NAN,
-        *_PARTIAL,
-        argument(
-            "--dtype",
-            choices=DTYPES,
-            help="for a checkpoint: the dtype to load it in, such as bfloat16 for `save-checkpoint` (default: its own)",
-        ),
+        *_CHECKPOINT,
         _FULL,
     ),
     "slice": (
@@ -169,6 +166,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--system", metavar="TEXT", help="with --chat: the system message before the conversation"),
         repeated("--stop", "end an answer before this text; give it several times for several texts", metavar="TEXT"),
         argument("--float", metavar="CHECKPOINT", help="also print the answers of this float checkpoint"),
+        _DTYPE,
         argument("--output", metavar="FILE", help="write the answers to this file; its name ends in .txt or .json"),
         argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
         argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0, no sampling)"),
@@ -198,7 +196,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
         several("--recipe", "for a checkpoint: recipes to quantize it with, one row each"),
         argument("--calibration", help="a text for the recipes' algorithms, or none (default: the built-in sample)"),
-        *_PARTIAL,
+        *_CHECKPOINT,
     ),
     "compile": (
         argument(
@@ -269,7 +267,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="the layout of codes and scales (default: compressed-tensors)",
         ),
         argument("--weights", help="the format for a quantized checkpoint's codes, such as nvfp4 (default: their own)"),
-        argument("--dtype", help="the dtype of tensors that stay in float, such as bfloat16 (default: their own)"),
+        argument("--dtype", choices=DTYPES, help="the dtype of tensors that stay in float (default: their own)"),
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),

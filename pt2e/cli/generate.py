@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> Result | None:
         from pt2mx.pt2e.cli.language import load_decoder  # imports what quantizes
 
         progress.begin("load the float model")
-        models = {"float": load_decoder(options.float).to(model.device), **models}
+        models = {"float": load_decoder(options.float, dtype=options.dtype).to(model.device), **models}
     torch.manual_seed(options.seed)
     progress.begin("generate")
     turns: list[Turn] = [{"role": "system", "content": options.system}] if options.system else []

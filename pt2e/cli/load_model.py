@@ -33,7 +33,7 @@ def load_float_model(options: argparse.Namespace) -> LoadedModel:
             that leaves out more of its checkpoint than `--part` and `--allow-partial` permit.
     """
     with user_errors("load the model"):
-        loaded = load_model(options.model, getattr(options, "dtype", None)).to(options.device)
+        loaded = load_model(options.model, options.dtype).to(options.device)
     if loaded.values is not None:
         loaded.values.held_by().check(options.part, options.allow_partial)
     refuse_nan("the weights", nonfinite_parameters(loaded.module), options)

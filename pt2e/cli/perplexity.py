@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> Result:
         tokenizer = load_tokenizer(options.folder)
         text_blocks = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
-        model = None if source is None else load_decoder(source, options.part, options.allow_partial)
+        model = None if source is None else load_decoder(source, options.part, options.allow_partial, options.dtype)
         if model is not None and not quantizers:
             note_coverage(checkpoint_values(model, source).held_by())
         predict_float = None if model is None else _predictions(model, use_cache=False)
@@ -73,6 +73,8 @@ def _check(options: argparse.Namespace, quantized: bool) -> None:
             raise MXError(
                 f"{options.folder!r} is {'quantized' if quantized else 'a checkpoint'}: {name} has no meaning"
             )
+    if options.dtype and quantized and options.float is None:
+        raise MXError(f"{options.folder!r} is quantized: --dtype is for the checkpoint of --float; give it, too")
     if options.tokens is not None and options.tokens < 2:
         raise MXError(f"--tokens {options.tokens} must be at least 2")
 

@@ -73,6 +73,8 @@ def _check_prompts(options: argparse.Namespace) -> None:
         raise MXError("--system is for a chat: give --chat, too")
     if options.system and options.image:
         raise MXError("--system is for text: leave --image out")
+    if options.dtype and options.float is None:
+        raise MXError("--dtype is for the checkpoint of --float: give it, too")
     if options.stop and "" in options.stop:
         raise MXError("--stop is empty: give the text that ends an answer")
     if options.output is not None:

@@ -112,6 +112,15 @@ def test_the_float_model_answers_too(run, model, place, more):
         assert row["float"] == model.tokenizer.decode(row_of_tokens, skip_special_tokens=True)
 
 
+def test_the_float_model_in_a_narrower_dtype(run, model, place):
+    arguments = ("generate", "quantized", *LENGTH, "--prompt", "Hello", "--float", "llama", "--dtype", "bfloat16")
+    (row,) = json.loads(run(*arguments, "--json")[1])["answers"]
+    eager = transformers.AutoModelForCausalLM.from_pretrained(place / "llama", dtype="bfloat16")
+    tokens = model.tokens(["Hello"])
+    row_of_tokens = eager.generate(**tokens, max_new_tokens=8, do_sample=False)[0, tokens["input_ids"].shape[1] :]
+    assert row["float"] == model.tokenizer.decode(row_of_tokens, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

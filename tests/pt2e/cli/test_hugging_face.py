@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
+from pt2mx.pt2e.cli.command import command_parser
 from pt2mx.pt2e.cli.hugging_face import (
     FeatureExtractor,
     ImageProcessor,
@@ -14,6 +15,7 @@ from pt2mx.pt2e.cli.hugging_face import (
     media_config,
     shape_from_config,
 )
+from pt2mx.pt2e.cli.load_model import load_float_model
 from pt2mx.pt2e.cli.models import load_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -49,6 +51,14 @@ def test_shards_load_in_their_own_dtype(name, config, fields, dtype, stated, che
     assert {t.dtype for t in floats if t.is_floating_point()} == {getattr(torch, dtype)}
     with torch.no_grad():
         assert loaded.module(**loaded.example)[0].dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("command", ["quantize --recipe mxfp8 --model", "compare", "sensitivity"])
+def test_the_option_dtype(command, checkpoint):
+    words = [*command.split(), f"hf:{checkpoint('BertModel', 'BertConfig', TEXT)}"]
+    for option, dtype in (([], torch.float32), (["--dtype", "bfloat16"], torch.bfloat16)):
+        loaded = load_float_model(command_parser().parse_args([*words, *option]))
+        assert {weight.dtype for weight in loaded.module.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize(

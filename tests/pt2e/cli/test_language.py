@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pt2mx import LanguageModel
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.language.texts import blocks, perplexity, read_text
 from tests.language_models import checkpoint, transformers
 
 QUANTIZE = ("quantize", "--recipe", "mxfp8", "--model")
@@ -139,6 +141,18 @@ def test_perplexity(run):
     status, out, _ = run("perplexity", "quantized", *text, "--float", "llama")
     assert out.splitlines()[2].split()[1:] == rows[2][1:]
     assert run("perplexity", "quantized", *text)[1].splitlines()[1].split()[1] == rows[2][1]
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_perplexity_of_a_checkpoint_in_a_narrower_dtype(place, run):
+    arguments = ("--text", "text.txt", "--tokens", "50", "--dtype", "bfloat16", "--json")
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / "llama", dtype="bfloat16").eval()
+    text_blocks = blocks(read_text(place / "text.txt"), load_tokenizer(place / "llama"), 50)
+    expected = perplexity(lambda ids: model(input_ids=ids).logits, text_blocks).perplexity
+    for folder, *more in (("llama",), ("quantized", "--float", "llama")):
+        row = json.loads(run("perplexity", folder, *more, *arguments)[1])["models"][0]
+        assert row["model"] == "float" and row["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert "--dtype is for the checkpoint of --float; give it" in run("perplexity", "quantized", *arguments)[2]
 
 
 @pytest.mark.parametrize(

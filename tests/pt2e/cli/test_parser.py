@@ -93,6 +93,14 @@ def test_wrong_lines(line, message, refused):
     assert message in refused(line)
 
 
+def test_a_wrong_dtype_is_refused_with_the_nearest(refused):
+    lines = [name for name, parser in LEAVES.items() if "--dtype" in options_of(parser)]
+    assert set(lines) == {"quantize", "compare", "sensitivity", "generate", "perplexity", "convert-checkpoint"}
+    for line in lines:
+        expected = "argument --dtype: invalid choice: 'float61': did you mean 'float16'? allowed: float32, float16, bfl"
+        assert expected in refused(f"{line} --dtype float61")
+
+
 @pytest.mark.parametrize("options", ["", "--json", "--traceback --json"])
 def test_recipes_without_an_action_lists_them(options):
     alone, named = (command_parser().parse_args(f"recipes {action} {options}".split()) for action in ("", "list"))

@@ -24,6 +24,7 @@ WRONG = {
     "generate nowhere --temperature -1": "--temperature -1.0 must be a finite number of at least 0",
     "generate nowhere --temperature 1 --top-p 1.5": "--top-p 1.5 must be a number from 0 to 1",
     "generate nowhere --temperature 1 --top-k -2": "--top-k -2 must be an integer of at least 0",
+    "generate nowhere --dtype bfloat16": "--dtype is for the checkpoint of --float: give it, too",
     "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
 }
 
