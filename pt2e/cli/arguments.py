@@ -224,7 +224,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("program", help="a program, or the folder of a quantized language model"),
         argument("--output", required=True, help="the file to write; its name ends in .onnx"),
         argument("--opset", type=int, help=f"{OPSETS[0]} to {OPSETS[1]} (default: the opset of torch's exporter)"),
-        argument("--target", default="pt2mx", help=f"the nodes to write: {', '.join(DIALECTS)} (default: pt2mx)"),
+        argument("--target", choices=DIALECTS, default="pt2mx", help="the nodes to write (default: pt2mx)"),
     ),
     "export-executorch": (
         _PROGRAM,

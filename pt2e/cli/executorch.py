@@ -15,14 +15,12 @@ from pt2mx.pt2e.cli.option_checks import check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.executorch.export import export_executorch, import_executorch
-from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.report.agreement import describe_agreement
 from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:
-    check_output(options.output, (".pte",))
     check_program_file(options)
     import_executorch("executorch.exir")
     with Progress(3) as progress:

@@ -18,7 +18,6 @@ from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, size_of
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
-from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.report.agreement import describe_agreement
 from pt2mx.pt2e.user_errors import user_errors
@@ -28,7 +27,6 @@ _TOKENS = 16
 
 
 def run(options: argparse.Namespace) -> Result:
-    check_output(options.output, (".onnx",))
     import_extra("onnx", "onnx")
     is_folder = Path(options.program).is_dir()
     if not is_folder:

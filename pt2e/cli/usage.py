@@ -8,6 +8,7 @@ from typing import Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.cli.arguments import OPSETS
 from pt2mx.pt2e.language.ranges import fault_of
 from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.quantizer.shipped import check_source, names
@@ -104,6 +105,18 @@ def _check_archive(kind: str, options: argparse.Namespace) -> None:
         check_kind(path, kind)
 
 
+def _check_onnx(options: argparse.Namespace) -> None:
+    check_output(options.output, (".onnx",))
+    if options.opset is not None and not OPSETS[0] <= options.opset <= OPSETS[1]:
+        raise MXError(f"--opset {options.opset} must be an integer from {OPSETS[0]} to {OPSETS[1]}")
+
+
+def _check_executorch(options: argparse.Namespace) -> None:
+    check_output(options.output, (".pte",))
+    if options.max_size is not None and options.max_size < 2:
+        raise MXError(f"--max-size {options.max_size} must be an integer of at least 2")
+
+
 #: name of an argument -> the check of the options of a command that has it
 _CHECKS = {
     "model": _check_model,
@@ -111,4 +124,6 @@ _CHECKS = {
     "program": lambda options: _check_archive("program", options),
     "package": lambda options: _check_archive("package", options),
     "max_new_tokens": generation_settings,
+    "opset": _check_onnx,
+    "max_size": _check_executorch,
 }

@@ -83,6 +83,8 @@ def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
         ("--json formats", "unknown option '--json'"),
         ("--traceback formats", "options of a command follow its name"),
         ("compile a.pt2 --device cdua", "invalid choice: 'cdua': did you mean 'cuda'? allowed: cpu, cuda"),
+        ("export-onnx a.pt2 --output a.onnx --target quork", "invalid choice: 'quork': did you mean 'quark'?"),
+        ("export-onnx a.pt2 --output a.onnx --opset new", "argument --opset: invalid int value: 'new'"),
         ("compile a.pt2 -d cuda", "unknown option '-d'"),
         ("quantize --mo", "--model: expected one argument"),
         ("quantize --recipe mxfp8", "the following arguments are required: --model"),

@@ -24,6 +24,10 @@ WRONG = {
     "generate nowhere --temperature -1": "--temperature -1.0 must be a finite number of at least 0",
     "generate nowhere --temperature 1 --top-p 1.5": "--top-p 1.5 must be a number from 0 to 1",
     "generate nowhere --temperature 1 --top-k -2": "--top-k -2 must be an integer of at least 0",
+    "export-onnx . --output a.onnx --opset 17": "--opset 17 must be an integer from 18 to 25",
+    "export-onnx . --output a.pt2": "cannot write 'a.pt2': its name must end in .onnx",
+    "export-executorch . --output a.onnx": "cannot write 'a.onnx': its name must end in .pte",
+    "export-executorch . --output a.pte --max-size 1": "--max-size 1 must be an integer of at least 2",
     "generate nowhere --dtype bfloat16": "--dtype is for the checkpoint of --float: give it, too",
     "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
 }
@@ -50,6 +54,7 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
         "recipes check mxfp4",
         "run net.onnx --inputs batch.npz",
         "generate nowhere --temperature 0.5 --top-p 1 --top-k 1",
+        "export-onnx . --output a.onnx --opset 18 --target openvino",
     ],
 )
 def test_right_lines(line, tmp_path, monkeypatch):
@@ -57,7 +62,15 @@ def test_right_lines(line, tmp_path, monkeypatch):
     check_usage(command_parser().parse_args(line.split()))
 
 
-@pytest.mark.parametrize("line", ["quantize --model minilm --recipe mxfp44", "run none.pt2", "generate x --seed -1e9"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize --model minilm --recipe mxfp44",
+        "run none.pt2",
+        "generate x --seed -1e9",
+        "export-onnx . --output a.onnx --opset 17",
+    ],
+)
 def test_torch_is_not_imported(line, tmp_path):
     code = f"import sys; sys.modules['torch'] = None; sys.argv = ['pt2mx', *{line.split()}]; import pt2mx"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
