@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from pt2mx.analysis.tables import ratio_text
 from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.progress import stage_line
 from pt2mx.pt2e.language.texts import sentences
@@ -55,9 +56,8 @@ class Compilation:
         quantized, _ = _timed(quantized_model, inputs)
         _, float_seconds = _timed(float_model, inputs)
         cosine, faster = cosine_similarity(compiled, quantized).mean().item(), float_seconds / seconds
-        print(
-            f"\n{self._recipe} compiled: cosine {cosine:.6f} to the program, {faster:.1f}x as fast as the float program"
-        )
+        speed = ratio_text(faster, "faster than", "slower than", "about as fast as")
+        print(f"\n{self._recipe} compiled: cosine {cosine:.6f} to the program, {speed} the float program")
         return {"cosine": cosine, "faster": faster}
 
 

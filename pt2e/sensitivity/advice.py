@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from pt2mx.analysis.tables import ratio_text
 from pt2mx.pt2e.sensitivity.metrics import METRICS
 from pt2mx.pt2e.sensitivity.samples import LEAST_SAMPLES
 
@@ -56,9 +57,12 @@ def advice(comparison: RecipeComparison) -> str:
             f"No recipe has a {bound}: {rows[-1].name} is the closest, with {_measured(rows[-1])}. Optimize its "
             "weights, or keep its costliest modules in float."
         )
-    smaller = f", {whole.bytes / chosen.bytes:.1f}x smaller than float" if whole and chosen.bytes else ""
+    size = ""
+    if whole and whole.bytes and chosen.bytes:
+        size = ratio_text(whole.bytes / chosen.bytes, "smaller than", "larger than", "about as large as")
+        size = f", {size} float"
     return (
-        f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({_measured(chosen)}){smaller}."
+        f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({_measured(chosen)}){size}."
         f"{_doubts(comparison, chosen)}"
     )
 

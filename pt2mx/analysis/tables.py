@@ -1,4 +1,4 @@
-"""Format tables in plain text."""
+"""Format tables and ratios in plain text."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -6,6 +6,8 @@ from typing import TypeVar
 from pt2mx.errors import MXError
 
 Row = TypeVar("Row")
+#: ratios below this one are called equal: with one digit they would read 1.0
+_EQUAL = 1.05
 
 
 def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
@@ -35,3 +37,21 @@ def worst_rows(rows: Sequence[Row], worst: int | None) -> Sequence[Row]:
     if worst is not None and (isinstance(worst, bool) or not isinstance(worst, int) or worst < 0):
         raise MXError(f"worst={worst!r} must be a number of rows, or None for all")
     return rows[:worst]
+
+
+def ratio_text(ratio: float, more: str, less: str, equal: str) -> str:
+    """Return a ratio in words.
+
+    Args:
+        ratio: a positive number.
+        more, less: the words after the ratio, or after its reciprocal if it is below 1.
+        equal: the words for a ratio that is 1 with one digit.
+
+    Example:
+        >>> from pt2mx.analysis.tables import ratio_text
+        >>> [ratio_text(ratio, "smaller than", "larger than", "about as large as") for ratio in (4, 1.04, 0.5)]
+        ['4.0x smaller than', 'about as large as', '2.0x larger than']
+    """
+    if max(ratio, 1 / ratio) < _EQUAL:
+        return equal
+    return f"{ratio:.1f}x {more}" if ratio > 1 else f"{1 / ratio:.1f}x {less}"

@@ -11,7 +11,7 @@ function drawHead() {
   const [value, unit] = size(after);
   find("#recipe-name").append(...(data.recipe.name ? ["in ", html("b", {}, data.recipe.name)] : []));
   const [best, ...others] = data.quality.map(([name, quality]) => [name, number(quality)]);
-  const smaller = before > after ? `${(before / after).toFixed(1)}× less than` : "of";
+  const smaller = before >= 1.05 * after ? `${(before / after).toFixed(1)}× less than` : "of";
   const ofWeights = weightBits > 0 && `${significant(weightBits)} of the quantized weights`;
   const compared = best?.[0] === data.comparison?.metric && "against the float model";
   const more = others.map(([name, quality]) => `${name} ${qualityText(quality)}`).join(", ");

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,22 @@ def folder(tmp_path, monkeypatch):
     pt2mx.save_program(torch.export.export(pt2mx.convert_pt2e(prepared), (x,)), tmp_path / "mxfp8.pt2")
     monkeypatch.setattr(demo_compile, "load_minilm", lambda: (encoder, lambda texts: (x,)))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed"), [(2.0, "2.0x faster than"), (1.02, "about as fast as"), (0.8, "1.2x slower than")]
+)
+def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
+    compilation = demo_compile.Compilation(folder, "mxfp8")
+    compilation._process.terminate()
+    compilation._process.communicate()
+    finished = SimpleNamespace(communicate=lambda: ("", ""), returncode=0)
+    monkeypatch.setattr(compilation, "_process", finished)
+    times = iter((1.0, 9.0, seconds))  # of the package, of its program, of the float program
+    monkeypatch.setattr(demo_compile, "load_package", lambda path: None)
+    monkeypatch.setattr(demo_compile, "_timed", lambda model, inputs: (torch.ones(1, 4), next(times)))
+    assert compilation.finish() == {"cosine": 1.0, "faster": seconds}
+    assert capsys.readouterr().out == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program\n"
 
 
 @pytest.mark.usefixtures("compiler")

@@ -19,6 +19,21 @@ def test_the_smallest_that_is_good_enough():
     )
 
 
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (380, "3.8x smaller than float"),
+        (105, "1.1x smaller than float"),
+        (104, "about as large as float"),
+        (96, "about as large as float"),
+        (50, "2.0x larger than float"),
+    ],
+)
+def test_the_size_in_words(size, text):
+    better = RecipeRow("better", 100, 8.0, 0.999)
+    assert of(RecipeRow("float", size, 32.0, 0.998), better).endswith(f" (0.99900), {text}.")
+
+
 def test_the_interval_counts():
     wide = RecipeRow("wide", 80, 7.0, 0.992, error=0.004, samples=(0.008,) * 6)
     assert "Recommended: eight" in of(FLOAT, wide, EIGHT)

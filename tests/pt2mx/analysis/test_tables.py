@@ -1,7 +1,7 @@
 import pytest
 
 from pt2mx import MXError
-from pt2mx.analysis.tables import text_table, worst_rows
+from pt2mx.analysis.tables import ratio_text, text_table, worst_rows
 
 
 def test_columns_are_aligned():
@@ -14,3 +14,10 @@ def test_the_worst_rows():
     for worst in (-1, 1.5, True, "two"):
         with pytest.raises(MXError, match=r"worst=.* must be a number of rows, or None for all"):
             worst_rows("abc", worst)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(2.04, "2.0x more"), (1.05, "1.1x more"), (1.04, "equal"), (0.96, "equal"), (0.25, "4.0x less")]
+)
+def test_ratios_in_words(ratio, text):
+    assert ratio_text(ratio, "more", "less", "equal") == text

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 from tests.browser import CHROMIUM, Browser, Page
@@ -276,6 +277,13 @@ def test_an_operator_outside_of_modules(show):
     page = show(report_of(row).to_html(), 390)
     assert page.run(NAMES) == ["matmul_1"]
     assert page.run(f"{ROWS}[0].querySelector('.kind').textContent") == "aten.matmul at model.py:12"
+
+
+@pytest.mark.parametrize(("before", "text"), [(300, "3.0\u00d7 less than 300 B"), (104, "of 104 B")])
+def test_the_size_in_words(show, before, text):
+    report = QuantizationReport((operator("m", 10.0),), values=64, bytes_before=before, bytes_after=100)
+    page = show(report.to_html())
+    assert page.run("document.querySelector('#answers .note').textContent") == text
 
 
 @pytest.mark.parametrize(("metric", "note"), [("cosine", "against the float model"), ("accuracy", None)])
