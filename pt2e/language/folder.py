@@ -40,6 +40,9 @@ _PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_prepro
 #: files that the folder of a model may lack
 _OPTIONAL = (REPORT, ranks.ENCODER, _GENERATION, *_TOKENIZER, *_PROCESSOR)
 
+#: the attribute by which a tokenizer of BPE cleans up spaces; older versions of transformers lack it, and clean up
+_FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
 Folder = str | os.PathLike[str]
 
 
@@ -140,7 +143,9 @@ def load_processor(folder: Folder) -> Any:
     if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in _PROCESSOR):
         return None
     with user_errors(f"read the processor in {str(folder)!r}"):
-        return import_extra("transformers", "hf").AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = import_extra("transformers", "hf").AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    _skip_ignored_clean_up(getattr(processor, "tokenizer", None))
+    return processor
 
 
 def copy_processor(folder: Folder, to: Folder) -> None:
@@ -157,8 +162,20 @@ def load_tokenizer(folder: Folder) -> Any:
     Raises:
         MXError: where a file of the tokenizer cannot be read.
     """
-    if (file := gguf_in(folder)) is not None:
-        return tokenizer_of(file)
+    file = gguf_in(folder)
+    tokenizer = _read_tokenizer(folder) if file is None else tokenizer_of(file)
+    _skip_ignored_clean_up(tokenizer)
+    return tokenizer
+
+
+def _skip_ignored_clean_up(tokenizer: Any) -> None:
+    """Switch a tokenizer's clean-up of spaces off where transformers would ignore it with a warning: for BPE."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if type(model).__name__ == "BPE" and not getattr(tokenizer, _FORCED_CLEAN_UP, True):
+        tokenizer.clean_up_tokenization_spaces = False
+
+
+def _read_tokenizer(folder: Folder) -> Any:
     transformers = import_extra("transformers", "hf")
     files = [name for name in _TOKENIZER if (Path(folder) / name).is_file()]
     if Path(folder).is_dir() and not files:

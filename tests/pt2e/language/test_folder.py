@@ -9,7 +9,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.language import folder as folder_module
-from pt2mx.pt2e.language.folder import save_folder
+from pt2mx.pt2e.language.folder import load_tokenizer, save_folder
+from tests.language_models import tokenizer_of_bytes, transformers
 
 
 class Part:
@@ -70,3 +71,25 @@ def test_what_fails_leaves_what_was_there(error, raised, program, tmp_path, monk
     with pytest.raises(MXError, match=r"cannot write to .*: cannot write 'program\.pt2': No space left"):
         save_folder(tmp_path, program, None, Part("new"))
     assert contents(tmp_path) == before and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_clean_up_that_transformers_ignores_is_off(forced, tmp_path):
+    """Decoding would warn of it, and give the same text."""
+    tokenizer = tokenizer_of_bytes()
+    tokenizer.init_kwargs["clean_up_tokenization_spaces"] = tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.init_kwargs[folder_module._FORCED_CLEAN_UP] = forced
+    setattr(tokenizer, folder_module._FORCED_CLEAN_UP, forced)
+    tokenizer.save_pretrained(tmp_path)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).clean_up_tokenization_spaces
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.clean_up_tokenization_spaces == forced
+    assert loaded.decode(loaded("Yes , I do .").input_ids) == ("Yes, I do." if forced else "Yes , I do .")
+
+
+def test_a_clean_up_of_other_tokenizers_stays(tmp_path):
+    vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes", ","))}
+    tokenizer = transformers.BertTokenizer(vocab=vocabulary, clean_up_tokenization_spaces=True)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.clean_up_tokenization_spaces and loaded.decode([5, 6]) == "yes,"
