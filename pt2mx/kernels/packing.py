@@ -67,6 +67,11 @@ def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
     return pad_axis(x, axis, size).unflatten(axis, (group_count(x.shape[axis], size), size))
 
 
+def size_of_group(size: int, length: int) -> int:
+    """Return the size of the groups of `length` values; a single short one needs no padding."""
+    return max(1, min(size, length)) if isinstance(length, int) else size
+
+
 def has_length(x: Tensor, axis: int, length: int) -> bool:
     """True if x is known to have `length` values along `axis`; of symbolic sizes that is not asked."""
     return isinstance(length, int) and isinstance(x.shape[axis], int) and x.shape[axis] == length
@@ -128,11 +133,16 @@ def unpacked_length(size: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, axis: int, bits: int) -> Tensor:
-    """codes: (..., n, ...) int32 in [0, 2**bits) -> (..., packed_length(n), ...) uint8."""
+    """codes: (..., n, ...) int32 in [0, 2**bits) -> (..., packed_length(n), ...) uint8.
+
+    A single short group is not padded: where Inductor computes one code a row in the same kernel, its Triton code drops
+    the mask that fills the padding, so that the padding is a copy of the code (pytorch/pytorch#189895).
+    """
     per_group, size = group_of(bits)
     if size == per_group:
         return codes.to(torch.uint8)
     codes = codes.to(_word_of(size))
+    per_group = size_of_group(per_group, codes.shape[axis])
     groups = split_axis(codes, axis, per_group)  # (..., groups, codes, ...)
     word = groups.select(axis + 1, 0)
     for i in range(1, per_group):

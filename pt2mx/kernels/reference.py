@@ -19,7 +19,7 @@ from torch import Tensor
 from pt2mx.kernels import elements, exponent_scales, float_scales
 from pt2mx.kernels.elements import Prims
 from pt2mx.kernels.float_scales import codes_of
-from pt2mx.kernels.packing import pack, pad_axis, split_axis, trim_axis, unpack
+from pt2mx.kernels.packing import pack, pad_axis, size_of_group, split_axis, trim_axis, unpack
 from pt2mx.kernels.scale_search import BlockScale, in_units
 from pt2mx.spec import MXSpec
 
@@ -123,12 +123,12 @@ def _quantize_blocks(
 def to_blocks(x: Tensor, spec: MXSpec) -> Tensor:
     """(..., n, ...) -> (..., blocks, block, ...), padded with zeros (`group_count`). The rows of a block follow each
     other in `block`; their dimension counts blocks."""
-    blocks = split_axis(x, spec.axis, _size(spec.block_size, x.shape[spec.axis]))
+    blocks = split_axis(x, spec.axis, size_of_group(spec.block_size, x.shape[spec.axis]))
     if spec.block_rows == 1:
         return blocks
     rows = spec.row_axis(x.dim())
     at = rows + (rows > spec.axis)  # in `blocks`
-    blocks = split_axis(blocks, at, _size(spec.block_rows, x.shape[rows]))
+    blocks = split_axis(blocks, at, size_of_group(spec.block_rows, x.shape[rows]))
     return blocks.movedim(at + 1, spec.axis + 1).flatten(spec.axis + 1, spec.axis + 2)
 
 
@@ -137,15 +137,10 @@ def from_blocks(blocks: Tensor, spec: MXSpec, shape: torch.Size, prims: Prims) -
     if spec.block_rows > 1:
         rows = spec.row_axis(len(shape))
         at = rows + (rows > spec.axis)
-        size = _size(spec.block_rows, shape[rows])
+        size = size_of_group(spec.block_rows, shape[rows])
         blocks = blocks.unflatten(spec.axis + 1, (size, -1)).movedim(spec.axis + 1, at + 1)
         blocks = trim_axis(blocks.flatten(at, at + 1), at, shape[rows])
     return prims.from_blocks(blocks, spec.axis, shape[spec.axis])
-
-
-def _size(block: int, length: int) -> int:
-    """Return the size of a block; a single short one needs no padding."""
-    return max(1, min(block, length)) if isinstance(length, int) else block
 
 
 def stored_scales(scale: BlockScale, spec: MXSpec, shape: torch.Size) -> Tensor:

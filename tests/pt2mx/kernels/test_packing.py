@@ -120,6 +120,16 @@ def test_kernels_of_a_gpu_follow_the_table_of_widths(name):
                 assert torch.equal(values[0].cpu(), values[1])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6"])
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_compiled_code_of_a_gpu_fills_the_last_group_with_zeros(name, length, axis, compiler):
+    x = torch.randn(300, length).movedim(1, axis).contiguous()
+    got = torch.compile(lambda x: quantize_mx(x, name, axis=axis), fullgraph=True)(x.cuda())
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, quantize_mx(x, name, axis=axis), strict=True))
+
+
 @pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
 def test_whole_groups(length, count):
     x = torch.arange(2 * length).reshape(2, length) + 1
