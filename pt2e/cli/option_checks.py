@@ -20,8 +20,6 @@ from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.provenance import other_version
 from pt2mx.pt2e.user_errors import one_line
 
-#: options for loading a checkpoint
-_OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
 #: suffix of a file -> the command that writes such a file, or None
 _FILES = {
     ".onnx": "export-onnx",
@@ -57,17 +55,9 @@ def check_program_file(options: argparse.Namespace) -> None:
         note(text)
 
 
-def check_checkpoint_options(options: argparse.Namespace) -> None:
-    """Raise an `MXError` for options of checkpoints where the model is not a checkpoint."""
-    used = [name for name in _OF_CHECKPOINTS if getattr(options, name, None)]
-    if used and not options.model.startswith("hf:"):
-        raise MXError(f"--{used[0].replace('_', '-')} is for checkpoints (hf:NAME), and {options.model!r} is none")
-
-
 def check_eval_options(options: argparse.Namespace) -> None:
     """Raise an `MXError` for invalid options of `compare` and `sensitivity`."""
     check_device(options.device)
-    check_checkpoint_options(options)
     if options.model.startswith("onnx:"):
         raise MXError("an ONNX file is not taken here: `pt2mx quantize --model onnx:FILE` compares its outputs")
     if options.calibration == "none":

@@ -20,13 +20,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
-from pt2mx.pt2e.cli.option_checks import (
-    check_checkpoint_options,
-    check_compiler,
-    check_device,
-    check_program_name,
-    input_files,
-)
+from pt2mx.pt2e.cli.option_checks import check_compiler, check_device, check_program_name, input_files
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.cli.usage import recipe_missing
@@ -47,7 +41,6 @@ from pt2mx.pt2e.user_errors import user_errors
 
 def run(options: argparse.Namespace) -> Result | None:
     check_device(options.device)
-    check_checkpoint_options(options)
     from_checkpoint = options.model.startswith("hf:")
     is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
     if options.anchor is not None and is_language_model:

@@ -15,6 +15,8 @@ from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: the models that `--model` takes, as errors name them
 _MODELS = ("minilm", "torchvision:NAME", "hf:DIRECTORY_OR_NAME", "module.py:factory")
+#: options for loading a checkpoint
+_OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
 #: options that restrict the tokens to sample from
 _FILTERS = ("top_k", "top_p", "repetition_penalty")
 #: the smallest and the largest seed of torch
@@ -88,8 +90,12 @@ def recipe_missing() -> MXError:
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    if options.model is not None:  # of `recipes check` it is optional
-        check_model(options.model)
+    if options.model is None:  # of `recipes check` it is optional
+        return
+    check_model(options.model)
+    used = [name for name in _OF_CHECKPOINTS if getattr(options, name, None)]
+    if used and not options.model.startswith("hf:"):
+        raise MXError(f"--{used[0].replace('_', '-')} is for checkpoints (hf:NAME), and {options.model!r} is none")
 
 
 def _check_recipe(options: argparse.Namespace) -> None:
