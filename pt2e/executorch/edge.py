@@ -19,6 +19,7 @@ from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable, without_bit_casts
+from pt2mx.pt2e.executorch.tables import share_tables
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
 from pt2mx.pt2e.user_errors import user_errors
 
@@ -59,7 +60,7 @@ def edge_ready(program: ExportedProgram, max_size: int | None = None) -> Exporte
         # torch warns of its own code
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         again = torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes(program, graph))
-        return without_bit_casts(again)
+        return share_tables(without_bit_casts(again))
 
 
 def _bounded(program: ExportedProgram, max_size: int) -> ExportedProgram:

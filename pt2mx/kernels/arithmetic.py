@@ -84,10 +84,12 @@ def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
 
 
 def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
-    """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> blocks times their scales."""
-    half = (scale - BIAS) >> 1  # two factors, because 2**-127 is subnormal
-    other_half = torch.where(scale == NAN_SCALE, float("nan"), _power(scale - BIAS - half))
-    return blocks * _power(half) * other_half
+    """blocks: (..., blocks, block, ...) fp32, scale: (..., blocks, 1, ...) int32, E8M0 -> blocks times their scales,
+    looked up."""
+    every = torch.arange(NAN_SCALE + 1, dtype=torch.int32, device=scale.device)
+    half = (every - BIAS) >> 1  # two factors, because 2**-127 is subnormal
+    other_half = torch.where(every == NAN_SCALE, float("nan"), _power(every - BIAS - half))
+    return blocks * _power(half)[scale] * other_half[scale]
 
 
 def fake_quantize(
