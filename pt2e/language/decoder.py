@@ -6,7 +6,7 @@ The same program reads prompts of any length and single tokens, so that both sha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from pt2mx.pt2e.language.cache import (
     KINDS,
     OF_TOKENS,
     SOURCE_MASK,
+    DecoderCache,
     Layers,
     cache_within,
     empty_cache,
@@ -31,6 +32,7 @@ from pt2mx.pt2e.language.cache_name import CACHE_NAMES
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.recurrence import with_recurrences
+from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
 from pt2mx.pt2e.program import export_program
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 #: allowed error of logits in 16 bits, computed in another order, relative to their norm
 _AGREEMENT = 0.05
+#: the same in float32, for a program with copied layers
+_AGREEMENT_OF_COPIES = 1e-3
 _SIZE = Dim.DYNAMIC
 #: input of the program -> its dynamic dimensions; the inputs of the cache have one tensor or two per layer
 DYNAMIC: dict[str, dict[int, Any]] = {
@@ -78,6 +82,11 @@ class CachedDecoder(nn.Module):
         super().__init__()
         self.model, self.layers = model, layers
         self._parameters_of_forward = inspect.signature(model.forward).parameters
+        self._cache: DecoderCache | None = None  # of the call that runs
+
+    def cached(self, number: int) -> list[Tensor]:
+        """Return the tensors of a layer in the cache of the call that runs."""
+        return [] if self._cache is None else self._cache.layers[number].tensors
 
     def forward(
         self,
@@ -128,6 +137,7 @@ class CachedDecoder(nn.Module):
             for tensor, dim in others:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
         cache = cache_within(self.layers, stored, start, attention_mask, encoder_attention_mask)
+        self._cache = cache
         if "keys" not in stored:  # without attention, the mask is that of the tokens
             tokens["attention_mask"] = cache.mask_of_tokens(input_ids.shape[1])
         call = decoder_call(self.model, tokens, encoder_attention_mask)
@@ -157,21 +167,41 @@ def export_decoder(
     layers = layers_of(model)
     example = inputs(layers, model.device, images=images)
     with with_frequencies_for(model, length):
-        try:
-            with with_attention(model), quiet_export():
-                program = export(CachedDecoder(model, layers), example)
-        except Exception as error:
-            text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
-            raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
-        _check(model, program, layers, images)
+        keys_alone = all(layer.keys() <= {"keys", "values"} for layer in layers)  # others change the cache in Python
+        program, copied = _export(model, layers, example, repeated_layers if keys_alone else traced_layers)
+        error = _error(model, program, layers, images)
+        if copied and error > (_AGREEMENT_OF_COPIES if model.dtype == torch.float32 else _AGREEMENT):
+            program, _ = _export(model, layers, example, traced_layers)
+            error = _error(model, program, layers, images)
+    if error >= _AGREEMENT:
+        raise MXError(
+            f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
+            f"their norm): its attention cannot be exported with its cache; {WITHOUT_EXPORT}"
+        )
     return program
 
 
-@torch.no_grad()
-def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers, images: ImageInputs | None) -> None:
-    """Compare the program with the model on a few tokens.
+def _export(
+    model: PreTrainedModel,
+    layers: Layers,
+    example: dict[str, Any],
+    copies: Callable[..., AbstractContextManager[list[str]]],
+) -> tuple[ExportedProgram, list[str]]:
+    """Return the program of a model and the layers that `copies` copied; raise an `MXError` where it has none."""
+    try:
+        decoder = CachedDecoder(model, layers)
+        with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached) as copied:
+            return export(decoder, example), copied
+    except Exception as error:
+        text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
+        raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
 
-    Raises an `MXError` for a model that assumes a cache as long as the tokens read, or sees later tokens."""
+
+@torch.no_grad()
+def _error(model: PreTrainedModel, program: ExportedProgram, layers: Layers, images: ImageInputs | None) -> float:
+    """Return how far the logits of the program are from the model's on a few tokens.
+
+    It is large for a model that assumes a cache as long as the tokens read, or sees later tokens."""
     prompt, length = 12, 16
     tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
     call = inputs(layers, model.device, tokens, images=images)
@@ -190,17 +220,17 @@ def _check(model: PreTrainedModel, program: ExportedProgram, layers: Layers, ima
         start = torch.full((1,), first, device=model.device)
         logits.append(decoder(**{**call, **tokens_here, "start": start, "logits_to_keep": kept}))
     expected = model(**decoder_call(model, {"input_ids": call["input_ids"]}, mask, result), use_cache=False).logits
-    if (error := relative_error(torch.cat(logits, 1), expected)) is not None:
-        raise MXError(
-            f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
-            f"their norm): its attention cannot be exported with its cache; {WITHOUT_EXPORT}"
-        )
+    return _distance(torch.cat(logits, 1), expected)
 
 
 def relative_error(logits: Tensor, expected: Tensor) -> float | None:
     """Return the error of logits relative to their norm; None where it is one of rounding."""
-    error = (logits.float() - expected.float()).norm() / expected.float().norm()
-    return None if error < _AGREEMENT else float(error)
+    error = _distance(logits, expected)
+    return None if error < _AGREEMENT else error
+
+
+def _distance(logits: Tensor, expected: Tensor) -> float:
+    return float((logits.float() - expected.float()).norm() / expected.float().norm())
 
 
 def export(decoder: nn.Module, example: dict[str, Any], length: int | None = None) -> ExportedProgram:

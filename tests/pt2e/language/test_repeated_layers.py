@@ -1,0 +1,178 @@
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node, map_arg
+
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.layer_idx = nn.Linear(8, 8), number
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x).relu() * mask
+
+
+class Numbered(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x) * self.layer_idx
+
+
+class Scaled(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.scale = 0.5 if number < 4 else 2.0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x) * self.scale
+
+
+class Buffered(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.register_buffer("gain", torch.full((1, 1), 1.0 + number))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x).view(x.shape[0], x.shape[1], 8) * self.gain + x
+
+
+class Pair(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return x + self.linear(x), None
+
+
+class Net(nn.Module):
+    def __init__(self, layer: Callable[[int], Layer], count: int = 7) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer(number) for number in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        for layer in self.layers:
+            x = layer(x, mask)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+
+def exported(model: nn.Module) -> tuple[ExportedProgram, ExportedProgram, list[str]]:
+    """Return a traced program, one with copied layers, and their names."""
+    x, shapes = torch.randn(2, 3, 8), ({0: Dim("batch"), 1: Dim("length")},)
+    traced = torch.export.export(model, (x,), dynamic_shapes=shapes)
+    with repeated_layers(model, "") as copied:
+        return traced, torch.export.export(model, (x,), dynamic_shapes=shapes), copied
+
+
+def described(program: ExportedProgram) -> list[tuple[object, ...]]:
+    """Return the nodes of a program with their arguments, shapes and modules; a node is its number."""
+    numbers: dict[Node, str] = {}
+
+    def name(node: Node) -> str:
+        return numbers[node]
+
+    nodes = []
+    for node in program.graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        value = node.meta.get("val")
+        modules = node.meta.get("nn_module_stack")
+        arguments = map_arg(node.args, name), map_arg(node.kwargs, name)
+        nodes.append((node.target, *arguments, str(getattr(value, "shape", value)), modules))
+    return nodes
+
+
+@pytest.mark.parametrize("layer", [Layer, Buffered, Pair])
+def test_a_program_with_copied_layers_is_the_traced_one(layer: type[Layer]) -> None:
+    traced, copied, names = exported(model := Net(layer).eval())
+    assert names == [f"layers.{number}" for number in range(7 - len(names), 7)]
+    assert len(names) >= 4
+    assert described(copied) == described(traced)
+    assert copied.graph_signature == traced.graph_signature
+    x = torch.randn(5, 4, 8)
+    assert torch.equal(copied.module()(x), model(x))
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+@pytest.mark.parametrize("layer", [Numbered, Scaled])
+def test_layers_that_differ_are_traced(layer: type[Layer]) -> None:
+    traced, copied, names = exported(Net(layer).eval())
+    assert set(names) <= {"layers.2", "layers.3", "layers.6"}  # Scaled changes at layer 4
+    assert described(copied) == described(traced)
+
+
+def test_few_layers_are_traced() -> None:
+    assert exported(Net(Layer, 3).eval())[2] == []
+
+
+def test_the_layers_are_restored_after_an_error() -> None:
+    model = Net(Layer).eval()
+    with pytest.raises(KeyError), repeated_layers(model, ""):
+        raise KeyError
+    assert not any("forward" in vars(layer) for layer in model.layers)
+
+
+def test_a_module_that_occurs_twice_is_exported() -> None:
+    shared = Layer(0)
+    traced, copied, names = exported(Net(lambda number: shared).eval())
+    assert names == []
+    assert described(copied) == described(traced)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+SIZES |= {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+KV = {"num_key_value_heads": 1}
+#: family -> its further sizes, and the number of its layers that are copied
+FAMILIES = {
+    "Llama": ({}, 3),
+    "Qwen3": ({**KV, "head_dim": 16}, 3),
+    "Phi3": ({}, 2),
+    "GPTNeoX": ({}, 2),
+    "Olmo2": ({}, 3),
+    "Mixtral": ({**KV, "num_local_experts": 4}, 3),
+    "Gemma2": ({**KV, "head_dim": 16}, 0),
+    "Cohere2": (KV, 2),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "Llama"]
+
+
+@pytest.mark.parametrize("family", ["Llama", *SLOW])
+def test_decoders_of_transformers_are_the_traced_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more, count = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    counts: list[int] = []
+
+    @contextmanager
+    def counted(*args: Any) -> Iterator[list[str]]:
+        with repeated_layers(*args) as names:
+            yield names
+        counts.append(len(names))
+
+    monkeypatch.setattr(decoder, "repeated_layers", counted)
+    copied = decoder.export_decoder(model)
+    assert counts == [count]
+    monkeypatch.setattr(decoder, "repeated_layers", traced_layers)
+    assert described(copied) == described(decoder.export_decoder(model))
+
+
+def test_a_program_whose_layers_depend_on_their_number_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    forward = transformers.models.llama.modeling_llama.LlamaMLP.forward
+    numbers = {id(layer.mlp): number for number, layer in enumerate(model.model.layers)}
+
+    def late(self: nn.Module, x: Tensor) -> Tensor:
+        return forward(self, x) * (1 if numbers[id(self)] < 4 else 3)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaMLP, "forward", late)
+    program = decoder.export_decoder(model)
+    factors = [node.args[1] for node in program.graph.nodes if node.target is torch.ops.aten.mul.Tensor]
+    assert factors.count(3) == 2
