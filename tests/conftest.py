@@ -1,3 +1,4 @@
+import fnmatch
 import gc
 import os
 import signal
@@ -22,6 +23,27 @@ from tests.fresh_process import IMPORTED, run_program
 from tests.models import exported_encoder
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(config, items):
+    """Mark the cases of parametrized tests slow that `slow_cases` names, and those that `slow_except` does not name.
+    Names are ids, or patterns of them; in a collection of whole files, one that names no case is an error."""
+    cases = {}
+    for item in items:
+        for name, others in (("slow_cases", False), ("slow_except", True)):
+            if marker := item.get_closest_marker(name):
+                patterns = cases.setdefault((item.nodeid.partition("[")[0], marker.args), set())
+                case = item.callspec.id
+                named = {p for p in marker.args if p == case or fnmatch.fnmatchcase(case, p)}
+                patterns |= named
+                if bool(named) != others:
+                    item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.args):
+        return
+    for (test, patterns), named in cases.items():
+        if unknown := set(patterns) - named:
+            raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}")
 
 
 def pytest_collection_finish():

@@ -168,9 +168,14 @@ def examples() -> Iterator[tuple[str, str]]:
                 yield label, own_docstring(function)
 
 
-#: they build a library that tests/pt2mx/cpp builds, too, or do with a language model what the examples of
-#: `quantize_language_model` and `load_checkpoint` do
-_SLOW = {"pt2mx.cpp.build", "pt2mx.cpp.cmake_lines", "pt2mx.LanguageModel", "pt2mx.save_checkpoint"}
+#: they build a library that tests/pt2mx/cpp builds, too, do with a language model what the example of
+#: `quantize_language_model` does, or quantize whole models as the tests of these functions do
+_SLOW = {
+    *("pt2mx.cpp.build", "pt2mx.cpp.cmake_lines", "pt2mx.cpp.library_path"),
+    *("pt2mx.LanguageModel", "pt2mx.slice_language_model", "pt2mx.load_checkpoint", "pt2mx.save_checkpoint"),
+    *("pt2mx.MXExportQuantizer", "pt2mx.compare_recipes", "pt2mx.quark.ModelQuantizer", "pt2mx.quantize_onnx"),
+    "pt2mx.register_onnx_translations",
+}
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,7 @@ def test_scales_other_than_e8m0(name, weight, activation, tensor_scale):
     assert_as_exact(lowered, args, counts[linear.linear_mx] + counts[linear.grouped_linear_mx])
 
 
+@pytest.mark.slow_except("resnet18-mxfp8-1-20")
 @pytest.mark.parametrize(
     ("name", "recipe", "matmuls", "convolutions"),
     [

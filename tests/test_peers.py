@@ -127,6 +127,7 @@ def run(monkeypatch, tmp_path):
     return run_here
 
 
+@pytest.mark.slow_except("minilm")
 @pytest.mark.parametrize("tiny", ["smollm2", "minilm"], indirect=True)
 def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
@@ -147,6 +148,7 @@ def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
         evaluated.of_result(run(tmp_path, "float", {**job, "format": "W4"})[0], "W4")
 
 
+@pytest.mark.slow_except("efficientnet")
 def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     monkeypatch.setattr(peers, "run_method", run)
@@ -173,6 +175,7 @@ def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, cap
     assert (tmp_path / "results" / f"{tiny}-1" / process.HELD_OUT).read_bytes() == windows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
 def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     """Every layer has weights of one scale per channel, also after an activation function that two layers share."""

@@ -113,6 +113,7 @@ def equal(got, want):
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(leaves(got), leaves(want), strict=True))
 
 
+@pytest.mark.slow_cases("encoder, decomposed", "sums and products", "view, both with channels last")
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_every_stage(name, stages):
@@ -130,6 +131,7 @@ def test_every_stage(name, stages):
         assert equal(reloaded(program).module()(*inputs), prepared)
 
 
+@pytest.mark.slow_except("False-as_strided")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "as_strided" else pytest.mark.slow) for n in CASES])
 @pytest.mark.parametrize("unpack", [False, True])
 @torch.no_grad()

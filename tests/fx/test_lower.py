@@ -147,6 +147,7 @@ def test_running_it_leaves_the_buffers_of_the_converted_model():
     torch.testing.assert_close(model(x), first)
 
 
+@pytest.mark.slow_cases("options2")
 @pytest.mark.parametrize("options", [{}, {"dynamic": True}, {"mode": "max-autotune"}])
 def test_compiled(options, compiler):
     lowered = lower_to_inductor(convert(Tied(), (IDS,), "mxfp4_weight_only", shapes=BATCH))
@@ -172,6 +173,7 @@ class Branches(nn.Module):
         )[1]
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("fold", [True, False])
 def test_graphs_inside(fold):
     inputs = torch.randn(2, 64), -torch.randn(2, 64)

@@ -176,6 +176,7 @@ LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
 _SELECTED, _FIRST = (Selected(), first), (First(), torch.tensor)
 
 
+@pytest.mark.slow_cases("item, 4 and 6 bits")
 @pytest.mark.parametrize(
     ("model", "count", "formats"),
     [

@@ -62,6 +62,9 @@ def formats(program):
     return {weight.name: weight.spec.element.name for weight in packed_weights(program)}
 
 
+@pytest.mark.slow_except(
+    "encoder-mxfp4-mxfp4", "mixed-mxfp4-mxfp4", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None"
+)
 @LSTM
 @pytest.mark.parametrize(
     ("weight", "activation"),

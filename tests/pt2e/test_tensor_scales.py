@@ -45,6 +45,7 @@ def test_the_amax_of_batches():
     assert divisor.value("x") == 4
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("spec", ["nvfp4", "nvfp4(four_six)", "fp4_e2m1{16}(e4m3_f32_divisor)"])
 def test_calibration_fixes_the_tensor_scales_of_activations(spec, tmp_path):
     net = Net().eval()

@@ -35,6 +35,7 @@ print(torchvision.name, torchvision.half.times(), hasattr(torch.ops.torchvision,
 """
 
 
+@pytest.mark.slow_except("library that does not load")
 @pytest.mark.parametrize("kind", _TORCHVISIONS)
 def test_torchvision(run_python, tmp_path, kind):
     """No module of a failed import is left."""

@@ -52,6 +52,7 @@ def test_compiles(model, quantize, compiler):
     assert nn.functional.cosine_similarity(got, want).min() > 0.999
 
 
+@pytest.mark.slow_cases("Cond")
 @pytest.mark.parametrize("model", [Autocast, Cond, Checkpoint])
 def test_trains(model):
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def step(model, graph, seen, cache=None):
     return logits.float()
 
 
+@pytest.mark.slow_except("llama")
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral")), "gpt2"]
 )
@@ -46,6 +47,7 @@ def test_decoders(family):
     assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
 
 
+@pytest.mark.slow_except("mxfp8")
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", pytest.param("mxfp6", marks=pytest.mark.slow)])
 def test_a_cache_of_codes(text):
     model = decoder_of_codes(text, "llama")
@@ -77,6 +79,7 @@ def test_stored_once():
     assert calls(store_positions(copy_sharing_tensors(model.decoder), ()), stored) == []
 
 
+@pytest.mark.slow  # test_images.py has positions of images
 def test_positions_of_images():
     model = tiny_vision_language_model("qwen2_vl")
     decoder = quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).decoder
@@ -105,6 +108,7 @@ def test_skipped(call):
     assert not calls(use_decoding_attention(graph, everywhere=True), decoding_attention)
 
 
+@pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_cpu(dtype):
     """The kernel of `decoding_attention` reads floats, that of `attention_mx` codes; there are no counters."""

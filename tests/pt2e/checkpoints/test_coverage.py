@@ -49,6 +49,7 @@ def test_a_layer_that_is_left_out_is_lost_and_a_head_is_not(family):
     assert not values.held_by({name for name in names if "norm" not in name}).lost
 
 
+@pytest.mark.slow_except("gemma3")
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "gemma3"])
 def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
     model, tower = vision_language_checkpoint(kind, tmp_path)

@@ -25,7 +25,7 @@ def write_recording(path, seconds=1, rate=16_000):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the checkpoints "whisper" and "t5", recordings, and the folders that `pt2mx quantize` writes."""
+    """A folder with the checkpoints "whisper" and "t5", recordings, and what `pt2mx quantize` makes of "whisper"."""
     path = tmp_path_factory.mktemp("audio")
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     for family in ("whisper", "t5"):
@@ -34,10 +34,20 @@ def place(tmp_path_factory):
     extractor.save_pretrained(path / "whisper")
     (path / "recordings").mkdir()
     write_recording(path / "recordings" / "speech.wav", 0.8)
-    for family, more in (("whisper", ["--calibration", str(path / "recordings")]), ("t5", [])):
-        arguments = ["quantize", "--model", f"hf:{path}/{family}", "--recipe", "mxfp4_weight_only", *more]
-        assert main([*arguments, "--output", f"{path}/{family}-mxfp4"]) == 0
+    quantize(path, "whisper", "--calibration", str(path / "recordings"))
     return path
+
+
+def quantize(path, family, *more):
+    arguments = ["quantize", "--model", f"hf:{path}/{family}", "--recipe", "mxfp4_weight_only", *more]
+    assert main([*arguments, "--output", f"{path}/{family}-mxfp4"]) == 0
+
+
+@pytest.fixture(scope="module")
+def text_too(place):
+    """The folder, with what `pt2mx quantize` makes of "t5" too."""
+    quantize(place, "t5")
+    return place
 
 
 def test_a_recording_is_transcribed(run, place):
@@ -54,21 +64,26 @@ def test_a_recording_is_transcribed(run, place):
     assert answer["text"] == model.tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def test_a_prompt_is_answered(run, place):
+@pytest.mark.slow  # test_encoder_decoder.py generates with a T5, test_generate.py on the command line
+def test_a_prompt_is_answered(run, text_too):
     status, out, err = run("generate", "t5-mxfp4", "--prompt", "Hello", "--max-new-tokens", "9", "--json")
     assert status == 0, err
-    model = LanguageModel.from_pretrained(place / "t5-mxfp4")
+    model = LanguageModel.from_pretrained(text_too / "t5-mxfp4")
     options = {"max_new_tokens": 9, "do_sample": False}
     assert json.loads(out)["answers"][0]["text"] == model.generate(text="Hello", **options)
     texts = model.generate(text=["Hello", "Hi"], **options)
     assert texts == [model.generate(text="Hello", **options), model.generate(text="Hi", **options)]
 
 
+def refused(run, arguments, message):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "") and message in err and err.count("error") == 1
+
+
 def test_bad_input_is_one_line(run, place):
     write_recording(place / "long.wav", 1.5)
     write_recording(place / "slow.wav", 1, 8000)
     (place / "empty").mkdir()
-    (place / "text.txt").write_text("The quick brown fox")
     audio = ("generate", "whisper-mxfp4", "--audio")
     quantize = ("quantize", "--recipe", "mxfp8", "--output", "out", "--model")
     for arguments, message in (
@@ -77,19 +92,27 @@ def test_bad_input_is_one_line(run, place):
         ((*audio, "none.wav"), "is no .wav file of PCM samples"),
         ((*audio, "speech.wav", "--prompt", "x"), "--audio takes no prompt"),
         (("generate", "whisper-mxfp4", "--prompt", "x"), "'whisper-mxfp4' reads audio: give --audio FILE.wav"),
-        (("generate", "t5-mxfp4", "--audio", "speech.wav"), "'t5-mxfp4' reads no audio: give --prompt"),
-        (("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it"),
-        (("perplexity", "t5", "--text", "text.txt"), "a t5 answers a text and does not continue it"),
         ((*quantize, "hf:whisper", "--calibration", "empty"), "no recordings in 'empty'"),
         ((*quantize, "hf:whisper", "--optimize", "best"), "the algorithms look at inputs: give --calibration a folder"),
     ):
-        status, out, err = run(*arguments)
-        assert (status, out) == (2, "") and message in err and err.count("error") == 1
+        refused(run, arguments, message)
     assert not (place / "out").exists()
 
 
+def test_a_float_model_that_does_not_continue_texts(run, place):
+    (place / "text.txt").write_text("The quick brown fox")
+    refused(run, ("perplexity", "t5", "--text", "text.txt"), "a t5 answers a text and does not continue it")
+
+
 @pytest.mark.slow
-def test_compile_writes_packages(run, place, compiler):
+def test_a_quantized_model_that_does_not_continue_texts(run, text_too):
+    (text_too / "text.txt").write_text("The quick brown fox")
+    refused(run, ("generate", "t5-mxfp4", "--audio", "speech.wav"), "'t5-mxfp4' reads no audio: give --prompt")
+    refused(run, ("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it")
+
+
+@pytest.mark.slow
+def test_compile_writes_packages(run, text_too, compiler):
     for family in ("whisper", "t5"):
         status, out, err = run("compile", f"{family}-mxfp4")
         assert status == 0 and "of 32 tokens are the same" in out, err

@@ -151,6 +151,7 @@ def shapes_of(batch):
 SIMILAR = ("Dinov2Model", "CLIPTextModel", "SiglipModel", "OwlViTForObjectDetection")
 
 
+@pytest.mark.slow_except("Wav2Vec2Model", "LlamaForCausalLM", "ViTForImageClassification")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in MODELS]
 )
@@ -248,6 +249,7 @@ def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_pat
     )
 
 
+@pytest.mark.slow  # test_audio.py calibrates with recordings
 def test_a_folder_of_recordings_calibrates(checkpoint, write_wav, transformers, tmp_path, capsys):
     options, model, *_ = PROCESSED["Wav2Vec2FeatureExtractor"]
     folder = checkpoint(*model, transformers.Wav2Vec2FeatureExtractor(**options))

@@ -165,6 +165,7 @@ def test_json_is_alone_on_stdout(factory, capsys):
     assert 10 < actual["output_against_the_float_model"]["sqnr"] < 40
 
 
+@pytest.mark.slow_except("more1")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it is a device of Linux")
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_no_place_for_the_result_is_one_line_and_status_2(more, tmp_path):

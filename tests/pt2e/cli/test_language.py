@@ -182,6 +182,7 @@ def test_errors(run, arguments, text):
     assert status == 2 and re.search(text, err), err
 
 
+@pytest.mark.slow  # test_quantize.py distills a decoder
 def test_distill(run, place):
     (place / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     arguments = ("quantize", "--recipe", "mxfp4_weight_only", "--model", "hf:llama")

@@ -13,6 +13,7 @@ from pt2mx.pt2e.debug.stages import compare_stages
 from tests.stage_models import GRU, IDS, Normalized, stages
 
 
+@pytest.mark.slow_except("pt2mx")
 @GRU
 @pytest.mark.parametrize("target", ["pt2mx", "quark"])
 def test_onnx_files(tmp_path, target):

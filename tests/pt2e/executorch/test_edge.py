@@ -72,6 +72,7 @@ def test_weights_stay_bytes():
     assert len(ready.constants) == 0
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("activation", ["mxint8(mse)", "mxfp8(ceil,up)", "nvfp4"])
 def test_blocks_that_are_not_finite_and_tiny_ones(activation):
     """Also by scale modes and scale formats that go through the arithmetic of bit casts."""

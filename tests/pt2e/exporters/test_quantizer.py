@@ -50,6 +50,7 @@ def exported(host, model, quantizer, inputs, **options):
     return exporter().export(model, dict(inputs), config(quantizer=quantizer, **options))
 
 
+@pytest.mark.slow_except("vit-mxfp4", "llama-mxfp4_weight_only")
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("resnet", "mxfp8"), ("vit", "mxfp4"), ("bert", "mxfp6"), ("llama", "mxfp4_weight_only"), ("bert", "nvfp4")],
@@ -64,6 +65,7 @@ def test_dynamo_gives_the_bits_of_the_converted_model(name, recipe, converted):
     assert any(operand.spec for operator in quantizer.report.operators for operand in operator.operands)
 
 
+@pytest.mark.slow_except("bert-mxfp4_weight_only-100")
 @pytest.mark.parametrize(
     ("name", "recipe", "least"),
     [
@@ -93,6 +95,7 @@ def test_whole_models(host, least, name, converted):
     assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= least
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_dynamic_sizes_stay_dynamic(converted):
     quantizer = MXExportQuantizer("mxfp4_weight_only", [example("bert", 1)])
@@ -101,6 +104,7 @@ def test_dynamic_sizes_stay_dynamic(converted):
     assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= 100
 
 
+@pytest.mark.slow_except("3-0")
 @pytest.mark.parametrize(("padding", "of_samples"), [(3, 0), (0, 3)])
 @torch.no_grad()
 def test_prompts_and_single_tokens(padding, of_samples, converted):

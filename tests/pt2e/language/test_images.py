@@ -33,6 +33,7 @@ def folder(tmp_path_factory):
     return quantize
 
 
+@pytest.mark.slow_cases("qwen3_vl", "gemma3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_gives_the_tokens_of_transformers(folder, kind, monkeypatch):
     steps, run = [], Step.run
@@ -49,13 +50,17 @@ def test_generate_gives_the_tokens_of_transformers(folder, kind, monkeypatch):
     assert torch.allclose(loaded(**prompts).logits[read], logits[read], atol=1e-4)
 
 
+def test_ends_of_chunks_are_not_between_tokens_of_an_image():
+    images = (image_prompts("gemma3")["input_ids"] == 258).long()
+    assert list(runtime._ends_of_chunks(13, 4, images)) == [6, 12, 13]
+
+
+@pytest.mark.slow
 def test_chunks_of_a_prompt_keep_images_whole(folder, monkeypatch):
     """In Gemma 3 the tokens of an image see each other, also where a chunk would end between them."""
     model, prompts = LanguageModel.from_pretrained(folder("gemma3")), image_prompts("gemma3")
     expected = model.generate(**prompts, **GREEDY)
     monkeypatch.setitem(runtime._CHUNK, "cpu", 4)
-    ends = list(runtime._ends_of_chunks(13, 4, (prompts["input_ids"] == 258).long()))
-    assert ends == [6, 12, 13]
     assert torch.equal(model.generate(**prompts, **GREEDY), expected)
 
 
@@ -74,6 +79,7 @@ def test_positions_go_on_after_images(folder):
     assert torch.equal(model.generate(**prompts, **GREEDY, use_cache=False), model.generate(**prompts, **GREEDY))
 
 
+@pytest.mark.slow  # quantizes a second model
 def test_beams_and_a_quantized_cache(folder):
     model, eager = LanguageModel.from_pretrained(folder("llava")), round_weights(tiny_vision_language_model("llava"))
     prompts = image_prompts("llava")

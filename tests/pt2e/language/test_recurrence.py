@@ -86,6 +86,7 @@ def quantized(family):
     return quantized_decoder(family, QUANTIZER)
 
 
+@pytest.mark.slow_cases("lfm2")
 @pytest.mark.parametrize("family", EACH)
 def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
     """Prompts have different lengths. A folder holds all of the model."""

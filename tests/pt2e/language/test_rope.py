@@ -32,6 +32,7 @@ def longrope():
     return tiny_decoder("phi3", num_hidden_layers=1, **fields)
 
 
+@pytest.mark.slow_except("64-40")
 @pytest.mark.parametrize(("length", "prompt"), [(None, 12), (64, 40)])
 def test_longrope(length, prompt):
     """The text is that of transformers where all of it is below the limit of the short factors, or above."""
@@ -48,6 +49,7 @@ def test_longrope(length, prompt):
         result(torch.zeros(1, longest + 1, dtype=torch.long))
 
 
+@pytest.mark.slow_except("100")
 @torch.no_grad()
 @pytest.mark.parametrize("length", [None, 100])
 def test_dynamic_frequencies(length):

@@ -71,6 +71,7 @@ def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
     assert not [*tmp_path.glob("*.aoti.pt2")]
 
 
+@pytest.mark.slow_cases("options2")
 @pytest.mark.parametrize("options", [{}, {"mode": "default"}, {"options": {"max_fusion_size": 8}, "fullgraph": True}])
 def test_programs_without_guards_on_their_modules(options):
     torch._dynamo.reset()

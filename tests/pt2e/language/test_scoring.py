@@ -39,6 +39,7 @@ def greedy(model, prompt, length):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow_cases("mamba-*")
 @pytest.mark.parametrize("columns", [1024, 5])
 @pytest.mark.parametrize("batch_size", [1, 3, 50])
 def test_log_likelihoods(model, batch_size, columns, monkeypatch):
@@ -83,6 +84,7 @@ def test_the_windows_of_an_example():
     assert list(rolling_pairs([], -1, 4)) == []
 
 
+@pytest.mark.slow_cases("mamba-1", "mamba-2")
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 def test_continuations(model, batch_size):
     prompts = [context for context, _ in texts(1)]

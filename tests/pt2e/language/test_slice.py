@@ -24,6 +24,7 @@ def check_weights(before, after, scale_mode="even"):
     return elements
 
 
+@pytest.mark.slow_cases("mixtral", "mamba")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "mamba"])  # linear layers, experts, a scan
 def test_a_decoder(family, tmp_path):
     fields = {"num_hidden_layers": 1}
@@ -72,6 +73,7 @@ def test_a_quantized_cache_keeps_its_format(tmp_path):
     assert sliced.generate(PROMPT, max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.slow  # a variant of the next but one above
 def test_a_cache_of_values_is_quantized_where_the_recipe_says_so():
     anchor = decoder_by_recipe("mxint8", "llama", num_hidden_layers=1)
     narrow = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
@@ -83,6 +85,7 @@ def test_a_cache_of_values_is_quantized_where_the_recipe_says_so():
     assert sliced.generate(PROMPT, max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.slow  # each of its programs is sliced as a decoder is
 def test_an_encoder_decoder(tmp_path):
     anchor = quantized_encoder_decoder("t5", "mxint8")
     sliced = pt2mx.slice_language_model(anchor, FP4)

@@ -135,6 +135,7 @@ def test_which_calls_a_step_supports(llama):
     assert not step.supports(other.runner, inputs, step.cache, choice)
 
 
+@pytest.mark.slow_except("options0")
 @pytest.mark.parametrize("options", [GREEDY, {**GREEDY, "do_sample": True, "repetition_penalty": 1.3}])
 def test_a_second_call_takes_the_step_and_its_cache(kept, options):
     ids, mask = padded()
@@ -161,6 +162,7 @@ def test_a_step_is_replaced(kept):
     assert torch.equal(kept.generate(ids, attention_mask=mask, **GREEDY), expected)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_cache_of_a_step_is_freed_before_there_is_another(kept, monkeypatch, compiles):
     """Without the garbage collector."""
@@ -203,6 +205,7 @@ def test_no_step_is_kept_on_the_cpu(llama):
     assert llama._step is None
 
 
+@pytest.mark.slow  # test_record.py records programs
 def test_a_compiled_step_is_recorded_on_the_cpu():
     """Tokens are those of the program; a second call needs no record, another number of threads does."""
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
@@ -222,6 +225,7 @@ def test_a_compiled_step_is_recorded_on_the_cpu():
     torch.set_num_threads(torch.get_num_threads() - 1)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode(kept, first):
     """Tensors of inference mode cannot change outside of it."""
@@ -233,6 +237,7 @@ def test_inference_mode(kept, first):
     assert all(torch.equal(one, results[0]) for one in results)
 
 
+@pytest.mark.slow_except("deepcopy")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_has_no_step(kept, copied):
     ids = padded()[0]

@@ -110,6 +110,7 @@ def test_greedy_text_with_a_minimum_length(llama, behind, compare):
         compare(llama, ids, attention_mask=mask, **call)
 
 
+@pytest.mark.slow_except("*mistral")
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_sliding_windows(behind, compare, family):
     model, program = exported_decoder(family)
@@ -121,6 +122,7 @@ def test_sliding_windows(behind, compare, family):
     )
 
 
+@pytest.mark.slow_except("at once-sampled", "a step behind-greedy")
 @pytest.mark.parametrize("options", [{"do_sample": False}, SEVERAL], ids=["greedy", "sampled"])
 def test_a_quantized_cache(behind, compare, options):
     model = quantized_decoder("llama", MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8"))

@@ -145,6 +145,7 @@ def test_frequencies_for_a_length_are_refused_for_openvino(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_frequencies_is_an_error():
     model = limited_decoder()
     graph = decoder_of(model).graph

@@ -113,6 +113,7 @@ def exported_by(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow_except("matmul-mxfp4")
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [(name, "mxfp4") for name in MODELS]
@@ -132,6 +133,7 @@ def test_every_node_gives_the_bits_of_its_operator(name, recipe, exported_by):
             assert sqnr(run(written, *batch)[0], converted(*batch)) > 30
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("activation", [None, "nvfp4"])
 def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
     """Weights have the tensor scale of their own, activations the static scale that calibration found."""
@@ -151,6 +153,7 @@ def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
         torch.testing.assert_close(run(written, x)[0], converted(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_except("images")
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
 def test_outputs_with_packed_weights_only(name, exported_by):
     _, inputs, _, others, _ = MODELS[name]
@@ -202,6 +205,7 @@ def test_weights_have_the_bytes_of_the_converted_model(exported_by):
     assert {"embedding.weight_data", "embedding.weight_scale"} <= {node.input[0] for node in gathered}
 
 
+@pytest.mark.slow_except("18")
 @pytest.mark.parametrize("opset", [None, OPSETS[0], OPSETS[-1]])
 def test_opsets(opset, tmp_path):
     model = nn.Sequential(nn.Embedding(100, 96), nn.GELU(), nn.Linear(96, 8))
@@ -212,6 +216,7 @@ def test_opsets(opset, tmp_path):
     assert sqnr(run(written, batch)[0], converted(batch)) > 30
 
 
+@pytest.mark.slow_except("mxfp4-0.15")
 @pytest.mark.parametrize(("recipe", "ratio"), [("mxfp4", 0.15), ("mxfp8", 0.28)])
 def test_size_of_the_file(recipe, ratio, tmp_path):
     model = nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
@@ -230,6 +235,7 @@ def test_a_saved_program_has_its_inputs_and_shapes(name, exported_by, tmp_path):
         assert sqnr(run(str(tmp_path / "net.onnx"), *batch)[0], converted(*batch)) > 30
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("positional", [True, False])
 def test_keyword_inputs_in_any_order(positional, tmp_path):
     class MatmulMinus(nn.Module):
@@ -256,6 +262,7 @@ def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
     assert sqnr(run(str(tmp_path / "lowered.onnx"), x)[0], lowered(x)) > 50
 
 
+@pytest.mark.slow  # test_lowered_model_with_fused_quantization has a lowered model
 def test_lowered_model_and_a_rotated_one(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).eval(), torch.randn(4, 64)

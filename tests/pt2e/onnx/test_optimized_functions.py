@@ -30,6 +30,7 @@ def wrong_values(nodes, inputs, feeds):
     return [int(differing(y, operator(node, *feeds.values())).sum()) for node, y in zip(nodes, outputs, strict=True)]
 
 
+@pytest.mark.slow_except("fp4_e2m1")
 @pytest.mark.parametrize("element", FAST + [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
 def test_fake_quantize(element):
     torch.manual_seed(0)

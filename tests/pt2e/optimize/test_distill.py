@@ -43,6 +43,7 @@ def error(model, exported, x):
         return ((model(x)["out"].float() - expected).square().sum() / expected.square().sum()).item()
 
 
+@pytest.mark.slow_except("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_come_nearer_and_the_exported_model_stays(dtype):
     exported, batches, x = net(dtype)

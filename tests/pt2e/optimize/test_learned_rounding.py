@@ -57,6 +57,7 @@ def learned(graph, start, quantizer, batches, **options):
     return copied, learn_rounding(copied, graph, quantizer, batches, **options)
 
 
+@pytest.mark.slow_except("W4A4")
 @pytest.mark.parametrize(("quantizer", "less"), [(W4, 0.85), (W4A4, 0.92)], ids=["W4", "W4A4"])
 def test_outputs_come_nearer_than_by_nearest_and_than_by_gptq(quantizer, less):
     graph, batches, x = net()

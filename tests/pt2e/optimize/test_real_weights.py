@@ -19,6 +19,7 @@ SHARES = [
 ]
 
 
+@pytest.mark.slow_cases("digits-cnn-W4-over even-0.65")
 @pytest.mark.parametrize(("model", "name", "baseline", "share"), SHARES)
 def test_gptq_leaves_a_share_of_the_loss_of_rounding_to_nearest(
     model: str, name: str, baseline: str, share: float

@@ -177,6 +177,7 @@ def no_grad():
         yield
 
 
+@pytest.mark.slow_except("sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_later_token_changes_nothing_before_it(attention):
     ids = torch.randint(64, (1, 40))
@@ -188,6 +189,7 @@ def test_a_later_token_changes_nothing_before_it(attention):
         assert not torch.equal(first[:, -1], second[:, -1])
 
 
+@pytest.mark.slow_except("sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_old_content_of_a_cache_changes_nothing(attention):
     model = decoder(attention)
@@ -207,6 +209,7 @@ def test_old_content_of_a_cache_changes_nothing(attention):
         assert torch.equal(model(input_ids=second, cache_position=positions), fresh)
 
 
+@pytest.mark.slow_except("eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_padding_changes_nothing(attention):
     transformers = import_extra("transformers", "hf")

@@ -67,6 +67,7 @@ def test_the_grouped_matmul_of_transformers(quantize):
         assert torch.equal(converted(*inputs), want) and torch.equal(prepared, want)
 
 
+@pytest.mark.slow_except("grouped_mm")
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_experts_of_transformers(implementation, quantize):
     transformers = import_extra("transformers", "hf")

@@ -206,6 +206,7 @@ def test_operands_are_quantized_along_the_reduction(case, quantize):
     assert not torch.equal(prepared, model(*inputs)) and len(pairs) >= 2
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("inside", [False, True])
 def test_flex_attention(inside, quantize):
     """`forward` may make the mask; the graph then calls functions of vmap for their effect."""

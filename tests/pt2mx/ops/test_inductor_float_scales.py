@@ -20,6 +20,7 @@ def check_compiled(x, *args, **options):
         assert same(a, b), args
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in NAMES[::4])) for name in NAMES]
 )
@@ -60,6 +61,7 @@ def test_packages(name, tmp_path):
             assert same(a, b), rows
 
 
+@pytest.mark.slow_except("nvfp4", "int8{32}(f16)", "fp8_e4m3{16x32}(f32)")
 @pytest.mark.parametrize("name", NAMES)
 def test_portable(name):
     x = values()

@@ -145,6 +145,7 @@ def test_gradient_of_groups(dtype):
     torch.testing.assert_close(got, torch.cat([grad[:3] @ weight[1], grad[3:] @ weight[2]]).to(dtype))
 
 
+@pytest.mark.slow_except("20-dtype0", "16-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [16, 20])
 def test_rows_of_no_expert_have_no_gradient(n, dtype, compiler):
@@ -218,6 +219,7 @@ def test_errors_of_groups():
         grouped_linear_mx(torch.randn(1, 5, 64), data, scale, offs, *modes)
 
 
+@pytest.mark.slow_except("dtype1-3", "dtype0-200")
 @pytest.mark.parametrize("rows", [3, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotated_x(dtype, rows, compiler):

@@ -65,6 +65,7 @@ def fresh(page):
     return page
 
 
+@pytest.mark.slow_except("390", "1280")
 def test_the_answer_and_the_sections(fresh):
     answers = fresh.run("[...document.querySelectorAll('.answers .large')].map((one) => one.textContent)")
     assert answers[1:] == ["5.50", "0.9712", "8"]
