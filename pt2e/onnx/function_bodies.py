@@ -206,14 +206,26 @@ def _unpack(f: Function, packed: str, bits: int, blocks: Blocks) -> str:
     codes = []
     for first in range(0, per_group * bits, bits):
         i, shift = divmod(first, 8)
-        code = f.op("BitShift", bytes_[i], np.asarray(shift, np.uint8), direction="RIGHT") if shift else bytes_[i]
+        code = _bits(f, bytes_[i], shift, min(bits, 8 - shift))
         if shift + bits > 8:
-            higher = f.op("BitShift", bytes_[i + 1], np.asarray(8 - shift, np.uint8), direction="LEFT")
-            code = f.op("BitwiseOr", code, higher)
-        codes.append(f.op("BitwiseAnd", code, np.asarray((1 << bits) - 1, np.uint8)) if shift + bits != 8 else code)
+            code = f.op("BitwiseOr", code, _bits(f, bytes_[i + 1], 0, shift + bits - 8, 8 - shift))
+        codes.append(code)
     stacked = f.op("Concat", *(f.op("Unsqueeze", code, [blocks.inner]) for code in codes), axis=blocks.inner)
     total: Input = f.op("Mul", groups, [per_group]) if groups else [-(-blocks.length // per_group) * per_group]
     return blocks.reshape(f, stacked, packed, total)
+
+
+def _bits(f: Function, byte: str, first: int, count: int, to: int = 0) -> str:
+    """Return bits `first` to `first + count` of bytes, at the position `to`.
+
+    OpenVINO rounds a byte that it shifts to the right, and saturates one that it shifts to the left: the shift of
+    masked bytes loses no bit.
+    """
+    masked = f.op("BitwiseAnd", byte, np.asarray(((1 << count) - 1) << first, np.uint8))
+    if first == to:
+        return masked
+    shift = np.asarray(abs(first - to), np.uint8)
+    return f.op("BitShift", masked, shift, direction="RIGHT" if first > to else "LEFT")
 
 
 def _look_up(f: Function, codes: str, element: ElementFormat, columns: int = 0) -> str:
