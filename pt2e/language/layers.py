@@ -71,7 +71,8 @@ def _griffin_layers(model: Any, tokens: Tensor) -> Layers:
         "recurrent_states": torch.empty(1, config.lru_width, device="meta"),
     }
     kinds = zip(config.layers_block_type, cache.layers, strict=True)
-    return [states if kind == "recurrent" else _stored_in(layer) or {} for kind, layer in kinds]
+    recurrent = "recurrent", "linear_attention"  # the second from transformers 5.24 on
+    return [states if kind in recurrent else _stored_in(layer) or {} for kind, layer in kinds]
 
 
 def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtype]:

@@ -147,7 +147,9 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule for (B, S, heads, width) queries, keys and values."""
+    """Compute the gated delta rule for (B, S, heads, width) queries, keys and values.
+
+    From transformers 5.24 on, a head of queries and keys may have several heads of values."""
 
     def step(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         state = decay[..., None, None].exp() * state
@@ -155,6 +157,8 @@ def gated_delta_rule(
         state = state + k[..., None] * delta[..., None, :]
         return state, (state * q[..., None]).sum(-2)
 
+    groups = value.shape[2] // key.shape[2]
+    query, key = (one.repeat_interleave(groups, dim=2) if groups > 1 else one for one in (query, key))
     q, k, v, decay, beta = (one.float() for one in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = (one * torch.rsqrt((one * one).sum(-1, keepdim=True) + 1e-6) for one in (q, k))
