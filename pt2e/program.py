@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._export.serde import serialize
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
@@ -210,12 +210,19 @@ def export_program(
     return program
 
 
+def can_become_program(model: GraphModule, program: ExportedProgram) -> bool:
+    """Return whether `program_of` takes a graph: without subgraphs, all of whose outputs are tensors."""
+    outputs = program.graph_signature.output_specs
+    tensors = all(isinstance(spec.arg, TensorArgument) and spec.kind is OutputKind.USER_OUTPUT for spec in outputs)
+    return tensors and len(graph_modules(model)) == 1
+
+
 def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
     """Return the program of a graph, as an export of the graph would, without tracing it.
 
     Args:
-        model: a graph without subgraphs that was made of `program.module()`, with its inputs and outputs. It does not
-            change.
+        model: a graph that was made of `program.module()`, with its inputs and outputs, for which
+            `can_become_program` is True. It does not change.
         program: the other program.
     """
     with recompile_once() as mark:
@@ -229,6 +236,7 @@ def _program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram
     graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
     for node in graph.find_nodes(op="call_module", target="_guards_fn"):
         graph.erase_node(node)
+    placeholders = graph.find_nodes(op="placeholder")
     tensors = _lift_tensors(model, state.keys())
     for node in list(graph.nodes):
         if node.op == "call_function" and "val" not in node.meta:
@@ -239,6 +247,8 @@ def _program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram
         for spec, node in zip(signature.output_specs, results, strict=True)
     ]
     inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for spec, node in zip(inputs, placeholders, strict=True):
+        node.name = spec.arg.name  # a copy of the graph has another name for what is also a builtin, such as `input`
     return ExportedProgram(
         root=model,
         graph=graph,

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> Result:
         batches = list(load_eval_batches(loaded, options).values())
         calibration, evaluation = _split(batches, quantizers)
         progress.begin("export")
-        exported, _ = exported_module(loaded, options.part, options.allow_partial)
+        exported, *_ = exported_module(loaded, options.part, options.allow_partial)
         with user_errors("run the model"):
             comparison = compare_recipes(
                 exported,

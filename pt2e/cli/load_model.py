@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -70,8 +71,8 @@ def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> 
 
 def exported_module(
     loaded: LoadedModel, part: str | None = None, allow_partial: bool = False
-) -> tuple[GraphModule, Coverage | None]:
-    """Export a model; return its graph module, and the share of its checkpoint's values that it holds.
+) -> tuple[GraphModule, Coverage | None, ExportedProgram]:
+    """Export a model; return its graph module, the share of its checkpoint's values that it holds, and its program.
 
     Raises:
         MXError: for a program that leaves out more than `part` and `allow_partial` permit; see `Coverage.check`.
@@ -79,12 +80,12 @@ def exported_module(
     with user_errors("export the model", _FOR_CODE if loaded.values is None else WITHOUT_EXPORT):
         program = loaded.export()
     if loaded.values is None:
-        return program.module(), None
+        return program.module(), None, program
     coverage = loaded.values.held_by(tensors_read(program))
     coverage.check(part, allow_partial)
     note_coverage(coverage)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    return remove_unused(program.module()), coverage
+    return remove_unused(program.module()), coverage, program
 
 
 def note_coverage(coverage: Coverage) -> None:

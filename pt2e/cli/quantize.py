@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
 from pt2mx.pt2e.optimize.report import optimization_report
 from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.prepare import prepare_pt2e
-from pt2mx.pt2e.program import save_program
+from pt2mx.pt2e.program import can_become_program, program_of, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
@@ -89,7 +90,7 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         batches = load_eval_batches(loaded, options)
 
         progress.begin("export")
-        float_model, coverage = exported_module(loaded, options.part, options.allow_partial)
+        float_model, coverage, program = exported_module(loaded, options.part, options.allow_partial)
         optimized = float_model
         if quantizer.algorithms is not None:
             progress.begin("optimize")
@@ -106,7 +107,7 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         agreement = _compare(converted, float_model, list(batches.values()) or [loaded.example], options)
 
         progress.begin("save")
-        _save(converted, loaded, stored, options)
+        _save(converted, program, loaded, stored, options)
         report = quantization_report(converted)
         _write_report(report, options, stored, agreement, before=float_model, after=converted)
 
@@ -185,9 +186,19 @@ def _compare(
     return agreement
 
 
-def _save(converted: GraphModule, loaded: LoadedModel, quantizer: MXQuantizer, options: argparse.Namespace) -> None:
+def _save(
+    converted: GraphModule,
+    program: ExportedProgram,
+    loaded: LoadedModel,
+    quantizer: MXQuantizer,
+    options: argparse.Namespace,
+) -> None:
+    """Save a graph that was made of a program as a program, which only some graphs have to be exported again for."""
     with user_errors("export the converted model"):
-        program = export(converted, loaded.example, loaded.dynamic_shapes)
+        if can_become_program(converted, program):
+            program = program_of(converted, program)
+        else:
+            program = export(converted, loaded.example, loaded.dynamic_shapes)
     with user_errors(f"write {options.output!r}"):
         save_program(program, options.output, quantizer)
 

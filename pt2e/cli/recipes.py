@@ -45,7 +45,7 @@ def run_check(options: argparse.Namespace) -> Result:
         with user_errors("load the model"):
             loaded = load_model(options.model)
         progress.begin("export")
-        exported, _ = exported_module(loaded, allow_partial=True)
+        exported, *_ = exported_module(loaded, allow_partial=True)
         progress.begin("prepare")
         with user_errors("prepare the model"):
             report = quantization_report(prepare_pt2e(exported, quantizer))

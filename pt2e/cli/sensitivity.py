@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Result:
         loaded = load_float_model(options)
         batches = list(load_eval_batches(loaded, options).values())
         progress.begin("export")
-        exported, _ = exported_module(loaded, options.part, options.allow_partial)
+        exported, *_ = exported_module(loaded, options.part, options.allow_partial)
         progress.begin("measure")
         with user_errors("run the model"):
             measured = sensitivity(

@@ -15,7 +15,7 @@ from pt2mx.fx.graph.node import Quantize, is_ours
 from pt2mx.pt2e import provenance
 from pt2mx.pt2e.archive import add_records, read_record
 from pt2mx.pt2e.output import whole_file
-from pt2mx.pt2e.program import program_of
+from pt2mx.pt2e.program import can_become_program, program_of
 from pt2mx.pt2e.provenance import Provenance, provenance_of, recipe_of
 from tests.flow import calibrated, exported
 
@@ -248,3 +248,17 @@ def test_threads_save_programs(converted, tmp_path):
     for thread in threads:
         thread.join()
     assert not errors and serialize.canonicalize is given
+
+
+def test_which_graphs_become_a_program_without_an_export():
+    class Branches(torch.nn.Module):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x + 1, None
+
+    for net, expected in ((torch.nn.Linear(4, 4), True), (Branches(), False), (Pair(), False)):
+        program = torch.export.export(net.eval(), (torch.ones(2, 4),))
+        assert can_become_program(program.module(), program) is expected
