@@ -127,6 +127,17 @@ def exported_architecture(name):
     return exported(Logits(model.eval().to(dtype)), IDS)
 
 
+@pytest.mark.slow_cases(
+    "mxfp4_weight_only-llama tied",
+    "mxfp4_weight_only-gpt2",
+    "mxfp4_weight_only-mixtral",
+    "mxfp4_weight_only-qwen3 moe",
+    "nvfp4_weight_only-llama tied",
+    "nvfp4_weight_only-gpt2",
+    "nvfp4_weight_only-mixtral, float32",
+    "nvfp4_weight_only-qwen3 moe",
+    "mxfp8-mixtral",
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only", "nvfp4_weight_only"])
 def test_language_models(name, recipe):

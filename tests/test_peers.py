@@ -127,7 +127,7 @@ def run(monkeypatch, tmp_path):
     return run_here
 
 
-@pytest.mark.slow_except("minilm")
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["smollm2", "minilm"], indirect=True)
 def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")

@@ -70,7 +70,7 @@ def test_dynamic_shapes(converted):
     assert [graph.count("pt2mx.fake_quantize_mx.default") for graph in own.graphs] == [3]
 
 
-@pytest.mark.slow_except("<lambda>1", "<lambda>3")
+@pytest.mark.slow_except("<lambda>1")
 @pytest.mark.parametrize(
     "write",
     [

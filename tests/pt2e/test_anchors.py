@@ -44,7 +44,7 @@ def train(models, inputs, steps=3):
         optimizer.step()
 
 
-@pytest.mark.slow_cases("*-Nested-")
+@pytest.mark.slow_cases("*-Nested-", "int6-Cond-")
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [(mlp, (X,)), (Tied, (IDS,)), (NormalizedConv, IMAGES), (Cond, (X,)), (Nested, (X,))],

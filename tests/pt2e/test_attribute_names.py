@@ -82,6 +82,9 @@ def plain():
 PREPARES = (pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e)
 
 
+@pytest.mark.slow_cases(
+    "trained-words of the next but one", "trained-words of the flow", "calibrated-words of the next but one"
+)
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")  # torch.export of an LSTM
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize("prepare", PREPARES, ids=["calibrated", "trained"])

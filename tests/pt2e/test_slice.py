@@ -63,7 +63,7 @@ def formats(program):
 
 
 @pytest.mark.slow_except(
-    "encoder-mxfp4-mxfp4", "mixed-mxfp4-mxfp4", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None"
+    "encoder-weight1-None", "mixed-mxfp4-mxfp4", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None"
 )
 @LSTM
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, Repeated, X
 
 
+@pytest.mark.slow_cases("Nested", "Scan")
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_inside_is_quantized(model, quantize, tmp_path):
     torch.manual_seed(0)

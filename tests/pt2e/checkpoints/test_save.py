@@ -30,6 +30,7 @@ def stock(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+@pytest.mark.slow_cases("mixtral-settings4-mxfp4-pack-quantized", "gpt_oss-settings6-mxfp6-pack-quantized")
 @pytest.mark.parametrize(
     ("family", "settings", "form"),
     [

@@ -194,6 +194,7 @@ def test_distill(run, place):
     assert not all(torch.equal(tensor, nearest[name]) for name, tensor in trained.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer(run, place):
     checkpoint("gpt2", place / "gpt2", tokenizer=False, num_hidden_layers=1)
     status, _, err = run(*QUANTIZE, "hf:gpt2", "--output", "tokens")

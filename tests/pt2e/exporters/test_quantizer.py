@@ -50,7 +50,7 @@ def exported(host, model, quantizer, inputs, **options):
     return exporter().export(model, dict(inputs), config(quantizer=quantizer, **options))
 
 
-@pytest.mark.slow_except("vit-mxfp4", "llama-mxfp4_weight_only")
+@pytest.mark.slow_except("vit-mxfp4")
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [("resnet", "mxfp8"), ("vit", "mxfp4"), ("bert", "mxfp6"), ("llama", "mxfp4_weight_only"), ("bert", "nvfp4")],

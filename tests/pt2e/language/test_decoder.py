@@ -29,7 +29,7 @@ def close(logits, expected, family=None):
     return torch.allclose(logits, expected, atol=relative * max(1, float(expected.abs().max())))
 
 
-@pytest.mark.slow_cases("gpt_oss", "gemma3", "lfm2")
+@pytest.mark.slow_cases("gpt_oss", "gemma3", "mamba", "lfm2")
 @torch.no_grad()
 @pytest.mark.parametrize("family", EACH)
 def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):

@@ -137,6 +137,7 @@ def test_what_is_no_grid_of_patches(folder):
             model.generate(**{**prompts, **wrong}, **GREEDY)
 
 
+@pytest.mark.slow_except("llava")
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 def test_images_and_tokens_of_other_dtypes(folder, kind):
     model, prompts = LanguageModel.from_pretrained(folder(kind)), image_prompts(kind)

@@ -20,6 +20,7 @@ def relative_error(y, exact):
     return float((y - exact).detach().square().sum() / exact.detach().square().sum())
 
 
+@pytest.mark.slow_cases("nvfp4-None-bounds0")
 @pytest.mark.parametrize(
     ("weight", "activation", "bounds"),
     [

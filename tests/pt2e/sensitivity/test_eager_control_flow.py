@@ -7,6 +7,7 @@ from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
 from tests.subgraph_models import MODELS, Cond, X
 
 
+@pytest.mark.slow_cases("Nested", "Scan", "Map")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_estimates_inside_of_graphs(make):
     with torch.no_grad():
