@@ -15,6 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.answers import Answer, answer
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.batches import read_image
+from pt2mx.pt2e.cli.conversation import Conversation
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
 from pt2mx.pt2e.cli.result import Result
@@ -23,9 +24,6 @@ from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.output import json_text, write_text
 from pt2mx.pt2e.user_errors import user_errors
-
-#: a turn of a conversation, as chat templates take it
-Turn = dict[str, str]
 
 
 def run(options: argparse.Namespace) -> Result | None:
@@ -47,17 +45,17 @@ def run(options: argparse.Namespace) -> Result | None:
         models = {"float": load_decoder(options.float, dtype=options.dtype).to(model.device), **models}
     torch.manual_seed(options.seed)
     progress.begin("generate")
-    turns: list[Turn] = [{"role": "system", "content": options.system}] if options.system else []
+    conversation = Conversation(model, options.system)
     is_conversation = options.chat and not prompts and not images
     rows: list[dict[str, object]] = []
     for batch in _batches(options.audio or prompts, together=not options.audio and not images):
         with user_errors("generate"), only_first_prints():
-            inputs = _inputs(model, batch, turns, images, options)
-            answers = _answers(models, inputs, settings, batch)
+            inputs = _inputs(model, batch, conversation, images, options)
+            cache = conversation.cache_for(inputs["input_ids"]) if is_conversation else {}
+            answers = _answers(models, inputs, settings, batch, cache)
         rows += _rows("audio" if options.audio else "prompt", batch, answers)
         if is_conversation:
-            said = answers["quantized"][0].text
-            turns += [{"role": "user", "content": batch[0]}, {"role": "assistant", "content": said}]
+            conversation.add(batch[0], answers["quantized"][0])
     if options.output is not None and is_first():
         texts = "".join(f"{row['text']}\n" for row in rows)
         write_text(json_text({"answers": rows}) if _is_json(options.output) else texts, options.output)
@@ -88,7 +86,11 @@ def _read_prompts() -> Iterator[str]:
 
 
 def _inputs(
-    model: LanguageModel, batch: list[str], turns: list[Turn], images: list[Any], options: argparse.Namespace
+    model: LanguageModel,
+    batch: list[str],
+    conversation: Conversation,
+    images: list[Any],
+    options: argparse.Namespace,
 ) -> dict[str, torch.Tensor]:
     """Return what `generate` takes for a recording, or for prompts after the turns of a conversation."""
     if options.audio:
@@ -100,23 +102,25 @@ def _inputs(
             raise MXError("--image: the folder holds no vision-language model with its processor")
         inputs = image_prompt(model.processor, batch[0], images, options.chat or None)
     elif options.chat:
-        inputs = chat_tokens(model.tokenizer, [[*turns, {"role": "user", "content": prompt}] for prompt in batch])
+        turns = [[*conversation.turns, {"role": "user", "content": prompt}] for prompt in batch]
+        inputs = chat_tokens(model.tokenizer, turns)
     else:
         return model.tokens(batch)
     return {name: tensor.to(model.device) for name, tensor in inputs.items()}
 
 
 def _answers(
-    models: dict[str, Any], inputs: dict[str, Any], settings: dict[str, Any], batch: list[str]
+    models: dict[str, Any], inputs: dict[str, Any], settings: dict[str, Any], batch: list[str], cache: dict[str, Any]
 ) -> dict[str, list[Answer]]:
-    """Return the answers of each model. All draw the same random numbers; the quantized model's draws are kept."""
+    """Return the answers of each model. All draw the same random numbers; the quantized model's draws are kept, and it
+    alone gets the cache."""
     model, answers = models["quantized"], {}
     cards = [model.device] if model.device.type == "cuda" else []
     for name, one in models.items():
         if len(models) > 1:
             print(f"{name}:")
         with nullcontext() if one is model else torch.random.fork_rng(cards):
-            answers[name] = answer(one, model.tokenizer, inputs, settings, batch)
+            answers[name] = answer(one, model.tokenizer, inputs | (cache if one is model else {}), settings, batch)
     return answers
 
 

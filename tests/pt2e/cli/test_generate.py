@@ -74,6 +74,25 @@ def test_lines_of_a_conversation_are_its_turns(model, texts, monkeypatch):
     assert second == said(model, f"{begun}{first}<user>Why?<assistant>") != said(model, "<user>Why?<assistant>")
 
 
+def test_a_model_reads_each_turn_once(model, texts, monkeypatch):
+    lengths, inputs_of = [], LanguageModel._inputs_of
+
+    def recording(self, input_ids, *arguments):
+        lengths.append(input_ids.shape[1])
+        return inputs_of(self, input_ids, *arguments)
+
+    monkeypatch.setattr(LanguageModel, "_inputs_of", recording)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello there, my friend\nWhy?\nOh\n"))
+    answers = texts("--chat")
+    first, second, third = (length for length in lengths if length > 1)
+    whole, texts_so_far = [], ""
+    for question, said_then in zip(("Hello there, my friend", "Why?", "Oh"), answers, strict=True):
+        texts_so_far += f"<user>{question}<assistant>"
+        whole.append(len(model.tokens([texts_so_far])["input_ids"][0]))
+        texts_so_far += said_then
+    assert first == whole[0] and second <= whole[1] - whole[0] and third <= whole[2] - whole[1]
+
+
 def test_prompts_of_a_chat_do_not_know_each_other(model, texts):
     expected = [said(model, f"<user>{prompt}<assistant>") for prompt in ("Hello", "Why is it?")]
     assert texts("--chat", "--prompt", "Hello", "--prompt", "Why is it?") == expected
