@@ -21,6 +21,7 @@ from tests.language_models import quantized_decoder
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step():
     for tied in (False, True):
         model = quantized_decoder(
@@ -149,6 +150,7 @@ def test_a_random_gguf_file(tmp_path):
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
 
 
+@pytest.mark.slow
 def test_a_distilled_model():
     """The chosen number of examples trains a model further than its rounding."""
     case = digits.case("mlp")

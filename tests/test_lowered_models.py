@@ -155,6 +155,7 @@ def test_language_models(name, recipe):
     assert total - tensor_scales == before - separate and tensor_scales <= separate  # merged layers have one
 
 
+@pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("recipe", ["nvfp4_weight_only", "nvfp4"])
 def test_layers_merge_that_share_a_tensor_scale(recipe):
     """As many matmuls as with E8M0 scales: queries, keys and values in one, gate and up projection in one."""

@@ -14,10 +14,10 @@ from tests.sweep.table import ARCHITECTURES, COMPILED, RECIPES
 README = " ".join((Path(__file__).parent / "README.md").read_text().split())
 
 #: fast ones, of the kinds that no other default test converts among them; all others are slow in sum
-DEFAULT = ("vit", "LlamaForCausalLM", "ConvNextModel", "VisualBertModel", "PatchTSMixerModel")
-#: converted by default in test_real_models.py, test_lowered_models.py, test_recurrence.py, test_encoder_decoder.py and
-#: test_checkpoint_inputs.py
-ELSEWHERE = ("encoder", "mixture of experts", "state space", "encoder-decoder", "audio")
+DEFAULT = ("vit", "LlamaForCausalLM", "ConvNextModel", "PatchTSMixerModel")
+#: converted by default in test_real_models.py, test_lowered_models.py, test_recurrence.py, test_encoder_decoder.py,
+#: test_checkpoint_inputs.py and test_images.py
+ELSEWHERE = ("encoder", "mixture of experts", "state space", "encoder-decoder", "audio", "multimodal")
 
 
 def run(name, stages):

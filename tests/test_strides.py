@@ -113,7 +113,9 @@ def equal(got, want):
     return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(leaves(got), leaves(want), strict=True))
 
 
-@pytest.mark.slow_cases("encoder, decomposed", "sums and products", "view, both with channels last")
+@pytest.mark.slow_cases(
+    "encoder, decomposed", "sums and products", "view", "transposed weight", "view, both with channels last"
+)
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_every_stage(name, stages):

@@ -62,9 +62,7 @@ def formats(program):
     return {weight.name: weight.spec.element.name for weight in packed_weights(program)}
 
 
-@pytest.mark.slow_except(
-    "encoder-weight1-None", "mixed-mxfp4-mxfp4", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None"
-)
+@pytest.mark.slow_except("encoder-weight1-None", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None")
 @LSTM
 @pytest.mark.parametrize(
     ("weight", "activation"),

@@ -40,6 +40,7 @@ def test_a_decoder(family, tmp_path):
     assert "pt2mx.quantize_mx" not in sliced.program.graph_module.code
 
 
+@pytest.mark.slow  # tests/pt2e/test_slice.py has it of programs
 def test_it_is_the_quantized_model_with_the_values_of_the_anchor():
     """Its logits are those of quantizing the float decoder with these values, to the bit."""
     model, _ = exported_decoder("qwen2", num_hidden_layers=1)

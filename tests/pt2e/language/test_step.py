@@ -187,6 +187,7 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
     assert torch.equal(more, kept.generate(result.sequences, **GREEDY))
 
 
+@pytest.mark.slow  # test_a_cache_that_the_user_has_is_not_taken has such a cache
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
     ids, steps, grow = padded()[0], [], generation.grow

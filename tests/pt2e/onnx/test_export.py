@@ -174,6 +174,7 @@ def test_float16(tmp_path):
     assert {node.dtype for _, node in DequantizeMX.nodes_in(written)} == {onnx.TensorProto.FLOAT16}
 
 
+@pytest.mark.slow  # test_float16 is another narrow dtype
 def test_bfloat16(tmp_path):
     """An embedding only: onnxruntime has no bfloat16 matmul on the CPU."""
     model = nn.Sequential(nn.Embedding(100, 96)).bfloat16()

@@ -241,6 +241,7 @@ def test_sizes_that_the_program_compares_at_run_time(tmp_path):
             loaded(torch.randn(4, 9, 64), torch.rand(rows, columns))
 
 
+@pytest.mark.slow_except("KeyboardInterrupt")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_failure_leaves_the_old_package(error, converted, tmp_path, monkeypatch):
     def fail(file, files):

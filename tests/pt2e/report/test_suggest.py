@@ -52,6 +52,7 @@ def noise(model, quantizer):
     return report.weight_bits, sum(w.statistics.relative_noise for w in weights)
 
 
+@pytest.mark.slow_cases("encoder")
 @pytest.mark.parametrize("make", [encoder, conv_net])
 def test_within_the_budget_and_less_noise_than_uniform_recipes(make):
     model = make()
@@ -65,6 +66,7 @@ def test_within_the_budget_and_less_noise_than_uniform_recipes(make):
     assert better >= 2
 
 
+@pytest.mark.slow_cases("encoder")
 @pytest.mark.parametrize("make", [encoder, conv_net])
 def test_more_bits_less_noise(make):
     model = make()

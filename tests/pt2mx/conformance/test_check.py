@@ -40,6 +40,7 @@ def test_the_definition_has_no_deviation(format):
     )
 
 
+@pytest.mark.slow_cases("int8-modes2-choices2")
 @pytest.mark.parametrize(
     ("format", "modes", "choices"),
     [

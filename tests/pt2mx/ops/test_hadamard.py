@@ -32,6 +32,7 @@ def test_is_the_product_with_the_matrix(size):
     assert moved.is_contiguous() and torch.equal(moved, hadamard(x, size, -1).permute(2, 0, 1))
 
 
+@pytest.mark.slow_except("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_opcheck(dtype):
     """Of few stages: each is some operators for which symbolic sizes are traced."""

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 _SLOW = {"fp8_e4m3", "fp6_e2m3"}
 
 
+@pytest.mark.slow_cases("fp8_e5m2-False", "fp6_e3m2-False")
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
@@ -45,6 +46,7 @@ def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow  # test_linear.py compiles for dynamic sizes
 def test_compiled_takes_other_lengths():
     """With guards there is code of its own for one block."""
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=True)

@@ -77,6 +77,7 @@ def test_every_order_of_four_and_five_dimensions():
                 check(laid_out(shape, order), next(names), axis)
 
 
+@pytest.mark.slow_except("even")
 @pytest.mark.parametrize("rounding", ["even", "stochastic"])
 def test_views(rounding):
     for x in views():
