@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: what the names of modules begin with in a trace of torch.export
 _ROOT = "_export_root."
@@ -155,13 +156,15 @@ class _Copier:
                 for key, (name, kind) in node.meta["nn_module_stack"].items()
             }
             copies[node] = copy
-        results = [leaf if node is None else self._traced(leaf, copies[node]) for leaf, node in template.results]
+        results = [
+            leaf if node is None else self._traced(leaf, copies.get(node, node)) for leaf, node in template.results
+        ]
         return pytree.tree_unflatten(results, template.spec)
 
     def _traced(self, like: Tensor, node: Node) -> Tensor:
         """Return a tensor of the same kind that is the value of a node."""
         with disable_proxy_modes_tracing():
-            result = torch.empty_like(like)
+            result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         set_proxy_slot(result, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
         return result
 
@@ -205,12 +208,24 @@ def _alike(layer: nn.Module, other: nn.Module) -> bool:
 
 
 def _equal_values(a: Any, b: Any) -> bool:
-    """Return whether two attributes or arguments are equal: modules and tensors only if they are the same."""
-    if isinstance(a, nn.Module | Tensor) or isinstance(b, nn.Module | Tensor):
+    """Return whether two attributes or arguments are equal: modules and tensors, in containers too, only if they are
+    the same."""
+    (leaves, spec), (others, other_spec) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other_spec and all(map(_equal_leaves, leaves, others))
+
+
+def _equal_leaves(a: Any, b: Any) -> bool:
+    if a is b or type(a) is not type(b) or isinstance(a, nn.Module | Tensor):
         return a is b
-    if isinstance(a, partial) and isinstance(b, partial):
-        return (a.func, a.args, a.keywords) == (b.func, b.args, b.keywords)
-    return a is b or (type(a) is type(b) and bool(a == b))
+    if isinstance(a, _SYMBOLIC):  # their equality would become a condition of the program
+        return str(a) == str(b)
+    if isinstance(a, partial):
+        return a.func == b.func and _equal_values((a.args, a.keywords), (b.args, b.keywords))
+    try:
+        with _disable_current_modes():  # an object may compare its tensors, which is no part of the program
+            return bool(a == b)
+    except Exception:  # such as for arrays
+        return False
 
 
 def _equal(trace: _Trace, other: _Trace) -> bool:
@@ -231,11 +246,13 @@ def _equal(trace: _Trace, other: _Trace) -> bool:
                 return node.target, str(value)
             return node.target, map_arg(node.args, name), map_arg(node.kwargs, name)
 
-        results = [leaf if node is None else name(node) for leaf, node in trace.results]
-        return [*map(described_node, trace.nodes), *results]
+        return [*map(described_node, trace.nodes), *(name(node) for _, node in trace.results if node is not None)]
+
+    def constants(trace: _Trace) -> Any:
+        return pytree.tree_unflatten([leaf if node is None else None for leaf, node in trace.results], trace.spec)
 
     copied = all(node.op == "call_function" and not free_unbacked_symbols(_values(node)) for node in trace.nodes)
-    return copied and described(trace) == described(other)
+    return copied and described(trace) == described(other) and _equal_values(constants(trace), constants(other))
 
 
 def _values(node: Node) -> list[Any]:

@@ -1,7 +1,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -50,6 +52,23 @@ class Pair(Layer):
         return x + self.linear(x), None
 
 
+class Sliced(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        gain = 1.0 if x.is_contiguous() else 1.5
+        return nn.functional.pad(self.linear(x) * gain, (0, 1))[..., :8]
+
+
+class WithGlobalMask(Layer):
+    """Its second result is a tensor that is none of its arguments."""
+
+    mask: Tensor
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        if self.layer_idx == 0:
+            WithGlobalMask.mask = mask
+        return x + self.linear(x), WithGlobalMask.mask
+
+
 class Net(nn.Module):
     def __init__(self, layer: Callable[[int], Layer], count: int = 7) -> None:
         super().__init__()
@@ -89,7 +108,7 @@ def described(program: ExportedProgram) -> list[tuple[object, ...]]:
     return nodes
 
 
-@pytest.mark.parametrize("layer", [Layer, Buffered, Pair])
+@pytest.mark.parametrize("layer", [Layer, Buffered, Pair, Sliced, WithGlobalMask])
 def test_a_program_with_copied_layers_is_the_traced_one(layer: type[Layer]) -> None:
     traced, copied, names = exported(model := Net(layer).eval())
     assert names == [f"layers.{number}" for number in range(7 - len(names), 7)]
@@ -105,6 +124,28 @@ def test_a_program_with_copied_layers_is_the_traced_one(layer: type[Layer]) -> N
 def test_layers_that_differ_are_traced(layer: type[Layer]) -> None:
     traced, copied, names = exported(Net(layer).eval())
     assert set(names) <= {"layers.2", "layers.3", "layers.6"}  # Scaled changes at layer 4
+    assert described(copied) == described(traced)
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        lambda number: np.full(2, number),
+        lambda number: [torch.tensor(float(number))],
+        lambda number: {"gain": torch.full((2,), float(number))},
+        lambda number: partial(torch.add, torch.ones(2)),
+        lambda number: [2 if number % 2 else 2.0],
+    ],
+    ids=["array", "list", "dict", "partial", "int or float"],
+)
+def test_layers_with_attributes_of_no_plain_equality_are_traced(attribute: Callable[[int], object]) -> None:
+    def layer(number: int) -> Layer:
+        result = Layer(number)
+        result.attribute = attribute(number)  # type: ignore[assignment]
+        return result
+
+    traced, copied, names = exported(Net(layer, 4).eval())
+    assert names == []
     assert described(copied) == described(traced)
 
 
