@@ -50,6 +50,7 @@ def python(tmp_path_factory):
         ("openvino", ["resnet:mxfp4_weight_only", "bert:mxint8", "vit:mxfp8", "llama:mxfp4_weight_only", "bert:mxfp6"]),
         ("openvino", [f"{name}:mxfp4_weight_only" for name in ("minilm", "resnet18", "vit_base")]),
         ("executorch", [f"{name}:mxfp4_weight_only" for name in ("resnet", "bert", "vit", "llama", "resnet18")]),
+        ("executorch", ["minilm:mxfp4_weight_only", "vit_base:mxfp4_weight_only"]),
         ("executorch", ["resnet:mxfp8"]),
     ],
 )
