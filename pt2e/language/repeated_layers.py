@@ -236,17 +236,16 @@ def _equal(trace: _Trace, other: _Trace) -> bool:
         for position, operand in enumerate(trace.operands):
             if isinstance(operand, Node):
                 known.setdefault(operand, f"operand {position}")
-        known |= {node: f"node {number}" for number, node in enumerate(trace.nodes)}
 
         def name(node: Node) -> Any:
+            if isinstance(value := node.meta.get("val"), _SYMBOLIC):
+                return str(value)  # a size may be read of any tensor that has it
             return known.get(node, node)  # what no layer owns has to be the same node
 
-        def described_node(node: Node) -> Any:
-            if isinstance(value := node.meta.get("val"), _SYMBOLIC):  # a size may be read of any tensor that has it
-                return node.target, str(value)
-            return node.target, map_arg(node.args, name), map_arg(node.kwargs, name)
-
-        return [*map(described_node, trace.nodes), *(name(node) for _, node in trace.results if node is not None)]
+        nodes = [node for node in trace.nodes if not isinstance(node.meta.get("val"), _SYMBOLIC)]
+        known |= {node: f"node {number}" for number, node in enumerate(nodes)}
+        calls = [(node.target, map_arg(node.args, name), map_arg(node.kwargs, name)) for node in nodes]
+        return [*calls, *(name(node) for _, node in trace.results if node is not None)]
 
     def constants(trace: _Trace) -> Any:
         return pytree.tree_unflatten([leaf if node is None else None for leaf, node in trace.results], trace.spec)
