@@ -21,7 +21,6 @@ from tests.language_models import quantized_decoder
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.slow
 def test_the_bytes_of_a_step():
     for tied in (False, True):
         model = quantized_decoder(
@@ -59,7 +58,6 @@ def tiny(monkeypatch):
     monkeypatch.setattr(language, "VOCABULARY", 300)
 
 
-@pytest.mark.slow
 def test_a_step_of_a_tiny_model(tiny, capsys):
     step.main(
         ["--shapes", "1b", "--layers", "1", "--batches", "1", "2", "--slots", "256", "--tokens", "30", "--rounds", "1"]
@@ -150,7 +148,6 @@ def test_a_random_gguf_file(tmp_path):
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
 
 
-@pytest.mark.slow
 def test_a_distilled_model():
     """The chosen number of examples trains a model further than its rounding."""
     case = digits.case("mlp")
@@ -189,7 +186,6 @@ def test_slices_of_a_small_model():
     assert float(str(rows["sliced balanced"]["mxfp4"]).split("(")[1].removesuffix("x)")) > 2
 
 
-@pytest.mark.slow
 def test_training_with_slices(monkeypatch):
     monkeypatch.setitem(qat.SCHEDULES, "cnn", (qat.Schedule(2, 3e-3), qat.Schedule(1, 2e-3)))
     figures = defaultdict(list)

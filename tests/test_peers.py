@@ -127,7 +127,6 @@ def run(monkeypatch, tmp_path):
     return run_here
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["smollm2", "minilm"], indirect=True)
 def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
@@ -175,7 +174,6 @@ def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, cap
     assert (tmp_path / "results" / f"{tiny}-1" / process.HELD_OUT).read_bytes() == windows
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
 def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     """Every layer has weights of one scale per channel, also after an activation function that two layers share."""

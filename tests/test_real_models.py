@@ -84,7 +84,6 @@ def two_layers():
     return exported_encoder(layers=2)
 
 
-@pytest.mark.slow  # one layer is compiled below
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [

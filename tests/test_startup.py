@@ -101,7 +101,6 @@ for name, x in torch.load("mx.pt", weights_only=True).items():
     ]
 
 
-@pytest.mark.slow  # imports all in a process of its own
 def test_a_late_name_is_reached_while_dynamo_traces(run_python):
     code = """
 import torch, pt2mx
@@ -141,7 +140,6 @@ print(len(names) > 50)
     assert run_python(code, fresh=True).split() == ["True"]
 
 
-@pytest.mark.slow  # imports all in a process of its own
 def test_reload(run_python):
     code = (
         "import importlib, pt2mx; importlib.reload(pt2mx); import torch._inductor.lowering; print(pt2mx.parse('mxfp4'))"

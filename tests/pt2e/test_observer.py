@@ -113,7 +113,6 @@ def test_flags_break_no_graph():
     assert torch.allclose(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
 
 
-@pytest.mark.slow  # test_range_observers.py compiles observers
 @pytest.mark.parametrize(
     ("make", "backend"),
     [pytest.param(MXObserver, "inductor", marks=pytest.mark.slow), (MXFormatObserver, "aot_eager")],

@@ -80,7 +80,6 @@ def _tensor_scale(x, spec):
     return pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
 
 
-@pytest.mark.slow  # test_inductor_float_scales.py compiles the operators
 @pytest.mark.parametrize(
     ("weight", "activation"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.slow), FORMATS[2]]
 )

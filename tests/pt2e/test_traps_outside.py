@@ -1,7 +1,6 @@
 """Traps of torch.compile, files and imports for operators and models of others. The numbers continue the list of
 test_traps.py."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -41,7 +40,6 @@ def test_trap_12_flags_do_not_break_the_graph(compiler):
     assert not torch.allclose(prepared(x), quantized)
 
 
-@pytest.mark.slow  # test_inductor.py compiles the operators
 def test_trap_13_operators_fuse(compiler):
     """Opaque calls do not fuse with their neighbours; stale code would be served after a change of a decomposition."""
     from torch._inductor.utils import run_and_get_code

@@ -71,7 +71,6 @@ def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
     coverage.check(None, True)
 
 
-@pytest.mark.slow  # the same in Python is below
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     vision_language_checkpoint("llava", tmp_path / "vlm")

@@ -249,7 +249,6 @@ def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_pat
     )
 
 
-@pytest.mark.slow  # test_audio.py calibrates with recordings
 def test_a_folder_of_recordings_calibrates(checkpoint, write_wav, transformers, tmp_path, capsys):
     options, model, *_ = PROCESSED["Wav2Vec2FeatureExtractor"]
     folder = checkpoint(*model, transformers.Wav2Vec2FeatureExtractor(**options))

@@ -45,7 +45,6 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     assert torch.equal(tensors(place / "values")["lm_head.weight"], values)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
     """The error about its program names an option, and that option works."""
     monkeypatch.chdir(tmp_path)

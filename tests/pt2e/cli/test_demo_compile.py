@@ -46,7 +46,6 @@ def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
     assert capsys.readouterr().out == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program\n"
 
 
-@pytest.mark.slow  # test_compile.py compiles in another process
 @pytest.mark.usefixtures("compiler")
 def test_the_package_agrees_with_its_program(folder, capsys):
     figures = demo_compile.Compilation(folder, "mxfp8").finish()

@@ -6,7 +6,6 @@ from pt2mx.pt2e.cli.result import size_of
 from tests.language_models import checkpoint
 
 
-@pytest.mark.slow  # test_language.py has its commands
 def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     folder = checkpoint("llama", tmp_path / "checkpoint", num_hidden_layers=1)
     monkeypatch.setattr(demo_language, "smollm2_checkpoint", lambda: folder)

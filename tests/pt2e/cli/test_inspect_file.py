@@ -107,7 +107,6 @@ def test_programs_without_packed_weights(files, capsys):
     assert {t["name"] for t in result["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-@pytest.mark.slow
 def test_the_folder_of_a_language_model(tmp_path, capsys):
     """Experts are weights with three dimensions."""
     model = quantized_decoder("mixtral", MXQuantizer.from_recipe("mxfp4_weight_only"), num_hidden_layers=1)

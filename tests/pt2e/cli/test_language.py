@@ -117,7 +117,6 @@ def test_compile(run, place):
     assert packages == ["prompt", "token"] and run(*arguments)[1] == text
 
 
-@pytest.mark.slow
 def test_perplexity_says_what_a_program_leaves_out(place, run):
     shutil.copytree(place / "llama", place / "partial")
     file = place / "partial" / "model.safetensors"
@@ -183,7 +182,6 @@ def test_errors(run, arguments, text):
     assert status == 2 and re.search(text, err), err
 
 
-@pytest.mark.slow  # test_quantize.py distills a decoder
 def test_distill(run, place):
     (place / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     arguments = ("quantize", "--recipe", "mxfp4_weight_only", "--model", "hf:llama")
@@ -195,7 +193,6 @@ def test_distill(run, place):
     assert not all(torch.equal(tensor, nearest[name]) for name, tensor in trained.items())
 
 
-@pytest.mark.slow
 def test_a_checkpoint_without_a_tokenizer(run, place):
     checkpoint("gpt2", place / "gpt2", tokenizer=False, num_hidden_layers=1)
     status, _, err = run(*QUANTIZE, "hf:gpt2", "--output", "tokens")

@@ -132,7 +132,6 @@ def test_it_writes_program_and_report_and_prints_the_table(folder, capsys):
     assert provenance_of("q.pt2").recipe == MXQuantizer.from_recipe("mxfp6").to_recipe()
 
 
-@pytest.mark.slow
 def test_nvfp4(folder, capsys):
     """Tensor scales of activations follow from the batches; the report and `inspect` show the format."""
     x = [torch.randn(8, 64) for _ in range(3)]

@@ -47,7 +47,6 @@ def check(before, after, spec):
         assert torch.equal(narrow.codes, codes) and torch.equal(narrow.scales, scales), wide.name
 
 
-@pytest.mark.slow  # test_anchors.py compares the values
 def test_a_slice_of_an_anchor_is_what_optimize_rounded(place, run):
     """Activations of the anchor are those of the recipe."""
     quantize = ("quantize", "--model", "net.py:make", "--recipe", "mxfp4", "--optimize", "balanced", "--output")
@@ -98,7 +97,6 @@ def test_a_program_in_a_separate_process(place):
     assert torch.equal(torch.load(place / "y.pt"), expected)
 
 
-@pytest.mark.slow  # language/test_slice.py slices decoders
 def test_a_language_model_in_a_separate_process(place):
     (place / "int8" / "preprocessor_config.json").write_text("{}")
     recipe = ["--recipe", "mxfp4_weight_only", "--output", "fp4", "--report", "fp4.html"]

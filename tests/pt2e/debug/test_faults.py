@@ -39,7 +39,6 @@ class Recurrent(nn.Module):
         return self.head(hidden[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.(first|second)._flat_weights")  # export's
 def test_an_lstm(tmp_path):
     model, x = Recurrent().eval(), torch.randn(3, 12, 64)

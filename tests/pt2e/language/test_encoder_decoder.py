@@ -75,7 +75,6 @@ def test_sampled_tokens(family):
     assert torch.equal(*results)
 
 
-@pytest.mark.slow  # exports and calibrates a model of its own
 @torch.no_grad()
 def test_activations_are_quantized_and_calibrated():
     """The decoder is calibrated with the text that the model generates."""
@@ -117,7 +116,6 @@ def test_whisper_takes_language_task_and_timestamps(options, monkeypatch):
     assert set(tokens[:, 1].tolist()) <= {290, 291}
 
 
-@pytest.mark.slow
 def test_whisper_reads_long_audio_in_segments(monkeypatch):
     model, eager = whisper_with_settings()
     monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))
@@ -168,7 +166,6 @@ def test_a_copy_gives_the_same_tokens():
     assert torch.equal(copied.generate(**source, **options), model.generate(**source, **options))
 
 
-@pytest.mark.slow  # test_images.py has the settings of two programs
 def test_settings_of_one_of_both_programs():
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
     quantizer.set_module_name_regex(r".*encoder\.block.*", None).set_module_name_regex(r".*lm_head", None)
@@ -201,7 +198,6 @@ def test_packages(tmp_path, compiler):
     assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
 
 
-@pytest.mark.slow  # test_decoder.py refuses a model by its logits
 def test_a_table_of_positions_that_grows_is_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
     model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)).eval()

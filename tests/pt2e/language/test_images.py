@@ -55,7 +55,6 @@ def test_ends_of_chunks_are_not_between_tokens_of_an_image():
     assert list(runtime._ends_of_chunks(13, 4, images)) == [6, 12, 13]
 
 
-@pytest.mark.slow
 def test_chunks_of_a_prompt_keep_images_whole(folder, monkeypatch):
     """In Gemma 3 the tokens of an image see each other, also where a chunk would end between them."""
     model, prompts = LanguageModel.from_pretrained(folder("gemma3")), image_prompts("gemma3")
@@ -79,7 +78,6 @@ def test_positions_go_on_after_images(folder):
     assert torch.equal(model.generate(**prompts, **GREEDY, use_cache=False), model.generate(**prompts, **GREEDY))
 
 
-@pytest.mark.slow  # quantizes a second model
 def test_beams_and_a_quantized_cache(folder):
     model, eager = LanguageModel.from_pretrained(folder("llava")), round_weights(tiny_vision_language_model("llava"))
     prompts = image_prompts("llava")

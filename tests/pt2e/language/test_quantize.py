@@ -94,7 +94,6 @@ def test_texts_that_are_no_list(name, given):
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), **{name: given})
 
 
-@pytest.mark.slow
 def test_lessons_get_their_caches_one_at_a_time(monkeypatch):
     """The caches of thousands of texts would fill the memory."""
     model, alive = tiny_decoder("llama", num_hidden_layers=1), []

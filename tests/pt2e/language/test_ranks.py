@@ -82,7 +82,6 @@ def run(rank, folders, results, port, thorough):
     dist.destroy_process_group()
 
 
-@pytest.mark.slow  # test_tensor_parallel.py has two ranks
 @pytest.mark.parametrize(
     ("family", "thorough"), [("llama", False), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
 )

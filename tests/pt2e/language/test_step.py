@@ -187,7 +187,6 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
     assert torch.equal(more, kept.generate(result.sequences, **GREEDY))
 
 
-@pytest.mark.slow  # test_a_cache_that_the_user_has_is_not_taken has such a cache
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
     ids, steps, grow = padded()[0], [], generation.grow
@@ -206,7 +205,6 @@ def test_no_step_is_kept_on_the_cpu(llama):
     assert llama._step is None
 
 
-@pytest.mark.slow  # test_record.py records programs
 def test_a_compiled_step_is_recorded_on_the_cpu():
     """Tokens are those of the program; a second call needs no record, another number of threads does."""
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")

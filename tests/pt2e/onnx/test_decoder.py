@@ -139,14 +139,12 @@ def limited_decoder():
     return quantize_language_model(tiny_decoder("llama", **VARIED, **fields), quantizer)
 
 
-@pytest.mark.slow
 def test_frequencies_for_a_length_are_refused_for_openvino(tmp_path):
     with pytest.raises(MXError, match="RoPE for 16 tokens, and OpenVINO would give wrong numbers"):
         export_onnx(limited_decoder(), tmp_path / "model.onnx", target="openvino")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 def test_a_text_longer_than_the_frequencies_is_an_error():
     model = limited_decoder()
     graph = decoder_of(model).graph

@@ -174,7 +174,6 @@ def test_float16(tmp_path):
     assert {node.dtype for _, node in DequantizeMX.nodes_in(written)} == {onnx.TensorProto.FLOAT16}
 
 
-@pytest.mark.slow  # test_float16 is another narrow dtype
 def test_bfloat16(tmp_path):
     """An embedding only: onnxruntime has no bfloat16 matmul on the CPU."""
     model = nn.Sequential(nn.Embedding(100, 96)).bfloat16()
@@ -263,7 +262,6 @@ def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
     assert sqnr(run(str(tmp_path / "lowered.onnx"), x)[0], lowered(x)) > 50
 
 
-@pytest.mark.slow  # test_lowered_model_with_fused_quantization has a lowered model
 def test_lowered_model_and_a_rotated_one(tmp_path):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).eval(), torch.randn(4, 64)

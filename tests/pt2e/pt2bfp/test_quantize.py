@@ -254,7 +254,6 @@ def test_repr_and_missing_attributes_of_a_quantized_layer():
         _ = converted.weight
 
 
-@pytest.mark.slow
 def test_converted_modules_can_be_saved_moved_and_exported():
     x = torch.randn(2, 3, 16)
     _, prepared = prepared_net()

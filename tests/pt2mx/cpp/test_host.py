@@ -91,7 +91,6 @@ def package_of(model, recipe, inputs, path):
     return path
 
 
-@pytest.mark.slow  # test_operators.py has the library in processes without pt2mx
 def test_a_package_of_packed_weights(host, tmp_path):
     package = package_of(mlp, "mxfp4_weight_only", rows, tmp_path / "mlp.pt2")
     for batch in (8, 1, 50):

@@ -46,7 +46,6 @@ def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
         assert torch.equal(got, want)
 
 
-@pytest.mark.slow  # test_linear.py compiles for dynamic sizes
 def test_compiled_takes_other_lengths():
     """With guards there is code of its own for one block."""
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=True)

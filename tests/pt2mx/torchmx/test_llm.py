@@ -158,7 +158,6 @@ def test_persistence(kind):
     assert torch.equal(other(**inputs()).logits, expected)
 
 
-@pytest.mark.slow  # test_examples.py has a Llama
 @KINDS
 def test_compile(kind, compiler):
     model = make(kind)
