@@ -82,12 +82,6 @@ def test_a_run_of_one_environment_keeps_the_other_rows(tmp_path, monkeypatch, ca
     assert "no environment 'tourch'; there are torch-2.14, torch, torchao" in capsys.readouterr().err
 
 
-def test_a_note_follows_the_failures():
-    row = {**Outcome({"onnx": "1.24.0"}, 8, 0, ("tests.test_a::test_fails",))._asdict(), "note": "a fault of onnx"}
-    lines = command.table({"onnx": {**row, "tests": "core", "python": "3.12", "date": "2026-11-28"}}).splitlines()
-    assert lines[-2:] == ["- onnx: tests.test_a::test_fails", "- onnx: a fault of onnx"]
-
-
 def test_the_table_tells_the_results():
     assert command.TABLE.read_text() == command.table(json.loads(command.RESULTS.read_text()))
 

@@ -29,10 +29,11 @@ class Conversation:
         self._cache: DecoderCache | None = None
 
     def cache_for(self, input_ids: Tensor) -> dict[str, Any]:
-        """Return an argument of `generate`: the cache with the tokens that a prompt, (1, S) int64, begins with, too.
+        """Return the cache for a prompt, (1, S) int64, as an argument of `generate`.
 
-        A chat template may write an answer in other tokens than the model did: the model reads those again. Recurrent
-        layers cannot drop tokens, so that the model reads the whole prompt, and so does an encoder.
+        The cache keeps the tokens that the prompt begins with. The model reads an answer again if the chat template
+        writes it in other tokens. A model with an encoder, or with recurrent layers, which cannot drop tokens, reads
+        the whole prompt.
         """
         if self._model.config.is_encoder_decoder:
             return {}

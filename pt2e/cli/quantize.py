@@ -193,7 +193,8 @@ def _save(
     quantizer: MXQuantizer,
     options: argparse.Namespace,
 ) -> None:
-    """Save a graph that was made of a program as a program, which only some graphs have to be exported again for."""
+    """Save the graph made of a program as a program. Export it again only if it has subgraphs, or other outputs than
+    tensors."""
     with user_errors("export the converted model"):
         if can_become_program(converted, program):
             program = program_of(converted, program)

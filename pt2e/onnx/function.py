@@ -104,24 +104,11 @@ class Blocks:
         """Return the dimension of the values within a block, after the split."""
         return self.axis if self.axis < 0 else self.axis + 1
 
-    def last(self, f: Function, x: str) -> str:
-        """Move the axis of x to the end."""
-        if not self.behind:
-            return x
+    @property
+    def last_to_inner(self) -> list[int]:
+        """Return the order of dimensions that moves a further one at the end behind the axis."""
         rank = self.ahead + 1 + len(self.behind)
-        return f.op("Transpose", x, perm=[*range(self.ahead), *range(self.ahead + 1, rank), self.ahead])
-
-    def from_rows(self, f: Function, rows: str, like: str, output: str) -> str:
-        """rows: (all blocks, block) of whole blocks -> the shape of `like`, (..., n, ...)."""
-        is_constant = self.has_shape and self.ahead < 2
-        sizes: Input = (
-            [-1] * self.ahead + [*self.behind, self.length] if is_constant else f.op("Shape", self.last(f, like))
-        )
-        if not self.behind:
-            return f.op("Reshape", rows, sizes, allowzero=1, output=output)
-        x, rank = f.op("Reshape", rows, sizes, allowzero=1), self.ahead + 1 + len(self.behind)
-        perm = [*range(self.ahead), rank - 1, *range(self.ahead, rank - 1)]
-        return f.op("Transpose", x, perm=perm, output=output)
+        return [*range(self.ahead + 1), rank, *range(self.ahead + 1, rank)]
 
     @property
     def name(self) -> str:
@@ -138,11 +125,6 @@ class Blocks:
     def _whole(self) -> bool:
         """Return whether no block is short."""
         return self.length > 0 and self.length % self.size == 0
-
-    @property
-    def splits_to_rows(self) -> bool:
-        """Return whether all blocks of a tensor are whole, and the positions of its dimensions known."""
-        return self._whole and (self.axis == -1 or self.has_shape)
 
     def split(self, f: Function, x: str) -> str:
         """x: (..., n, ...) -> (..., blocks, block, ...), the last block filled with zeros.

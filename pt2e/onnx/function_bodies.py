@@ -15,7 +15,7 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.packing import group_of, is_packed
+from pt2mx.kernels.packing import group_of, is_packed, unpack
 from pt2mx.modes import scale_modes
 from pt2mx.pt2e.onnx.block_scales import (
     block_scale,
@@ -69,9 +69,8 @@ def fake_quantize(
     else:
         unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
         v = f.op("Div", values, unit)
-        # the sum of a block with an Inf or a NaN is one of these, and minus itself it is NaN; of another block it is 0
-        total = f.op("ReduceSum", v, [blocks.inner])
-        unit = f.op("Add", unit, f.op("Sub", total, total))
+        # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
+        unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
     y = f.op("Mul", round_to_element(f, v, element, spec.rounding), unit)
     if casts:
         f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
@@ -117,29 +116,24 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     name += f"_of{length}" * padded
     inputs = ["codes", "scale", *["tensor_scale"] * bool(spec.scale_format.tensor)]
     f = Function(name, inputs, [field.name for field in fields(DequantizeMX)])
-    codes, of_rows = _unpack(f, "codes", element.bits, blocks), blocks.splits_to_rows and spec.block_rows == 1
+    x = _decode(f, "codes", element, blocks)
     if padded:  # drop the codes that fill the last group
-        codes = f.op("Slice", codes, [0], [length], [spec.axis])
-    if of_rows:
-        rows = f.op("Reshape", blocks.last(f, codes), [-1, blocks.size])
-        values = _look_up(f, rows, element, blocks.size)
-        scale = f.op("Reshape", blocks.last(f, "scale"), [-1, 1])
-    else:
-        values, scale = _look_up(f, blocks.split(f, codes), element), "scale"
+        x = f.op("Slice", x, [0], [length], [spec.axis])
+    values, scale = blocks.split(f, x), "scale"
     if spec.block_rows > 1:
-        rows = f.op("Range", np.asarray(0), f.op("Squeeze", f.op("Shape", codes, start=-2, end=-1)), np.asarray(1))
+        rows = f.op("Range", np.asarray(0), f.op("Squeeze", f.op("Shape", x, start=-2, end=-1)), np.asarray(1))
         scale = f.op("Gather", scale, f.op("Div", rows, [spec.block_rows]), axis=-2)
-    scale = stored_scale(f, scale if of_rows else blocks.split_scale(f, scale), spec)
+    scale = stored_scale(f, blocks.split_scale(f, scale), spec)
     if not spec.scale_format.is_power_of_two:
         t = f.op("Reshape", "tensor_scale", [1]) if spec.scale_format.tensor else 1.0
         scale = times_tensor_scale(f, scale, spec, t)
         if element.unit != 1:
             values = f.op("Mul", values, 1 / element.unit)
     y = f.op("Mul", values, scale)
-    output = "Y" if dtype == _TYPE.FLOAT else ""
-    y = blocks.from_rows(f, y, codes, output) if of_rows else blocks.join(f, y, codes, output)
-    if dtype != _TYPE.FLOAT:
-        f.op("Cast", y, output="Y", to=dtype)
+    if dtype == _TYPE.FLOAT:
+        blocks.join(f, y, x, output="Y")
+    else:
+        f.op("Cast", blocks.join(f, y, x), output="Y", to=dtype)
     return f.proto(opset)
 
 
@@ -193,50 +187,33 @@ def scales_name(spec: MXSpec) -> str:
     return rows if spec.scale_format.is_power_of_two else f"{spec.scale_format}_{rows}"
 
 
-def _unpack(f: Function, packed: str, bits: int, blocks: Blocks) -> str:
-    """packed: (..., bytes, ...) uint8 -> the code of each value, (..., codes, ...) uint8."""
-    if not is_packed(bits):
-        return packed
-    per_group, size = group_of(bits)
-    bytes_, groups = [packed], blocks.size_along(f, packed) if not blocks.has_shape else ""
-    if size > 1:
-        groups = f.op("Div", groups, [size]) if groups else ""
-        grouped = blocks.reshape(f, packed, packed, groups or [-(-blocks.length // per_group)], [size])
-        bytes_ = [f.op("Gather", grouped, np.asarray(i), axis=blocks.inner) for i in range(size)]
-    codes = []
-    for first in range(0, per_group * bits, bits):
-        i, shift = divmod(first, 8)
-        code = _bits(f, bytes_[i], shift, min(bits, 8 - shift))
-        if shift + bits > 8:
-            code = f.op("BitwiseOr", code, _bits(f, bytes_[i + 1], 0, shift + bits - 8, 8 - shift))
-        codes.append(code)
-    stacked = f.op("Concat", *(f.op("Unsqueeze", code, [blocks.inner]) for code in codes), axis=blocks.inner)
-    total: Input = f.op("Mul", groups, [per_group]) if groups else [-(-blocks.length // per_group) * per_group]
-    return blocks.reshape(f, stacked, packed, total)
-
-
-def _bits(f: Function, byte: str, first: int, count: int, to: int = 0) -> str:
-    """Return bits `first` to `first + count` of bytes, at the position `to`.
-
-    OpenVINO rounds a byte that it shifts to the right, and saturates one that it shifts to the left: the shift of
-    masked bytes loses no bit.
-    """
-    masked = f.op("BitwiseAnd", byte, np.asarray(((1 << count) - 1) << first, np.uint8))
-    if first == to:
-        return masked
-    shift = np.asarray(abs(first - to), np.uint8)
-    return f.op("BitShift", masked, shift, direction="RIGHT" if first > to else "LEFT")
-
-
-def _look_up(f: Function, codes: str, element: ElementFormat, columns: int = 0) -> str:
-    """Return the value of each code, uint8, in float32; `columns`: the number of columns of codes with two dimensions.
-
-    onnxruntime's Gather takes ten times as long as GatherElements, whose table has the rank and the columns of the
-    codes. onnx's reference evaluator fails at tables of more than 32 entries there.
-    """
-    all_codes = torch.arange(1 << element.bits if is_packed(element.bits) else 256, dtype=torch.int32)
-    table = decode(all_codes % (1 << element.bits), element).numpy()
+def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> str:
+    """codes: (..., bytes, ...) uint8 -> (..., codes, ...) float32. Each value is looked up in a table."""
+    per_group, size = group_of(element.bits)
     codes = f.op("Cast", codes, to=_TYPE.INT32)
-    if columns and len(table) <= 32:
-        return f.op("GatherElements", f.op("Expand", table[:, None], [len(table), columns]), codes, axis=0)
-    return f.op("Gather", table, codes)
+    count_of = -(-blocks.length // per_group)
+    groups: Input = [count_of] if blocks.has_shape else f.op("Div", blocks.size_along(f, codes), [size])
+    total: Input = [count_of * per_group] if blocks.has_shape else ""
+    if size == 1:  # tables for a byte
+        bytes_ = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+        tables = decode(unpack(bytes_, 1, element.bits), element).numpy()  # (256, per_group)
+        if per_group > 1 and blocks.has_shape:
+            rows = f.op("Gather", tables, codes)  # (..., bytes, ..., per_group)
+            if blocks.behind:
+                rows = f.op("Transpose", rows, perm=blocks.last_to_inner)
+            return blocks.reshape(f, rows, codes, total)
+        values = [f.op("Gather", table, codes) for table in tables.T.copy()]
+    else:
+        grouped = blocks.reshape(f, codes, codes, groups, [size])
+        word: Input = np.zeros((), np.int32)
+        for i in range(size):
+            byte = f.op("Gather", grouped, np.asarray(i), axis=blocks.inner)
+            word = f.op("Add", word, f.op("Mul", byte, np.asarray(1 << 8 * i, np.int32)))
+        count = 1 << element.bits
+        table = decode(torch.arange(count, dtype=torch.int32), element).numpy()
+        higher = [f.op("Div", word, np.asarray(count**j, np.int32)) for j in range(per_group)]
+        values = [f.op("Gather", table, f.op("Mod", word, np.asarray(count, np.int32))) for word in higher]
+    if per_group == 1:
+        return values[0]
+    stacked = f.op("Concat", *(f.op("Unsqueeze", value, [blocks.inner]) for value in values), axis=blocks.inner)
+    return blocks.reshape(f, stacked, codes, total or f.op("Mul", groups, [per_group]))

@@ -58,17 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of the outcomes in the order of the environments, and the tests that failed.
-
-    `results.json` may hold a `note` on a row: whose fault a failure is. The next run of the environment removes it.
-    """
+    """Return the table of the outcomes in the order of the environments, and the tests that failed."""
     rows, failures = [], []
     for name in (name for name in ENVIRONMENTS if name in results):
         row = results[name]
         moved = ", ".join(f"{package} {version}" for package, version in row["versions"].items())
         counts = (row["passed"], len(row["failed"]), row["skipped"]) if row["passed"] is not None else ["as pinned"] * 3
         rows.append(_cells((name, moved, row["tests"], *counts, row["python"], row["date"])))
-        failures += [f"- {name}: {line}" for line in (*row["failed"], *filter(None, [row.get("note")]))]
+        failures += [f"- {name}: {test}" for test in row["failed"]]
     lines = [_HEAD, _cells(_COLUMNS), _cells(["---"] * len(_COLUMNS)), *rows, *([""] if failures else []), *failures]
     return "\n".join(lines) + "\n"
 

@@ -82,10 +82,6 @@ def check_structure(model):
         assert not ((magnitude > 0) & (magnitude < SMALLEST)).any()
 
 
-def is_number(node):
-    return node.op_type == "Constant" and not node.attribute[0].t.dims
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_activations_are_standard_operators_of_static_rank(name):
     spec = pt2mx.parse(name)
@@ -108,21 +104,6 @@ def test_weights_are_standard_operators_of_static_rank(name, rows):
         x = torch.arange(5) if rows else torch.eye(96)
         (y,) = session(model).run(None, {"x": x.numpy()})
         assert torch.equal(torch.from_numpy(y), values[:5] if rows else values.T)
-
-
-@pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e3m2", "int4"])
-def test_shifts_of_bytes_lose_no_bit(name):
-    """OpenVINO rounds a byte that is shifted to the right, and saturates one that is shifted to the left."""
-    graph = weight(pt2mx.parse(name), rows=True)[0].graph
-    made_by = {node.output[0]: node for node in graph.node}
-    numbers = {n.output[0]: int(numpy_helper.to_array(n.attribute[0].t)) for n in graph.node if is_number(n)}
-    shifts = [node for node in graph.node if node.op_type == "BitShift"]
-    for node in shifts:
-        masked, count = made_by[node.input[0]], numbers[node.input[1]]
-        assert masked.op_type == "BitwiseAnd"
-        mask, to_the_right = numbers[masked.input[1]], node.attribute[0].s == b"RIGHT"
-        assert mask % (1 << count) == 0 if to_the_right else mask << count <= 255
-    assert len(shifts) == {4: 1, 6: 5}[pt2mx.parse(name).element.bits]
 
 
 def test_a_weight_with_a_short_block_is_no_dequantize_linear():
