@@ -107,7 +107,8 @@ class _Copier:
         if self.tracer is not mode.tracer:
             self.tracer, self.traces, self.templates = mode.tracer, [], []
         layer = self.layers[number]
-        leaves = [*pytree.tree_leaves((args, kwargs)), *self.cached(number), *layer.parameters(), *layer.buffers()]
+        arguments = pytree.tree_leaves((args, kwargs), is_leaf=_is_no_container)
+        leaves = [*arguments, *self.cached(number), *layer.parameters(), *layer.buffers()]
         operands = [self._node_of(leaf) or leaf for leaf in leaves]
         kinds = [_kind(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         for template in self.templates:
@@ -167,6 +168,13 @@ class _Copier:
             result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         set_proxy_slot(result, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
         return result
+
+
+def _is_no_container(argument: Any) -> bool:
+    """Return whether an argument is one object, such as a cache.
+
+    transformers' exporters register caches with pytree, which would take the tensors of all layers out of them."""
+    return not isinstance(argument, (tuple, list, dict))
 
 
 def _renamed(name: str, old: str, new: str) -> str:

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node, map_arg
+from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
@@ -147,6 +148,42 @@ def test_layers_with_attributes_of_no_plain_equality_are_traced(attribute: Calla
     traced, copied, names = exported(Net(layer, 4).eval())
     assert names == []
     assert described(copied) == described(traced)
+
+
+class Cache:
+    """The tensors of all layers, registered with pytree as transformers' exporters register caches."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
+pytree.register_pytree_node(Cache, lambda cache: (cache.tensors, None), lambda tensors, _: Cache(list(tensors)))
+
+
+class Cached(Layer):
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
+        return x + self.linear(x) * cache.tensors[self.layer_idx]
+
+
+class CachedNet(Net):
+    cache: Cache | None = None
+
+    def forward(self, x: Tensor, tensors: list[Tensor]) -> Tensor:  # type: ignore[override]
+        self.cache = Cache(tensors)
+        for layer in self.layers:
+            x = layer(x, self.cache)
+        return x
+
+
+def test_layers_with_a_cache_of_all_layers_are_copied() -> None:
+    model = CachedNet(Cached).eval()
+    inputs = torch.randn(2, 8), [torch.randn(8) for _ in range(7)]
+    traced = torch.export.export(model, inputs)
+    with repeated_layers(model, "", lambda number: [model.cache.tensors[number]] if model.cache else []) as copied:
+        program = torch.export.export(model, inputs)
+    assert len(copied) == 5
+    assert described(program) == described(traced)
+    assert torch.equal(program.module()(*inputs), model(*inputs))
 
 
 def test_few_layers_are_traced() -> None:
