@@ -196,18 +196,6 @@ def test_tables_of_options(heading, commands, capsys):
     assert table == options
 
 
-def test_readme_repeats_measured_figures():
-    measured = {
-        figure for row in rows(section("tests/benchmarks/README.md", "Peers at 4 bits")) for figure in figures(row)
-    }
-    table = rows(read("README.md").split("## Installation")[0])
-    assert len(table) >= 6 and all(set(figures(row[2:])) <= measured for row in table)
-
-
-def figures(row):
-    return re.findall(r"(?<!\d)\d?\.\d{4}", " ".join(row))
-
-
 def test_the_picture_is_of_the_measured_figures():
     assert read("configs/measured.svg") == picture(tasks())
 

@@ -23,7 +23,7 @@ _LIMIT = 126
 _HALVINGS = 12
 #: where latent values start, as a share of the way from the rounded value to the weight or to the edge of its cell. At
 #: the edge (1.0) start many values that GPTQ rounded away from the weight, and the first steps change their codes by
-#: chance. MiniLM with FP4 activations, held-out text: cosine .9671 with 0.8, .9644 with 1.0, .9647 without learning.
+#: chance: MiniLM with FP4 activations then gains nothing on held-out text.
 _WAY = 0.8
 
 

@@ -362,7 +362,7 @@ void run_rotated(i64 begin, i64 end, void* context) {
   }
 }
 
-// True if activations.cpp supports the call: it is 3x faster.
+// True if activations.cpp supports the call: it is faster.
 bool uses_vec_quantizer(const QuantizeCall& c) {
   const bool threads = c.n % c.block == 0 || c.n < kGrain;
   return c.operation == FAKE_QUANTIZE && c.inner == 1 && threads && VecQuantizer::supports(*c.spec, c.block, c.n);
