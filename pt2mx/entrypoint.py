@@ -8,6 +8,8 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import io
 import os
 import sys
@@ -18,6 +20,9 @@ from pt2mx.sigint import is_command  # first: it handles Ctrl-C
 _WITHOUT_TORCH = ("doctor", "completion")
 #: commands that announce no stage
 _SHORT = ("formats",)
+#: allocations between two runs of the garbage collector: graphs are millions of objects that stay, and Python's own
+#: thresholds (700, 10, 10) took an eighth of a command
+_GC_THRESHOLDS = (50_000, 20, 20)
 
 
 def start(arguments: list[str]) -> None:
@@ -39,6 +44,8 @@ def start(arguments: list[str]) -> None:
     options = command_parser().parse_args(arguments)  # ends the process at a wrong word, and after `--help`
     if arguments[0] in _WITHOUT_TORCH or _is_refused(options):
         sys.exit(main(arguments))
+    gc.set_threshold(*_GC_THRESHOLDS)
+    atexit.register(gc.freeze)  # otherwise the end of the process searches all of them for cycles
     if arguments[0] not in _SHORT:
         stage_line("import torch")
 
