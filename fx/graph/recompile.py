@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.graph import PythonCode
 
@@ -49,6 +50,12 @@ def recompile_once() -> Iterator[Callable[[T], T]]:
         for module, had_code in list(waiting.items()):
             if had_code or module in marked:
                 module.recompile()
+
+
+def module_of(program: ExportedProgram, check_guards: bool = True) -> GraphModule:
+    """Return `program.module(check_guards)`, which generates the code of three copies by itself, with its code once."""
+    with recompile_once() as mark:
+        return mark(program.module(check_guards))
 
 
 def _delay(module: GraphModule) -> PythonCode | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
@@ -175,7 +176,7 @@ def _quantize_rank(
 
 def model_report(model: LanguageModel) -> QuantizationReport:
     """Return the report of the programs of a model."""
-    first, *others = (quantization_report(program.module(check_guards=False)) for program in model.programs)
+    first, *others = (quantization_report(module_of(program, check_guards=False)) for program in model.programs)
     return reduce(operator.add, others, first)
 
 
