@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
     KINDS,
@@ -34,6 +35,7 @@ from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInp
 from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
+from pt2mx.pt2e.language.shared_sizes import shared_sizes
 from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
 from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
@@ -213,7 +215,7 @@ def _error(model: PreTrainedModel, program: ExportedProgram, layers: Layers, ima
         encoded = encoder_results(SourceEncoder(model)(**example_source(model)))
         mask, result = encoded.attention_mask, encoded.last_hidden_state
         call |= decoder_inputs(encoded)
-    decoder, logits = program.module(check_guards=False), []
+    decoder, logits = module_of(program, check_guards=False), []
     for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
         tokens_here = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
         kept = torch.arange(last - first, device=model.device)
@@ -243,7 +245,8 @@ def export(decoder: nn.Module, example: dict[str, Any], length: int | None = Non
     """
     dynamic = DYNAMIC if length is None else {**DYNAMIC, **_OF_LENGTH}
     shapes = {n: pytree.tree_map(lambda _, n=n: dynamic.get(n, {}), value) for n, value in example.items()}
-    return export_program(decoder, (), example, shapes)
+    with shared_sizes(example):
+        return export_program(decoder, (), example, shapes)
 
 
 def inputs(
@@ -262,7 +265,7 @@ def inputs(
         slots: the slots of the cache; None: as many as tokens.
         images: the image inputs of the decoder; None: it reads text alone.
     """
-    ids = torch.zeros(2, 3, dtype=torch.long) if tokens is None else tokens
+    ids = torch.zeros(2, 4, dtype=torch.long) if tokens is None else tokens
     batch, length = ids.shape
     slots, kept = (length + 2, length - 1) if tokens is None else (slots or length, length)
     cache = empty_cache(layers, batch, slots, device, _SOURCE_LENGTH)

@@ -24,6 +24,8 @@ from pt2mx.pt2e.language.vision import tower_of
 #: inputs of a decoder that reads images: the features, (rows, hidden) each; the row of each token, (B, S) int64, 0 for
 #: text; and where a position has several axes, (B, axes, S) int64 positions
 FEATURES, ROWS, POSITIONS = "image_features", "image_rows", "image_positions"
+#: rows of the features of a text: no other size of an example
+_ROWS = 9
 
 
 class ImageInputs(NamedTuple):
@@ -56,7 +58,7 @@ class ImageInputs(NamedTuple):
 
     def of_text(self, positions: Tensor) -> dict[str, Any]:
         """Return the inputs for tokens of text, by the number of each, (B, S)."""
-        empty = [torch.zeros(2, *one.shape[1:], dtype=one.dtype, device=positions.device) for one in self.features]
+        empty = [torch.zeros(_ROWS, *one.shape[1:], dtype=one.dtype, device=positions.device) for one in self.features]
         inputs: dict[str, Any] = {FEATURES: empty, ROWS: torch.zeros_like(positions)}
         if self.axes:
             inputs[POSITIONS] = positions[:, None].repeat(1, self.axes, 1)

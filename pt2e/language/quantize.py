@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import hop_calls
+from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.language import decoder
@@ -113,7 +114,7 @@ def quantize_language_model(
     # reports count the parameters of the float model: without the parts that the program leaves out
     # guards hold the equal sizes of the inputs, which the second export needs
     is_exported_again = quantizer.kv_cache is not None or any(hop_calls(exported.graph_module))
-    graph = remove_unused(exported.module(check_guards=is_exported_again))
+    graph = remove_unused(module_of(exported, is_exported_again))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     encoder = None

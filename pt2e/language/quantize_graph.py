@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.optimize.distill import distill
@@ -102,10 +101,20 @@ def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
 
 
 def _has_weight(matmul: Node) -> bool:
-    model = cast(GraphModule, matmul.graph.owning_module)
-    for operand in matmul.all_input_nodes:
-        leaves = [node for node in computed_from(operand) if not node.all_input_nodes]
-        constants = [attribute_of(model, leaf) for leaf in leaves if leaf.op == "get_attr"]
-        if len(constants) == len(leaves) and any(isinstance(constant, nn.Parameter) for constant in constants):
-            return True
-    return False
+    return any(map(_is_weight, matmul.all_input_nodes))
+
+
+def _is_weight(operand: Node) -> bool:
+    """Return whether a node is computed from tensors of the model alone, of which one is a parameter."""
+    model, constants = cast(GraphModule, operand.graph.owning_module), []
+    pending, seen = [operand], {operand}
+    while pending:
+        node = pending.pop()
+        if node.op == "get_attr":
+            constants.append(attribute_of(model, node))
+        elif not node.all_input_nodes:
+            return False
+        new = [one for one in node.all_input_nodes if one not in seen]
+        pending += new
+        seen.update(new)
+    return any(isinstance(constant, nn.Parameter) for constant in constants)
