@@ -66,8 +66,18 @@ def _delay(module: GraphModule) -> PythonCode | None:
     _delayed.modules.setdefault(module, "_code" in vars(module))
     for name in _GENERATED & vars(module).keys():
         delattr(module, name)
-    cls.forward, cls.__getattr__ = _forward, _generated  # type: ignore[assignment,method-assign]
+    cls.forward, cls.__getattr__ = _Forward(), _generated  # type: ignore[assignment,method-assign]
     return None
+
+
+class _Forward:
+    """`forward` of a class of modules whose code waits: a look at it, such as at its signature, generates the code."""
+
+    def __get__(self, module: GraphModule | None, cls: type) -> Any:
+        if module is None:
+            return self
+        _generate(module)
+        return module.forward
 
 
 def _generate(module: GraphModule) -> PythonCode:
@@ -82,9 +92,3 @@ def _generated(module: GraphModule, name: str) -> Any:
         return super(type(module), module).__getattr__(name)
     _generate(module)
     return getattr(module, name)
-
-
-def _forward(module: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    if type(module).forward is _forward:
-        _generate(module)
-    return module.forward(*args, **kwargs)

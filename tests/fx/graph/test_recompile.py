@@ -1,5 +1,6 @@
 import copy
 import gc
+import inspect
 import threading
 import weakref
 
@@ -9,7 +10,12 @@ from torch import nn
 from torch.fx import GraphModule, symbolic_trace
 
 from pt2mx.fx.graph import recompile
-from pt2mx.fx.graph.recompile import recompile_once
+from pt2mx.fx.graph.recompile import module_of, recompile_once
+
+
+class Sum(nn.Module):
+    def forward(self, x, y):
+        return x + y
 
 
 class Negated(nn.Module):
@@ -125,3 +131,24 @@ def test_other_threads_are_not_delayed(compiled):
         thread.start()
         thread.join()
         assert len(compiled) == 1
+
+
+def test_the_signature_of_a_module_generates_its_code(model, compiled):
+    with recompile_once():
+        change(model)
+        assert list(inspect.signature(model.forward).parameters) == ["x"]
+        assert compiled == [model]
+
+
+@pytest.mark.parametrize("check_guards", [True, False])
+def test_the_module_of_a_program_is_torch_s(check_guards, compiled):
+    shapes = ({0: torch.export.Dim("batch")},) * 2
+    program = torch.export.export(Sum(), (torch.ones(2, 4), torch.ones(2, 4)), dynamic_shapes=shapes)
+    compiled.clear()
+    module = module_of(program, check_guards)
+    assert compiled.count(module) == len(compiled) or check_guards  # guards are graphs of their own
+    assert compiled.count(module) <= 1 + check_guards
+    assert module.code == program.module(check_guards).code
+    assert torch.equal(module(torch.ones(3, 4), torch.ones(3, 4)), torch.full((3, 4), 2.0))
+    with pytest.raises((AssertionError, RuntimeError), match="size|shape"):
+        module(torch.ones(3, 4), torch.ones(5, 4))
