@@ -230,7 +230,7 @@ def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
         >>> import pt2mx
         >>> from pt2mx.pt2e.packed_weights import storage_note
         >>> storage_note((64, 1, 3, 3), pt2mx.MXSpec("mxfp4", axis=1))  # a depthwise convolution
-        '16 bits a value: 1 value a block, which has a scale and whole bytes of its own'
+        '16 bits a value: blocks of only 1 value, each with a scale and whole bytes of its own'
         >>> storage_note((64, 64), pt2mx.MXSpec("int5"))
         '8.25 bits a value: codes of 5 bits take 8'
         >>> storage_note((64, 64), pt2mx.MXSpec("mxfp4"))
@@ -244,5 +244,5 @@ def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
     reasons = [f"codes of {spec.element.bits} bits take {width}"] if width != spec.element.bits else []
     if bits >= (1 + _NOTED) * (width + spec.effective_bits - spec.element.bits):
         count = f"{length} value{'s' * (length > 1)}"
-        reasons.append(f"{count} a block, which has a scale and whole bytes of its own")
+        reasons.append(f"blocks of only {count}, each with a scale and whole bytes of its own")
     return f"{bits:.4g} bits a value: {', '.join(reasons)}" if reasons else None

@@ -128,8 +128,7 @@ def prepare_qat_pt2e(
 
 def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
     check_exported(model)
-    if not isinstance(quantizer, torchao_pt2e.Quantizer):
-        raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
+    check_quantizer(quantizer)
     with recompile_once() as mark:
         return mark(_prepare_copy(model, quantizer, for_training))
 
@@ -210,6 +209,15 @@ def _configure_observers(graph: GraphModule) -> None:
             observer.observe_once = node.args[0] in constants
             if isinstance(value, Tensor):
                 observer.to(value.device)
+
+
+def check_quantizer(quantizer: object, kind: type = torchao_pt2e.Quantizer) -> None:
+    """Raise an `MXError` for what is no quantizer of this kind."""
+    if not isinstance(quantizer, kind):
+        raise MXError(
+            f"expected an MXQuantizer, not {type(quantizer).__name__}: "
+            "make one with MXQuantizer.from_recipe(name) or MXQuantizer().set_global(config)"
+        )
 
 
 def check_exported(model: object) -> None:

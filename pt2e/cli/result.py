@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -106,12 +107,13 @@ def summary(report: QuantizationReport, full: bool = False, hint: str = "--full 
         hint: where to find the other operators.
 
     Returns:
-        The lines. The SQNR of a loaded program is unknown: its table has the operators with the most bytes instead.
+        The lines. Where no SQNR is known (of a loaded program) or finite (of optimized weights), the table has the
+        operators with the most bytes instead.
     """
     if full or len(report.operators) <= WORST_OPERATORS:
         return report.to_table()
     measured = [operator for operator in report.operators if _sqnr(operator) is not None]
-    if measured:
+    if any(_sqnr(operator) != math.inf for operator in measured):
         order, ranked = "with the lowest SQNR", sorted(measured, key=lambda operator: _sqnr(operator) or 0.0)
     else:
         order, ranked = "with the most bytes", sorted(report.operators, key=_bytes, reverse=True)

@@ -26,6 +26,7 @@ from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.language.vision import check_tower, has_tower
+from pt2mx.pt2e.prepare import check_quantizer
 from pt2mx.pt2e.program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.weights import carry_notes
@@ -87,6 +88,7 @@ def quantize_language_model(
         >>> quantized.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
         torch.Size([1, 8])
     """
+    check_quantizer(quantizer, MXQuantizer)
     check_model(model)
     check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
     check_texts(lessons, model.config.get_text_config().vocab_size, model.main_input_name)

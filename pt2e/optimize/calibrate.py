@@ -111,7 +111,10 @@ def observe(
     _place(list(shared.values()), sizes, *_budgets(model))
     count = observed.run(batches)
     if not min_over_ranks(count, group):
-        raise MXError("batches is empty: give batches of inputs, or preset='fast', which takes none")
+        raise MXError(
+            "the algorithms read calibration batches, and there are none: give some (`texts` for a language model), or "
+            "choose the algorithms 'fast', which read none"
+        )
     if targets:
         all_reduce_sums(shared.values(), calibration.rows.values(), targets[0].value.device, group)
     return calibration

@@ -36,7 +36,7 @@ from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
-from pt2mx.pt2e.prepare import check_exported, to_annotate
+from pt2mx.pt2e.prepare import check_exported, check_quantizer, to_annotate
 from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec, parse
 
@@ -117,8 +117,7 @@ def optimize(
     if isinstance(batches, Tensor | dict):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
-    if not isinstance(quantizer, Quantizer):
-        raise MXError(f"expected an MXQuantizer, not {type(quantizer).__name__}")
+    check_quantizer(quantizer)
     result = to_annotate(model)
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)

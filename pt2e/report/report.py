@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
     from typing_extensions import Self
 
+_EXACT = "SQNR inf: the format holds each value exactly, for example the weights that pt2mx.optimize rounded"
 _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
 
 
@@ -71,8 +72,8 @@ class QuantizationReport:
         """Return the report as a text table.
 
         Args:
-            candidates: False: one line per operator, and a line of totals. True: one line per operand that an
-                `MXFormatObserver` observed, with the SQNR in dB of each candidate.
+            candidates: False: one line per operator, a line on SQNRs that are infinite, and one of totals. True: one
+                line per operand that an `MXFormatObserver` observed, with the SQNR in dB of each candidate.
 
         Returns:
             The lines.
@@ -88,7 +89,11 @@ class QuantizationReport:
         lines = text_table(list(zip(*columns, strict=True)), left=4).split("\n")
         width = max(map(len, lines))
         lines = [f"{line:{width}}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)]
-        return "\n".join([*lines, self.summary])
+        exact = [_EXACT] if any("inf" in row[4:6] for row in rows) else []
+        return "\n".join([*lines, *exact, self.summary])
+
+    def __str__(self) -> str:
+        return self.to_table()
 
     @property
     def summary(self) -> str:

@@ -120,6 +120,9 @@ class Sensitivity:
         whole = "".join(f"\n{name}, everything: {value:.4g}" for name, value in self.whole.items())
         return f"{text_table([('module', 'candidate', 'operands', *measured), *cells], left=3)}{whole}"
 
+    def __str__(self) -> str:
+        return self.to_table()
+
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the result as JSON, and write it to a file.
 

@@ -165,7 +165,7 @@ def _check(metric: object, method: object, operands: object) -> tuple[bool, bool
         raise MXError(f"method={method!r} needs one of {', '.join(METRICS)}: a function works with method='forward'")
     names = operands if isinstance(operands, Sequence) and not isinstance(operands, str) else ()
     if not names or any(name not in OPERANDS for name in names):
-        raise MXError(f"operands={operands!r} must be a list of {', '.join(OPERANDS)}")
+        raise MXError(f"operands={operands!r} must be a list of {', '.join(map(repr, OPERANDS))}")
     return measures, estimated
 
 

@@ -8,7 +8,7 @@ from pt2mx import MXSpec
 from pt2mx.pt2e.packed_weights import packed_bytes, storage_note
 
 ELEMENTS = ("fp4", "fp6_e3m2", "fp8", "int8", "fp5_e2m2", "int2", "int3", "int4", "int5", "int6", "int7")
-SHORT = "a block, which has a scale and whole bytes of its own"
+SHORT = "each with a scale and whole bytes of its own"
 SHAPES = ((64, 64), (32, 1, 3, 3), (8, 3, 7, 7), (16, 40), (5, 33), (4, 0))
 
 
@@ -37,15 +37,15 @@ def _is_more(bits, spec):
 @pytest.mark.parametrize(
     "shape, element, note",
     [
-        ((32, 1, 3, 3), "fp4", f"16 bits a value: 1 value {SHORT}"),
-        ((8, 3, 7, 7), "fp6_e2m3", f"10.67 bits a value: 3 values {SHORT}"),
+        ((32, 1, 3, 3), "fp4", f"16 bits a value: blocks of only 1 value, {SHORT}"),
+        ((8, 3, 7, 7), "fp6_e2m3", f"10.67 bits a value: blocks of only 3 values, {SHORT}"),
         ((8, 64), "int3", "8.25 bits a value: codes of 3 bits take 8"),
-        ((32, 1, 3, 3), "int5", f"16 bits a value: codes of 5 bits take 8, 1 value {SHORT}"),
+        ((32, 1, 3, 3), "int5", f"16 bits a value: codes of 5 bits take 8, blocks of only 1 value, {SHORT}"),
         ((8, 64), "int9", "16.25 bits a value: codes of 9 bits take 16"),
         ((8, 40), "fp4", None),
         ((8, 64), "nvfp4", None),
         ((8, 64), "fp8_e4m3{8x64}(f32)", None),
-        ((32, 1, 3, 3), "nvfp4", f"16.11 bits a value: 1 value {SHORT}"),
+        ((32, 1, 3, 3), "nvfp4", f"16.11 bits a value: blocks of only 1 value, {SHORT}"),
     ],
 )  # fmt: skip
 def test_the_reasons(shape, element, note):

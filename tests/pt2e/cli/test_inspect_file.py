@@ -92,7 +92,7 @@ def test_weights_of_more_bits_than_their_formats(tmp_path, capsys):
     x = torch.randn(2, 32, 8, 8)
     pt2mx.save_program(torch.export.export(convert(model, (x,), "mxfp4"), (x,)), tmp_path / "program.pt2")
     lines = run(tmp_path / "program.pt2", capsys=capsys).out.splitlines()
-    reason = "8 bits a value: 3 values a block, which has a scale and whole bytes of its own"
+    reason = "8 bits a value: blocks of only 3 values, each with a scale and whole bytes of its own"
     assert lines[-3] == f"{reason}: 0.weight, 2.weight"
     (result,) = json.loads(run(tmp_path / "program.pt2", "--json", capsys=capsys).out)["files"]
     assert [weight["storage"] for weight in result["weights"]] == [reason, None, reason]

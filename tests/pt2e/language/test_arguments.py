@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
 from tests.language_models import decoder_by_recipe, transformers
@@ -48,6 +49,12 @@ def test_a_temperature_of_0_is_for_the_likeliest_token():
     check_sampling({"do_sample": False, "temperature": 0.0})
     with pytest.raises(MXError, match=r"^temperature=0 divides by 0: give do_sample=False"):
         check_sampling({"do_sample": True, "temperature": 0.0})
+
+
+@pytest.mark.parametrize("quantizer", ["mxint8", pt2mx.get_default_mx_quantization_config("mxint8")])
+def test_what_is_no_quantizer(quantizer):
+    with pytest.raises(MXError, match=rf"^expected an MXQuantizer, not {type(quantizer).__name__}: make one with"):
+        pt2mx.quantize_language_model(None, quantizer)
 
 
 @pytest.mark.parametrize("token", [300, -1])

@@ -162,7 +162,7 @@ def test_notes_name_weights_larger_than_their_format():
     for model in (prepared, pt2mx.convert_pt2e(prepared)):
         depthwise, linear = quantization_report(model).operators
         assert depthwise.notes == (
-            "weight: 8 bits a value: 3 values a block, which has a scale and whole bytes of its own"
+            "weight: 8 bits a value: blocks of only 3 values, each with a scale and whole bytes of its own"
         )
         assert linear.notes == "weight: 8.25 bits a value: codes of 5 bits take 8"
         assert depthwise.operands[1].bytes_after == depthwise.operands[1].values
