@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -67,7 +68,10 @@ def result_of(node: Node, replaced: dict[Node, Any] | None = None) -> Any:
     inputs; the values of all others must be known."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (replaced or {}).get(n, value_of(n)))
     fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
-    with torch.no_grad(), fakes[0].fake_mode if fakes else nullcontext():
+    # in C++ some operators, such as matmul of torch 2.11, refuse symbolic sizes
+    symbolic = any(one._has_symbolic_sizes_strides for one in fakes)
+    dispatcher = enable_python_dispatcher() if symbolic else nullcontext()
+    with torch.no_grad(), dispatcher, fakes[0].fake_mode if fakes else nullcontext():
         return function_of(node)(*args, **kwargs)
 
 
