@@ -35,7 +35,7 @@ EXAMPLES = {
         ),
         (
             "quantize a language model to 4 bits",
-            "--model hf:SmolLM2-135M-Instruct --recipe mxfp4_decoder --output smollm2",
+            "--model hf:HuggingFaceTB/SmolLM2-135M-Instruct --recipe mxfp4_decoder --output smollm2",
         ),
         (
             "write a page with the error of every operator",
@@ -57,12 +57,12 @@ EXAMPLES = {
     "generate": (
         ("answer a question", 'smollm2 --chat --prompt "What is the capital of France?"'),
         ("hold a conversation from the keyboard, and sample", "smollm2 --chat --temperature 0.7 --top-p 0.9"),
-        ("compare with the answer of the float model", 'smollm2 --prompt "Once" --float SmolLM2-135M-Instruct'),
+        ("compare with the float model", 'smollm2 --prompt "Once" --float HuggingFaceTB/SmolLM2-135M-Instruct'),
         ("transcribe a recording", "whisper-tiny --audio speech.wav"),
     ),
     "perplexity": (
-        ("compare a quantized model with its checkpoint", "smollm2 --text book.txt --float SmolLM2-135M-Instruct"),
-        ("compare recipes", "SmolLM2-135M-Instruct --text book.txt --recipe mxfp8 mxfp4_decoder"),
+        ("compare with the checkpoint", "smollm2 --text book.txt --float HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("compare recipes", "HuggingFaceTB/SmolLM2-135M-Instruct --text book.txt --recipe mxfp8 mxfp4_decoder"),
     ),
     "eval": (
         ("answer the questions of a benchmark", "smollm2 --tasks arc_easy,hellaswag --batch-size 8"),
@@ -98,7 +98,7 @@ EXAMPLES = {
     "save-checkpoint": (
         (
             "write a checkpoint for transformers and vLLM",
-            "smollm2 --float SmolLM2-135M-Instruct --output smollm2-mxfp4",
+            "smollm2 --float HuggingFaceTB/SmolLM2-135M-Instruct --output smollm2-mxfp4",
         ),
     ),
     "convert-checkpoint": (
