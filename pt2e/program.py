@@ -1,16 +1,14 @@
-"""Save and load exported programs, and make one of a changed graph."""
+"""Export, save and load programs."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -19,15 +17,11 @@ import torch
 from torch import nn
 from torch._export.serde import serialize
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
-from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.constants import placeholders_first
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of, write_out_arguments
+from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.recompile import recompile_once
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, deep_copy
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
@@ -208,85 +202,3 @@ def export_program(
             graph._tracer_cls = graph.graph._tracer_cls = None  # unpickling could not make export's tracer again
         mark(program.graph_module)
     return program
-
-
-def can_become_program(model: GraphModule, program: ExportedProgram) -> bool:
-    """Return whether `program_of` takes a graph: without subgraphs, all of whose outputs are tensors."""
-    outputs = program.graph_signature.output_specs
-    tensors = all(isinstance(spec.arg, TensorArgument) and spec.kind is OutputKind.USER_OUTPUT for spec in outputs)
-    return tensors and len(graph_modules(model)) == 1
-
-
-def program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
-    """Return the program of a graph, as an export of the graph would, without tracing it.
-
-    Args:
-        model: a graph that was made of `program.module()`, with its inputs and outputs, for which
-            `can_become_program` is True. It does not change.
-        program: the other program.
-    """
-    with recompile_once() as mark:
-        result = _program_of(copy_sharing_tensors(model), program)
-        mark(result.graph_module)
-    return result
-
-
-def _program_of(model: GraphModule, program: ExportedProgram) -> ExportedProgram:
-    """Return the program of a graph, which becomes the graph of the result."""
-    graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
-    for node in graph.find_nodes(op="call_module", target="_guards_fn"):
-        graph.erase_node(node)
-    placeholders = graph.find_nodes(op="placeholder")
-    tensors = _lift_tensors(model, state.keys())
-    for node in list(graph.nodes):
-        if node.op == "call_function" and "val" not in node.meta:
-            set_value(node)
-    results: Any = graph.output_node().args[0]
-    outputs = [
-        dataclasses.replace(spec, arg=TensorArgument(node.name))
-        for spec, node in zip(signature.output_specs, results, strict=True)
-    ]
-    inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    for spec, node in zip(inputs, placeholders, strict=True):
-        node.name = spec.arg.name  # a copy of the graph has another name for what is also a builtin, such as `input`
-    return ExportedProgram(
-        root=model,
-        graph=graph,
-        graph_signature=ExportGraphSignature([*tensors, *inputs], outputs),
-        state_dict=state,
-        range_constraints=dict(program.range_constraints),
-        module_call_graph=deep_copy(program.module_call_graph),
-        example_inputs=program.example_inputs,
-        constants={name: attrgetter(name)(model) for spec in tensors if (name := str(spec.target)) not in state},
-        verifiers=program.verifiers,
-    )
-
-
-def _lift_tensors(model: GraphModule, saved: Set[str]) -> list[InputSpec]:
-    """Make the tensors that a graph reads its first inputs: parameters, buffers, constants. Return these inputs.
-
-    `saved`: the names in the state of the graph.
-    """
-    placeholders_first(model)
-    first, buffers = model.graph.find_nodes(op="placeholder")[0], dict(model.named_buffers())
-    reads: dict[int, list[Node]] = {}  # a tied tensor has several names, and one input
-    for node in model.graph.find_nodes(op="get_attr"):
-        reads.setdefault(id(tensor_of(model, node)), []).append(node)
-
-    def kind_of(node: Node) -> InputKind:
-        if isinstance(tensor_of(model, node), nn.Parameter):
-            return InputKind.PARAMETER
-        return InputKind.BUFFER if name_of(node) in buffers else InputKind.CONSTANT_TENSOR
-
-    specs = []
-    for nodes in sorted(reads.values(), key=lambda nodes: kind_of(nodes[0]).value):
-        name, kind, tensor = name_of(nodes[0]), kind_of(nodes[0]), tensor_of(model, nodes[0])
-        with model.graph.inserting_before(first):
-            lifted = model.graph.placeholder(f"{kind.name[0].lower()}_{name.replace('.', '_')}")
-        lifted.meta["val"] = value_of(first).fake_mode.from_tensor(tensor, static_shapes=True)
-        for node in nodes:
-            node.replace_all_uses_with(lifted)
-            model.graph.erase_node(node)
-        persistent = name in saved if kind is InputKind.BUFFER else None
-        specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
-    return specs

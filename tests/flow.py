@@ -68,3 +68,14 @@ def reloaded(program: ExportedProgram) -> ExportedProgram:
     torch.export.save(program, file)
     file.seek(0)
     return torch.export.load(file)
+
+
+def described(program):
+    """Return the nodes of a program: target, number of inputs, dtype, shape and strides."""
+    rows = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        layout = (value.dtype, *value.shape, *value.stride()) if isinstance(value, torch.Tensor) else ()
+        target = node.target if node.op == "call_function" else node.op
+        rows.append(f"{target} {len(node.all_input_nodes)} {[str(size) for size in layout]}")
+    return sorted(rows)

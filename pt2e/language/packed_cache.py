@@ -5,9 +5,6 @@ The keys and values of each token are blocks of their own, so a cache of codes h
 
 from __future__ import annotations
 
-import operator
-from typing import Any
-
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
@@ -16,7 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize, args_of, set_value, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.pt2e.language.cache import KINDS, Layers, by_layer, equal_dims
+from pt2mx.pt2e.language.cache import KINDS, Layers, by_layer
 from pt2mx.pt2e.language.signature import free_inputs, inputs_of, set_inputs
 
 _WRITE = torch.ops.aten.index_copy_.default
@@ -34,23 +31,8 @@ def pack_cache(model: GraphModule) -> GraphModule:
     named = free_inputs(model)
     for kind in filter(KINDS.get, named):
         named[kind] = [_pack(stored) for stored in named[kind]]
-    _state_equal_dims(named)
     set_inputs(model, named)
     return model
-
-
-def _state_equal_dims(inputs: dict[str, Any]) -> None:
-    """State in the graph which dimensions of its inputs are equal."""
-    graph = inputs["input_ids"].graph
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        first = graph.call_function(_SIZE, (last, 0))  # the checks go after the placeholders
-    with graph.inserting_before(first):
-        for same in equal_dims(inputs):
-            sizes = [graph.call_function(_SIZE, dim) for dim in same]
-            for size in sizes[1:]:
-                graph.call_function(torch._check, (graph.call_function(operator.eq, (sizes[0], size)),))
-    graph.erase_node(first)
 
 
 def layers_in(model: GraphModule) -> Layers:
@@ -77,11 +59,14 @@ def _pack(tensor: Node) -> Node | list[Node]:
         placeholder.meta["val"] = like.new_empty((*value_of(tensor).shape[:3], like.shape[3]))
         stored.append(placeholder)
     with graph.inserting_before(write):
-        for placeholder, values in zip(stored, (pair.codes, pair.scale), strict=True):
-            set_value(graph.call_function(_WRITE, (placeholder, *args_of(write)[1:3], values)))
-        from_cache = pair.replace(codes=stored[0], scale=stored[1])
+        written = [
+            graph.call_function(_WRITE, (placeholder, *args_of(write)[1:3], values))
+            for placeholder, values in zip(stored, (pair.codes, pair.scale), strict=True)
+        ]
+        from_cache = pair.replace(codes=written[0], scale=written[1])
         read = graph.call_function(Dequantize.overload, from_cache.args)
-    set_value(read)
+    for node in (*written, read):
+        set_value(node)
     read.meta[SPEC_KEY] = args_of(write)[3].meta[SPEC_KEY]
     write.replace_all_uses_with(read)
     source = args_of(write)[3]

@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.pt2e.build_program import program_of
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
@@ -27,7 +28,6 @@ from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.language.vision import check_tower, has_tower
 from pt2mx.pt2e.prepare import check_quantizer
-from pt2mx.pt2e.program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.weights import carry_notes
 
@@ -114,8 +114,8 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
+    is_exported_again = any(hop_calls(exported.graph_module))
     # guards hold the equal sizes of the inputs, which the second export needs
-    is_exported_again = quantizer.kv_cache is not None or any(hop_calls(exported.graph_module))
     graph = remove_unused(module_of(exported, is_exported_again))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
@@ -132,11 +132,10 @@ def quantize_language_model(
     with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
         lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
         converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
-    if is_exported_again:
+    if quantizer.kv_cache is not None:
         converted = pack_cache(converted)
-        program = decoder.export(converted, decoder.inputs(layers_in(converted), model.device, images=images))
-    else:
-        program = program_of(converted, exported)
+    example = decoder.inputs(layers_in(converted), model.device, images=images)
+    program = decoder.export(converted, example) if is_exported_again else program_of(converted, exported, example)
     carry_notes(converted, program.graph_module)
     config = copy.deepcopy(model.config)
     if length is not None:

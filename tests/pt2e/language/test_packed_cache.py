@@ -4,10 +4,12 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.build_program import program_of
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import empty_cache
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from tests.flow import described
 from tests.language_models import exported_decoder, padded, quantized_decoder, transformers
 
 #: bytes of the codes and the scales of a head's 16 values
@@ -54,8 +56,13 @@ def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
     expected, cache = steps(prepared, layers, ids, mask)
     packed = pack_cache(converted)
     assert [tuple(t.shape[3] for t in layer["keys"]) for layer in layers_in(packed)] == [BYTES[kv_cache]] * len(layers)
-    program = decoder.export(packed, decoder.inputs(layers_in(packed), torch.device("cpu")))
-    for run in (packed, program.module()):
+    example = decoder.inputs(layers_in(packed), torch.device("cpu"))
+    traced, made = decoder.export(packed, example), program_of(packed, program, example)
+    made_rows, traced_rows = ([row for row in described(one) if "_assert_" not in row] for one in (made, traced))
+    assert made_rows == traced_rows  # apart from the checks of casts
+    assert made.call_spec.in_spec == traced.call_spec.in_spec
+    assert len(made.range_constraints) == len(traced.range_constraints) == 4
+    for run in (packed, traced.module(), made.module()):
         result, codes = steps(run, layers_in(packed), ids, mask)
         assert torch.equal(result, expected)
         assert all(tensor.dtype == torch.uint8 for tensor in pytree.tree_leaves(codes))

@@ -1,0 +1,112 @@
+"""Make an exported program of a changed graph, without an export."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Set
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from pt2mx.fx.graph.constants import placeholders_first
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of
+from pt2mx.fx.graph.recompile import recompile_once
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, deep_copy
+
+
+def can_become_program(model: GraphModule, program: ExportedProgram) -> bool:
+    """Return whether `program_of` takes a graph: without subgraphs, all of whose outputs are tensors."""
+    outputs = program.graph_signature.output_specs
+    tensors = all(isinstance(spec.arg, TensorArgument) and spec.kind is OutputKind.USER_OUTPUT for spec in outputs)
+    return tensors and len(graph_modules(model)) == 1
+
+
+def program_of(
+    model: GraphModule, program: ExportedProgram, example: Mapping[str, Any] | None = None
+) -> ExportedProgram:
+    """Return the program of a graph, as an export of the graph would, without tracing it.
+
+    Args:
+        model: a graph that was made of `program.module()`, with its outputs, for which `can_become_program` is True.
+            It does not change.
+        program: the other program.
+        example: example inputs by name, where the graph has other inputs than the program; None: it has the same.
+    """
+    with recompile_once() as mark:
+        result = _program_of(copy_sharing_tensors(model), program, example)
+        mark(result.graph_module)
+    return result
+
+
+def _program_of(model: GraphModule, program: ExportedProgram, example: Mapping[str, Any] | None) -> ExportedProgram:
+    """Return the program of a graph, which becomes the graph of the result."""
+    graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
+    for node in graph.find_nodes(op="call_module", target="_guards_fn"):
+        graph.erase_node(node)
+    placeholders = graph.find_nodes(op="placeholder")
+    tensors = _lift_tensors(model, state.keys())
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "val" not in node.meta:
+            set_value(node)
+    results: Any = graph.output_node().args[0]
+    outputs = [
+        dataclasses.replace(spec, arg=TensorArgument(node.name))
+        for spec, node in zip(signature.output_specs, results, strict=True)
+    ]
+    calls, example_inputs = deep_copy(program.module_call_graph), program.example_inputs
+    if example is None:
+        inputs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        for spec, node in zip(inputs, placeholders, strict=True):
+            node.name = spec.arg.name  # a copy of the graph has another name for what is also a builtin: `input`
+    else:
+        inputs = [InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None) for node in placeholders]
+        example_inputs = (), dict(example)
+        calls[0].signature.inputs = [spec.arg for spec in inputs]
+        calls[0].signature.in_spec = pytree.tree_structure(example_inputs)
+    return ExportedProgram(
+        root=model,
+        graph=graph,
+        graph_signature=ExportGraphSignature([*tensors, *inputs], outputs),
+        state_dict=state,
+        range_constraints=dict(program.range_constraints),
+        module_call_graph=calls,
+        example_inputs=example_inputs,
+        constants={name: attrgetter(name)(model) for spec in tensors if (name := str(spec.target)) not in state},
+        verifiers=program.verifiers,
+    )
+
+
+def _lift_tensors(model: GraphModule, saved: Set[str]) -> list[InputSpec]:
+    """Make the tensors that a graph reads its first inputs: parameters, buffers, constants. Return these inputs.
+
+    `saved`: the names in the state of the graph.
+    """
+    placeholders_first(model)
+    first, buffers = model.graph.find_nodes(op="placeholder")[0], dict(model.named_buffers())
+    reads: dict[int, list[Node]] = {}  # a tied tensor has several names, and one input
+    for node in model.graph.find_nodes(op="get_attr"):
+        reads.setdefault(id(tensor_of(model, node)), []).append(node)
+
+    def kind_of(node: Node) -> InputKind:
+        if isinstance(tensor_of(model, node), nn.Parameter):
+            return InputKind.PARAMETER
+        return InputKind.BUFFER if name_of(node) in buffers else InputKind.CONSTANT_TENSOR
+
+    specs = []
+    for nodes in sorted(reads.values(), key=lambda nodes: kind_of(nodes[0]).value):
+        name, kind, tensor = name_of(nodes[0]), kind_of(nodes[0]), tensor_of(model, nodes[0])
+        with model.graph.inserting_before(first):
+            lifted = model.graph.placeholder(f"{kind.name[0].lower()}_{name.replace('.', '_')}")
+        lifted.meta["val"] = value_of(first).fake_mode.from_tensor(tensor, static_shapes=True)
+        for node in nodes:
+            node.replace_all_uses_with(lifted)
+            model.graph.erase_node(node)
+        persistent = name in saved if kind is InputKind.BUFFER else None
+        specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
+    return specs
