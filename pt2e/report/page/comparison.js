@@ -21,9 +21,9 @@ function drawComparison(section) {
   const timed = rows.some((row) => !Number.isNaN(row.milliseconds));
   const line = (row) => html(
     "tr", { class: row.own && "own" },
-    html("th", { scope: "row" }, row.name, row.on_front && html("span", { class: "badge good" }, "front"),
+    html("th", { scope: "row" }, breakable(row.name), row.on_front && html("span", { class: "badge good" }, "front"),
       row.note && html("span", { class: "note" }, row.note),
-      row.tied && html("span", { class: "note" }, `too few samples to rank it against ${row.tied}`)),
+      row.tied && html("span", { class: "note" }, "too few samples to rank it against ", breakable(row.tied))),
     html("td", {}, row.bytes ? sizeText(row.bytes) : "–"), html("td", {}, significant(number(row.bits))),
     html("td", {}, comparedText(row)), timed && html("td", {}, significant(row.milliseconds)),
   );

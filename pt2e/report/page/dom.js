@@ -69,7 +69,7 @@ const ENGLISH = new Intl.NumberFormat("en");
 const count = (value) => ENGLISH.format(value);
 
 /** A name that may wrap after each of its parts. */
-const breakable = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, html("wbr")]);
+const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, html("wbr")]);
 
 /** The name of an operator: its module, or its own name outside any module. */
 const nameOf = (operator) => operator.module || operator.name;
