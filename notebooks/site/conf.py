@@ -33,6 +33,7 @@ html_theme = "furo"
 html_title = f"pt2mx {pt2mx.__version__}"
 html_show_copyright = False
 html_copy_source = False
+html_extra_path = ["index.html"]  # the root of the site leads to its start page
 
 
 class Names(SphinxDirective):
