@@ -59,6 +59,12 @@ def check_prompts(text: object, inputs: object, options: dict[str, Any]) -> list
     return prompts
 
 
+def check_no_text(inputs: object) -> None:
+    """Raise an `MXError` for prompts in place of tokens."""
+    if isinstance(inputs, str) or (isinstance(inputs, list | tuple) and any(isinstance(one, str) for one in inputs)):
+        raise MXError(f"inputs are tokens, (B, S) int64, not {inputs!r}: pass prompts as text=...")
+
+
 def check_tokens(input_ids: object) -> Tensor:
     """Return tokens, (B, S); raise an `MXError` for anything else."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():

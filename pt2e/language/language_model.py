@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_prompts, check_sampling
+from pt2mx.pt2e.language.arguments import check_no_text, check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.cache_name import CACHE, CACHE_NAMES
 from pt2mx.pt2e.language.encoder import Encoder
@@ -193,6 +193,7 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         Raises:
             MXError: for text without a tokenizer, prompts that are no text, and sampling options out of range.
         """
+        check_no_text(inputs)
         check_sampling(options, self.generation_config)
         options = {CACHE if name in CACHE_NAMES else name: value for name, value in options.items()}
         if self.tokenizer is not None:

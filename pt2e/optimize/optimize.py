@@ -114,7 +114,7 @@ def optimize(
     if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
     wide = None if anchor is None else checked_anchor(anchor, chosen)
-    if isinstance(batches, Tensor | dict):
+    if isinstance(batches, Tensor | dict) or not isinstance(batches, Iterable):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     check_quantizer(quantizer)

@@ -238,6 +238,8 @@ def test_what_is_no_input(llama):
     for call, text in [
         (lambda: llama.generate(text=""), "none of them empty"),
         (lambda: llama.generate(text=["a", 5]), "must be a prompt or a list of prompts"),
+        (lambda: llama.generate("a"), r"inputs are tokens, .* not 'a': pass prompts as text="),
+        (lambda: llama.generate(["a", "b"]), "pass prompts as text="),
         (lambda: llama.generate(text=[]), "must be a prompt or a list of prompts"),
         (lambda: llama.generate(ids, text="a"), "text and inputs say the same"),
         (lambda: llama(ids[0]), r"must be tokens, \(B, S\) int64"),

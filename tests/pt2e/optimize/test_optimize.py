@@ -165,6 +165,8 @@ def test_bad_input(options, message):
         pt2mx.optimize(graph, "mxfp4")
     with pytest.raises(MXError, match=r"not one Tensor: pass \[batch\]"):
         pt2mx.optimize(graph, MXQuantizer().set_global(W4), torch.ones(2, 3))
+    with pytest.raises(MXError, match=r"not one int: pass \[batch\]"):
+        pt2mx.optimize(graph, MXQuantizer().set_global(W4), 5)
     with pytest.raises(MXError, match="no report of an optimization"):
         pt2mx.optimization_report(graph)
 
