@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -66,18 +66,23 @@ def _delay(module: GraphModule) -> PythonCode | None:
     _delayed.modules.setdefault(module, "_code" in vars(module))
     for name in _GENERATED & vars(module).keys():
         delattr(module, name)
-    cls.forward, cls.__getattr__ = _Forward(), _generated  # type: ignore[assignment,method-assign]
+    cls.forward, cls.__getattr__ = _Forward(module), _generated  # type: ignore[assignment,method-assign]
     return None
 
 
 class _Forward:
     """`forward` of a class of modules whose code waits: a look at it, such as at its signature, generates the code."""
 
-    def __get__(self, module: GraphModule | None, cls: type) -> Any:
+    def __init__(self, module: GraphModule) -> None:
+        self._module = ref(module)  # a class of one module
+
+    def __get__(self, instance: GraphModule | None, cls: type) -> Any:
+        module = self._module()
         if module is None:
             return self
         _generate(module)
-        return module.forward
+        looked_at: Any = cls if instance is None else instance
+        return looked_at.forward
 
 
 def _generate(module: GraphModule) -> PythonCode:

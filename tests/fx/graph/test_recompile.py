@@ -140,6 +140,14 @@ def test_the_signature_of_a_module_generates_its_code(model, compiled):
         assert compiled == [model]
 
 
+def test_the_forward_of_the_class_generates_the_code(model, compiled):
+    x = torch.ones(2)
+    with recompile_once():
+        change(model)
+        assert list(inspect.signature(type(model).forward).parameters) == ["self", "x"]
+        assert compiled == [model] and torch.equal(type(model).forward(model, x), x)
+
+
 @pytest.mark.parametrize("check_guards", [True, False])
 def test_the_module_of_a_program_is_torch_s(check_guards, compiled):
     shapes = ({0: torch.export.Dim("batch")},) * 2
