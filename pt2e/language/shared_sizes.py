@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch._functorch import config
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -47,5 +48,7 @@ def shared_sizes(example: dict[str, Any]) -> Iterator[None]:
         yield
         return
     shapes = _SharingShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
-    with tracing(TracingContext(FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True))):
+    with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as torch.export: an error instead of address 0
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
+    with tracing(TracingContext(mode)):
         yield

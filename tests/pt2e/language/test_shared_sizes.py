@@ -3,6 +3,7 @@ import contextlib
 import pytest
 import torch
 
+import pt2mx
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.shared_sizes import shared_sizes
@@ -57,3 +58,17 @@ def test_nothing_remains_of_the_context_after_an_error():
     with pytest.raises(KeyError), shared_sizes(example):
         raise KeyError
     assert torch._guards.TracingContext.try_get() is None
+
+
+def test_a_decoder_that_reads_an_address_is_refused():
+    model = tiny_decoder("llama")
+    forward = model.model.forward
+
+    def with_address(*args, **kwargs):
+        result = forward(*args, **kwargs)
+        result.last_hidden_state = result.last_hidden_state + torch.ones(3).sin().data_ptr() % 2
+        return result
+
+    model.model.forward = with_address
+    with pytest.raises(pt2mx.MXError, match="Cannot access data pointer"):
+        decoder.export_decoder(model)
