@@ -20,8 +20,8 @@ from pt2mx.sigint import is_command  # first: it handles Ctrl-C
 _WITHOUT_TORCH = ("doctor", "completion")
 #: commands that announce no stage
 _SHORT = ("formats",)
-#: allocations between two runs of the garbage collector: graphs are millions of objects that stay, and Python's own
-#: thresholds (700, 10, 10) took an eighth of a command
+#: when the garbage collector runs (`gc.set_threshold`): graphs are millions of objects that stay, and with Python's own
+#: thresholds (700, 10, 10) it took an eighth of a command
 _GC_THRESHOLDS = (50_000, 20, 20)
 
 
@@ -45,7 +45,7 @@ def start(arguments: list[str]) -> None:
     if arguments[0] in _WITHOUT_TORCH or _is_refused(options):
         sys.exit(main(arguments))
     gc.set_threshold(*_GC_THRESHOLDS)
-    atexit.register(gc.freeze)  # otherwise the end of the process searches all of them for cycles
+    atexit.register(gc.freeze)  # otherwise Python searches all objects for cycles when the process ends
     if arguments[0] not in _SHORT:
         stage_line("import torch")
 

@@ -1,7 +1,7 @@
 """Fuse activation quantization into the kernel that produces the activation (residual add + LayerNorm, GELU, SiLU,
 ReLU, the bias of a linear layer, or a plain copy).
 
-Inductor's code for the same is slower.
+Inductor's own code for these operators is slower.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import operator
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
@@ -27,6 +24,7 @@ from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.option_checks import check_compiler, check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
+from pt2mx.pt2e.cli.report_file import model_report
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
@@ -37,7 +35,7 @@ from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
+from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
@@ -172,12 +170,6 @@ def _quantize_rank(
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
     return report, coverage
-
-
-def model_report(model: LanguageModel) -> QuantizationReport:
-    """Return the report of the programs of a model."""
-    first, *others = (quantization_report(module_of(program, check_guards=False)) for program in model.programs)
-    return reduce(operator.add, others, first)
 
 
 def _calibration(

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.language import model_report
 from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.report_file import write_report
+from pt2mx.pt2e.cli.report_file import model_report, write_report
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language.folder import REPORT, copy_processor
 from pt2mx.pt2e.language.language_model import LanguageModel

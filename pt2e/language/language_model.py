@@ -191,7 +191,8 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer, prompts that are no text, and sampling options out of range.
+            MXError: for text without a tokenizer or in place of tokens, prompts that are no text, and sampling options
+                out of range.
         """
         check_no_text(inputs)
         check_sampling(options, self.generation_config)

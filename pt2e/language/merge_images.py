@@ -24,7 +24,7 @@ from pt2mx.pt2e.language.vision import tower_of
 #: inputs of a decoder that reads images: the features, (rows, hidden) each; the row of each token, (B, S) int64, 0 for
 #: text; and where a position has several axes, (B, axes, S) int64 positions
 FEATURES, ROWS, POSITIONS = "image_features", "image_rows", "image_positions"
-#: rows of the features of a text: no other size of an example
+#: rows of the features of a text, a number that no other size of an example has
 _ROWS = 9
 
 

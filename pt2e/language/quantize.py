@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.pt2e.build_program import program_of
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
 from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from pt2mx.pt2e.language.quantize_graph import only_unmatched_in_both, quantize_graph, without_activation_matmuls
+from pt2mx.pt2e.language.quantize_graph import (
+    decoder_program,
+    only_unmatched_in_both,
+    quantize_graph,
+    without_activation_matmuls,
+)
 from pt2mx.pt2e.language.quantize_source import FloatSource
 from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
@@ -29,7 +31,6 @@ from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.language.vision import check_tower, has_tower
 from pt2mx.pt2e.prepare import check_quantizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,9 +115,7 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    is_exported_again = any(hop_calls(exported.graph_module))
-    # guards hold the equal sizes of the inputs, which the second export needs
-    graph = remove_unused(module_of(exported, is_exported_again))
+    graph = remove_unused(module_of(exported, check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     encoder = None
@@ -132,11 +131,7 @@ def quantize_language_model(
     with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
         lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
         converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
-    if quantizer.kv_cache is not None:
-        converted = pack_cache(converted)
-    example = decoder.inputs(layers_in(converted), model.device, images=images)
-    program = decoder.export(converted, example) if is_exported_again else program_of(converted, exported, example)
-    carry_notes(converted, program.graph_module)
+    program = decoder_program(converted, exported, quantizer, model.device, images)
     config = copy.deepcopy(model.config)
     if length is not None:
         setattr(config, LONGEST_TEXT, length)

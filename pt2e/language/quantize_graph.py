@@ -1,4 +1,4 @@
-"""Quantize the graph of one program of a language model."""
+"""Quantize the graph of one program of a language model, and make a decoder's program of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import attribute_of
+from pt2mx.pt2e.build_program import program_of
 from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.weights import carry_notes
 
 #: operators that multiply two activations in a decoder
 _MATMULS = (
@@ -90,6 +97,31 @@ def only_unmatched_in_both(others: set[str]) -> Iterator[None]:
         warnings.warn(text, stacklevel=3)
 
 
+def decoder_program(
+    converted: GraphModule,
+    program: ExportedProgram,
+    quantizer: MXQuantizer,
+    device: torch.device,
+    images: ImageInputs | None,
+) -> ExportedProgram:
+    """Return the program of a converted decoder, with a quantized cache if the quantizer asks for one.
+
+    Args:
+        converted: the graph, made of `program`. Its cache becomes one of codes.
+        program: the float program, or the one that was sliced.
+        quantizer: the quantizer.
+        device: the device of the example inputs.
+        images: the image inputs of the decoder; None: it reads text alone.
+    """
+    if quantizer.kv_cache is not None:
+        pack_cache(converted)
+    example = decoder.inputs(layers_in(converted), device, images=images)
+    is_traced = any(hop_calls(converted))  # `program_of` takes no subgraphs
+    result = decoder.export(converted, example) if is_traced else program_of(converted, program, example)
+    carry_notes(converted, result.graph_module)
+    return result
+
+
 def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
     """Return a copy of the quantizer that skips matmuls and attention without a parameter among their operands."""
     accepts = quantizer.filter_function
@@ -105,7 +137,7 @@ def _has_weight(matmul: Node) -> bool:
 
 
 def _is_weight(operand: Node) -> bool:
-    """Return whether a node is computed from tensors of the model alone, of which one is a parameter."""
+    """Return whether a node is computed from the model's own tensors alone, a parameter among them."""
     model, constants = cast(GraphModule, operand.graph.owning_module), []
     pending, seen = [operand], {operand}
     while pending:

@@ -107,7 +107,7 @@ class _Copier:
         if self.tracer is not mode.tracer:
             self.tracer, self.traces, self.templates = mode.tracer, [], []
         layer = self.layers[number]
-        arguments = pytree.tree_leaves((args, kwargs), is_leaf=_is_no_container)
+        arguments = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
         leaves = [*arguments, *self.cached(number), *layer.parameters(), *layer.buffers()]
         operands = [self._node_of(leaf) or leaf for leaf in leaves]
         kinds = [_kind(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -170,8 +170,8 @@ class _Copier:
         return result
 
 
-def _is_no_container(argument: Any) -> bool:
-    """Return whether an argument is one object, such as a cache.
+def _is_leaf(argument: Any) -> bool:
+    """Return whether an argument is a single object: a cache is, too.
 
     transformers' exporters register caches with pytree, which would take the tensors of all layers out of them."""
     return not isinstance(argument, (tuple, list, dict))

@@ -1,7 +1,7 @@
-"""Give equal sizes of a program's inputs one symbol. torch.export gives each size its own, and proves them equal.
+"""Give equal sizes of a decoder's inputs one symbol. torch.export gives each dimension a symbol, and proves them equal.
 
-A decoder of 30 layers has 60 tensors of keys and values, each with a batch and slots: 120 symbols for two sizes. Their
-proofs took a quarter of the export.
+A decoder of 30 layers has 60 tensors of keys and values, each with a batch size and a number of slots: 120 symbols for
+two sizes. Their proofs took a quarter of the export.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pt2mx.pt2e.language.cache import equal_dims
 
 
 class _SharingShapeEnv(ShapeEnv):
-    """Gives dynamic sizes one symbol where the example inputs have equal sizes."""
+    """A `ShapeEnv` that gives dynamic sizes one symbol where the example inputs have equal sizes."""
 
     def create_symbol(
         self,
@@ -47,7 +47,7 @@ def shared_sizes(example: dict[str, Any]) -> Iterator[None]:
     if len(set(sizes)) < len(sizes):
         yield
         return
-    shapes = _SharingShapeEnv(tracked_fakes=[], prefer_deferred_runtime_asserts_over_guards=False, trace_asserts=True)
+    shapes = _SharingShapeEnv(tracked_fakes=[], trace_asserts=True)
     with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as torch.export: an error instead of address 0
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
     with tracing(TracingContext(mode)):

@@ -11,19 +11,19 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import Dequantize
-from pt2mx.pt2e.build_program import program_of
-from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ImageInputs
-from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from pt2mx.pt2e.language.quantize_graph import only_unmatched_in_both, unmatched_settings, without_activation_matmuls
+from pt2mx.pt2e.language.quantize_graph import (
+    decoder_program,
+    only_unmatched_in_both,
+    unmatched_settings,
+    without_activation_matmuls,
+)
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.packed_weights import converted_graph
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
 from pt2mx.pt2e.slice import slice_graph, slice_program
 from pt2mx.spec import MXSpec
 
@@ -91,12 +91,6 @@ def _warn_of_cache(cache: MXSpec, quantizer: MXQuantizer) -> None:
 
 
 def _slice_decoder(program: ExportedProgram, graph: GraphModule, quantizer: MXQuantizer) -> ExportedProgram:
-    converted = slice_graph(graph, quantizer)
     _, device, _ = cache_of(program)
-    if quantizer.kv_cache is not None:
-        converted = pack_cache(converted)
-    example = decoder.inputs(layers_in(converted), device, images=ImageInputs.of_program(program))
-    is_exported_again = any(hop_calls(converted))
-    sliced = decoder.export(converted, example) if is_exported_again else program_of(converted, program, example)
-    carry_notes(converted, sliced.graph_module)
-    return sliced
+    images = ImageInputs.of_program(program)
+    return decoder_program(slice_graph(graph, quantizer), program, quantizer, device, images)

@@ -65,6 +65,13 @@ def test_the_first_stage_is_to_import_torch():
     assert result.stderr.splitlines()[0].endswith(" s] import torch") and "ModuleNotFoundError" in result.stderr
 
 
+def test_the_garbage_collector_runs_rarely_in_the_process_of_a_command(run_python):
+    code = "import atexit, gc\natexit.register(lambda: print(gc.get_threshold(), gc.get_freeze_count() > 0))\n"
+    result = subprocess.run([sys.executable, "-c", code + WITHOUT, "torch", "formats"], capture_output=True, text=True)
+    assert result.stdout == "(50000, 20, 20) True\n"
+    assert run_python("import gc, pt2mx\nprint(gc.get_threshold()[0] < 50000)", env=os.environ) == "True\n"
+
+
 def test_texts_name_no_stage():
     assert " s] " not in run("formats").stderr
 

@@ -14,6 +14,12 @@ def symbols(program):
     return {str(size) for node in program.graph.nodes if node.op == "placeholder" for size in node.meta["val"].shape}
 
 
+def created_symbols(program):
+    """Return the number of symbols that the trace of a program had."""
+    (first, *_) = (node.meta["val"] for node in program.graph.nodes if node.op == "placeholder")
+    return len(first.fake_mode.shape_env.var_to_range)
+
+
 def operators(program):
     return [str(node.target) for node in program.graph.nodes if "sym_size" not in str(node.target)]
 
@@ -29,6 +35,7 @@ def test_equal_sizes_have_one_symbol(family, monkeypatch):
     assert torch.equal(program.module()(**call), proved.module()(**again))
     assert len(program.range_constraints) == len(proved.range_constraints) == 4  # batch, tokens, slots, logits
     assert len(symbols(program)) == len(symbols(proved))
+    assert created_symbols(program) < 10 < created_symbols(proved)
 
 
 @pytest.mark.parametrize("check_guards", [True, False])
