@@ -23,6 +23,7 @@ from pt2mx.pt2e.language.quantize_graph import (
 )
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.packed_weights import converted_graph
+from pt2mx.pt2e.prepare import check_quantizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.slice import slice_graph, slice_program
 from pt2mx.spec import MXSpec
@@ -56,6 +57,7 @@ def slice_language_model(model: LanguageModel, quantizer: MXQuantizer) -> Langua
     """
     if not isinstance(model, LanguageModel):
         raise MXError(f"expected a LanguageModel, not {type(model).__name__}: slice_program takes a program")
+    check_quantizer(quantizer, MXQuantizer)
     if is_shard(model.program):
         raise MXError("a model that is divided among ranks is not sliced: quantize it with the narrower recipe")
     graph = converted_graph(model.program)

@@ -15,7 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.prepare import check_quantizer, prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.observed_modules import observed_modules
 from pt2mx.pt2e.sensitivity.metrics import number_of
@@ -82,8 +82,7 @@ def quantize_with_accuracy_control(
         (1, True)
     """
     model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
-    if not isinstance(quantizer, MXQuantizer):
-        raise MXError(f"quantizer must be an MXQuantizer, not {type(quantizer).__name__}")
+    check_quantizer(quantizer, MXQuantizer)
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not 0 <= max_drop < math.inf:
         raise MXError(f"max_drop={max_drop!r} must be a number of at least 0")
     if not callable(evaluate):

@@ -99,6 +99,8 @@ def test_errors():
     anchor = decoder_by_recipe("mxint8", "llama", num_hidden_layers=1)
     with pytest.raises(MXError, match="expected a LanguageModel, not ExportedProgram: slice_program takes a program"):
         pt2mx.slice_language_model(anchor.program, FP4)
+    with pytest.raises(MXError, match="expected an MXQuantizer, not str: make one with"):
+        pt2mx.slice_language_model(anchor, "mxfp4")
     sliced = pt2mx.slice_language_model(anchor, FP4)
     eight = MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp8"))
     with pytest.raises(MXError, match=r"weight is fp4_e2m1, and the recipe's fp8_e4m3 is wider"):

@@ -85,7 +85,7 @@ def test_an_order_is_found_by_evaluating(net):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"quantizer": "mxfp4"}, "quantizer must be an MXQuantizer, not str"),
+        ({"quantizer": "mxfp4"}, "expected an MXQuantizer, not str"),
         ({"max_drop": -1}, "max_drop=-1 must be a number of at least 0"),
         ({"order": ["9"]}, "the quantizer quantizes no module '9'"),
         ({"evaluate": lambda graph: "good"}, "evaluate gave 'good': it must give a number"),
