@@ -136,6 +136,19 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.observe_once = False  # set for constant tensors: every batch would add the same
         self._observed = False
 
+    @property
+    def _collects(self) -> bool:
+        return self.observer_enabled and not (self.observe_once and self._observed)
+
+    @property
+    def _follows(self) -> bool:
+        return self.follows_training and self.training and self.static_scale is not None
+
+    @property
+    def is_done(self) -> bool:
+        """True if further batches add nothing, as for a constant tensor that it has seen."""
+        return not (self._collects or self._follows)
+
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
         self._amax = amax  # not an argument of `collect`, which subclasses override
         try:
@@ -144,8 +157,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
             self._amax = None  # torch.export refuses modules that keep a new tensor
 
     def _observe(self, x: Tensor) -> Tensor:
-        observes = self.observer_enabled and not (self.observe_once and self._observed)
-        follows = self.follows_training and self.training and self.static_scale is not None
+        observes, follows = self._collects, self._follows
         if (observes or follows) and not in_backward_pass():
             self._check_values(x)
             # not of values that other observers quantized, so that the converted model computes the same

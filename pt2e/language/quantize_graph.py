@@ -21,6 +21,7 @@ from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
@@ -58,8 +59,11 @@ def quantize_graph(
         optimized = optimize(graph, quantizer, batches)
     stage("calibrate")
     prepared = (prepare_qat_pt2e if lessons else prepare_pt2e)(optimized, quantizer)
+    observers = [one for one in prepared.modules() if isinstance(one, MXObserver)]
     with torch.no_grad():
         for batch in batches:
+            if all(one.is_done for one in observers):
+                break  # of weights alone the first batch tells all
             prepared(**batch)
     if lessons:
         stage("distill")

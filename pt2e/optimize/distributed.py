@@ -1,11 +1,14 @@
-"""Calibration on several ranks of `torch.distributed`.
+"""Calibration on several ranks of `torch.distributed`, and rounding on several ranks or threads.
 
-Each rank runs its own batches; their sums are added up, and the ranks share the rounding of the weights.
+Each rank runs its own batches; their sums are added up, and the ranks share the rounding of the weights. A process of
+its own rounds small weights in as many threads as torch has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,8 +20,10 @@ from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.optimize.report import WeightReport
 from pt2mx.pt2e.optimize.targets import WeightTarget
 
-#: weights that a rank rounds between two exchanges of results
+#: weights that a rank rounds between two exchanges of results, or that a thread rounds before results are yielded
 _AT_ONCE = 8
+#: values of a small weight: operators on one are too short for several threads, and several weights fit into memory
+_SMALL = 1 << 20
 
 #: a rounded weight, None if it does not change; its scales, None if they follow from its values; its report
 Rounded = tuple[Tensor | None, BlockScales | None, WeightReport]
@@ -73,7 +78,9 @@ def share_work(
     which bounds the memory for results that are not yielded yet.
     """
     if group is None:
-        yield from ((target, work(target)) for target in targets)
+        for small, run in groupby(targets, _is_small):
+            some = list(run)
+            yield from _in_threads(some, work) if small else zip(some, map(work, some), strict=True)
         return
     rank, ranks = group.rank(), group.size()
     for first in range(0, len(targets), _AT_ONCE * ranks):
@@ -91,3 +98,23 @@ def share_work(
                 value = value.contiguous()
                 dist.broadcast(value, source, group=group)
             yield target, (value, None if scales is None else scales.to(target.value.device), report)
+
+
+def _is_small(target: WeightTarget) -> bool:
+    """Return whether one thread rounds a weight while others round other weights."""
+    # threads do not inherit the inference mode, and cannot change its tensors
+    return target.value.is_cpu and target.value.numel() <= _SMALL and not torch.is_inference_mode_enabled()
+
+
+def _in_threads(
+    targets: list[WeightTarget], work: Callable[[WeightTarget], Rounded]
+) -> Iterable[tuple[WeightTarget, Rounded]]:
+    """Yield what `work` returns for each weight, in order; each thread handles a weight at a time."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for first in range(0, len(targets), _AT_ONCE * threads):
+                chunk = targets[first : first + _AT_ONCE * threads]
+                yield from zip(chunk, pool.map(work, chunk), strict=True)
+    finally:
+        torch.set_num_threads(threads)  # MKL has one number for all threads

@@ -7,8 +7,7 @@ for their scales are chosen beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -134,27 +133,12 @@ def gptq_of_groups(
     # rows first, then columns: both at once take three times as long
     scale, ordered = scales.mT, hessians[each, order].gather(2, order[:, None].expand_as(hessians))
     factor = _inverse_factor(ordered, damping)  # (groups, K, K) upper
-    with _one_thread(weights):
-        rounded = _round_columns(
-            columns[each, order], factor, scale[each, order], spec, [end[each, order] for end in ends]
-        )
+    rounded = _round_columns(columns[each, order], factor, scale[each, order], spec, [end[each, order] for end in ends])
     result = torch.empty_like(columns)
     result[each, order] = rounded
     inside = _within(columns[dead], [end[dead] for end in ends])
     result[dead] = elements.round_to_element(inside / scale[dead], spec.element, spec.rounding) * scale[dead]
     return result.mT.contiguous()
-
-
-@contextmanager
-def _one_thread(x: Tensor) -> Iterator[None]:
-    """Keep operators on the CPU in one thread: for columns of a few thousand values, threads wait for each other."""
-    threads = torch.get_num_threads()
-    if x.device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _within(values: Tensor, ends: list[Tensor]) -> Tensor:
@@ -180,16 +164,15 @@ def _inverse_factor(hessians: Tensor, damping: Tensor) -> Tensor:
     """The upper Cholesky factors of the inverses of damped Hessians, (groups, K, K): row i has the share of an error in
     column i that each column behind it makes up for."""
     added = hessians.diagonal(dim1=1, dim2=2).mean(1) * damping.clamp(min=_LEAST_DAMPING)
+    identity = torch.eye(hessians.shape[1], device=hessians.device).expand_as(hessians)
     for _ in range(4):
-        damped = hessians.clone()
+        damped = hessians.flip(1, 2)
         damped.diagonal(dim1=1, dim2=2).add_(added[:, None])
         lower, failed = torch.linalg.cholesky_ex(damped)
-        lower[failed != 0] = torch.eye(lower.shape[1], device=lower.device)
-        upper, failed_too = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        failed = failed.logical_or(failed_too)
         if not failed.any():
-            return upper
-        added = torch.where(failed, 10 * added, added)
+            # H = U U^T for the flipped factor U, so that U^-1 is the upper factor of the inverse of H
+            return torch.linalg.solve_triangular(lower.flip(1, 2), identity, upper=True)
+        added = torch.where(failed != 0, 10 * added, added)
     raise MXError(
         "the Hessian is far from positive semidefinite: it must be a sum of x.T @ x over inputs, with more damping "
         f"than {float(damping.max()):g} where they are few"

@@ -51,20 +51,27 @@ def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = Non
 
 def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Tensor]:
     exponent, scale = _block_scales(x, spec, tensor_scale)
-    finite = scale > 0
-    wide = torch.where(finite, x.double(), 0.0)
-    y = torch.where(finite, fake_quantize_mx(x, spec, tensor_scale=tensor_scale).double(), 0.0)
     # a block with an Inf or a NaN gets the scale NaN, and comparisons with NaN are false
-    saturated = (wide > spec.element.max_normal * scale) | (wide < spec.element.lowest * scale)
+    has_scale = scale > 0
+    # the bounds are exact in float32: elements have few bits
+    saturated = (x > spec.element.max_normal * scale) | (x < spec.element.lowest * scale)
+    y = torch.where(has_scale, fake_quantize_mx(x, spec, tensor_scale=tensor_scale).float(), 0.0)
+    values = torch.where(has_scale, x.float(), 0.0)
     exponents = torch.zeros(256, dtype=torch.int64, device=x.device)
     return {
-        "nonfinite": (~x.isfinite()).sum(),
-        "signal": wide.square().sum(),
-        "noise": (wide - y).square().sum(),
-        "saturated": saturated.sum(),
-        "flushed": ((wide != 0) & (y == 0)).sum(),
+        "nonfinite": (x * 0 != 0).count_nonzero(),  # `isfinite` takes three times as long
+        "signal": _power(values),
+        "noise": _power(values - y),
+        "saturated": saturated.count_nonzero(),
+        "flushed": values.count_nonzero() - y.count_nonzero(),  # no format changes a zero
         "exponents": exponents.index_add(0, exponent.flatten(), torch.ones_like(exponent).flatten()),
     }
+
+
+def _power(x: Tensor) -> Tensor:
+    """Return the sum of squares, float64."""
+    wide = x.flatten().double()
+    return torch.dot(wide, wide)  # without a temporary for the squares
 
 
 def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,9 +80,8 @@ def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple
     stored = scales(x, spec, tensor_scale)
     byte = exponent_bytes(stored, spec, tensor_scale)
     if spec.scale_format.is_power_of_two:
-        # in float64, where 2**-127 is normal, and an element's largest value times 2**127 is finite
         powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
-        scale = torch.tensor(powers, dtype=torch.float64).to(x.device)[byte]
+        scale = torch.tensor(powers, dtype=torch.float32).to(x.device)[byte]
     else:
         scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as multiples of codes do
     for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):

@@ -8,7 +8,8 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
+from pt2mx.pt2e.language.quantize import quantize_language_model
+from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
 from tests.encoder_decoders import tiny_encoder_decoder
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
 
@@ -77,6 +78,25 @@ def test_lessons_train_the_weights(family):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     weights = [w for o in pt2mx.quantization_report(trained.program.module()).operators for w in o.operands if w.spec]
     assert weights and all(weight.spec.startswith("mxfp4") for weight in weights)
+
+
+@pytest.mark.parametrize(("recipe", "tensors", "calls"), [("mxfp4_weight_only", 1, 1), ("mxfp8", 2, 2)])
+def test_batches_run_while_a_tensor_is_not_observed(recipe, tensors, calls):
+    (model, program), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (2, 20))
+    ran = []
+
+    class Batches(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                yield batch
+                ran.append(batch)
+
+    batch = decoder.inputs(layers_of(model), torch.device("cpu"), ids)
+    quantizer = without_activation_matmuls(MXQuantizer.from_recipe(recipe))
+    converted = quantize_graph(program.module(), quantizer, Batches([batch, batch]))
+    operands = [operand for row in pt2mx.quantization_report(converted).operators for operand in row.operands]
+    assert len(ran) == calls
+    assert max(operand.statistics.tensors for operand in operands if operand.statistics) == tensors
 
 
 def test_lessons_are_for_decoders_of_text():

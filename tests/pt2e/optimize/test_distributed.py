@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,3 +75,46 @@ def test_two_ranks_give_the_same_result_as_one(tmp_path):
     assert first[3].keys() == second[3].keys() and "first.weight_tensor_scale" in first[3]
     assert all(torch.equal(tensor, second[3][name]) for name, tensor in first[3].items())
     assert "there are none" in first[2] and first[2] == second[2]  # no rank waits forever
+
+
+def test_threads_round_small_weights_as_one_thread_does(monkeypatch):
+    graph, threads, used = model(), torch.get_num_threads(), set()
+    monkeypatch.setattr(distributed, "_AT_ONCE", 2)
+    find = pt2mx.pt2e.optimize.rounding.reason_not_rounded
+
+    def note_thread(target):
+        used.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return find(target)
+
+    monkeypatch.setattr("pt2mx.pt2e.optimize.rounding.reason_not_rounded", note_thread)
+    try:
+        torch.set_num_threads(2)
+        many = pt2mx.optimize(graph, QUANTIZER, batches())
+        assert used == {(False, 1)} and torch.get_num_threads() == 2
+        monkeypatch.setattr(distributed, "_SMALL", 0)
+        used.clear()
+        one = pt2mx.optimize(graph, QUANTIZER, batches())
+    finally:
+        torch.set_num_threads(threads)
+    assert used == {(True, 2)}
+    assert pt2mx.optimization_report(many).weights == pt2mx.optimization_report(one).weights
+    assert all(map(torch.equal, many.parameters(), one.parameters()))
+
+
+def test_an_error_in_a_thread_is_raised_and_threads_stay(monkeypatch):
+    def fail(*args):
+        raise MXError("no such weight")
+
+    monkeypatch.setattr("pt2mx.pt2e.optimize.optimize.round_weight", fail)
+    threads = torch.get_num_threads()
+    with pytest.raises(MXError, match="no such weight"):
+        pt2mx.optimize(model(), QUANTIZER, batches())
+    assert torch.get_num_threads() == threads
+
+
+def test_inference_tensors_are_rounded():
+    graph = model()
+    want = pt2mx.optimize(graph, QUANTIZER, batches())
+    with torch.inference_mode():
+        result = pt2mx.optimize(graph, QUANTIZER, batches())
+    assert all(map(torch.equal, result.parameters(), want.parameters()))
