@@ -58,7 +58,7 @@ def module_of(program: ExportedProgram, check_guards: bool = True) -> GraphModul
         return mark(program.module(check_guards))
 
 
-def _delay(module: GraphModule) -> PythonCode | None:
+def _delay(module: GraphModule) -> PythonCode | _Waiting:
     """Generate the code of a module when it is used, if this thread delays code; otherwise now."""
     cls = type(module)  # each graph module has a class of its own
     if _delayed.modules is None or cls.recompile is not _delay:
@@ -67,7 +67,18 @@ def _delay(module: GraphModule) -> PythonCode | None:
     for name in _GENERATED & vars(module).keys():
         delattr(module, name)
     cls.forward, cls.__getattr__ = _Forward(module), _generated  # type: ignore[assignment,method-assign]
-    return None
+    cls.__reduce__ = _reduced  # type: ignore[assignment,method-assign]
+    return _Waiting(module)
+
+
+class _Waiting:
+    """The code of a module, which a look at it generates: `GraphModule.__reduce__` reads the result of `recompile`."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_generate(self._module), name)
 
 
 class _Forward:
@@ -86,9 +97,19 @@ class _Forward:
 
 
 def _generate(module: GraphModule) -> PythonCode:
+    """Generate the code of a module now.
+
+    Raises:
+        RuntimeError: for an AttributeError, of which a lookup that generates code would only say that `forward`, or
+            another attribute, is missing.
+    """
+    try:
+        code = _recompile(module)
+    except AttributeError as error:
+        raise RuntimeError(f"cannot generate the code of the graph: {error}") from error
     if vars(type(module)).get("__getattr__") is _generated:
-        del type(module).__getattr__
-    return _recompile(module)
+        del type(module).__getattr__, type(module).__reduce__
+    return code
 
 
 def _generated(module: GraphModule, name: str) -> Any:
@@ -97,3 +118,9 @@ def _generated(module: GraphModule, name: str) -> Any:
         return super(type(module), module).__getattr__(name)
     _generate(module)
     return getattr(module, name)
+
+
+def _reduced(module: GraphModule) -> tuple[Any, ...]:
+    """Pickle a module whose code waits: torch pickles the code."""
+    _generate(module)
+    return module.__reduce__()

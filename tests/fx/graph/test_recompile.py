@@ -1,6 +1,7 @@
 import copy
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule, symbolic_trace
+from torch.fx.graph import CodeGen
 
 from pt2mx.fx.graph import recompile
 from pt2mx.fx.graph.recompile import module_of, recompile_once
@@ -146,6 +148,38 @@ def test_the_forward_of_the_class_generates_the_code(model, compiled):
         change(model)
         assert list(inspect.signature(type(model).forward).parameters) == ["self", "x"]
         assert compiled == [model] and torch.equal(type(model).forward(model, x), x)
+
+
+@pytest.mark.parametrize("read", [lambda m: m.forward, lambda m: m.code, lambda m: m(torch.ones(2))])
+def test_an_attribute_error_of_the_generation_is_told(model, read):
+    """A lookup would replace it by its own: "no attribute 'forward'"."""
+
+    class Broken(CodeGen):
+        def gen_fn_def(self, *args, **kwargs):
+            raise AttributeError("no 'spam'")
+
+    with recompile_once():
+        model.graph.set_codegen(Broken())
+        model.recompile()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^cannot generate the code of the graph: no 'spam'$") as caught:
+                read(model)
+            assert isinstance(caught.value.__cause__, AttributeError)
+        model.graph.set_codegen(CodeGen())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_modules_are_pickled_with_their_code(model, waits):
+    """In the context, of which the first module has a new graph, and afterwards a copy that nobody used."""
+    x = torch.ones(2)
+    with recompile_once():
+        other = copy.deepcopy(model)
+        change(other)
+        if waits:
+            change(model)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(x), x if waits else -x)
+    assert torch.equal(pickle.loads(pickle.dumps(nn.Sequential(other)))(x), x)
+    assert torch.equal(copy.deepcopy(other)(x), x) and torch.equal(model(x), x if waits else -x)
 
 
 @pytest.mark.parametrize("check_guards", [True, False])
