@@ -11,10 +11,11 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
 from pt2mx.pt2e.cli.language import load_decoder
 from pt2mx.pt2e.cli.progress import Progress
@@ -89,15 +90,11 @@ def _missing() -> list[str]:
 
 def _convert(source: Path, target: Path) -> None:
     """Write the float32 weights of a GGUF file and its tokenizer as a checkpoint, or nothing where that fails."""
-    transformers = import_extra("transformers", "hf")
-    transformers.utils.logging.disable_progress_bar()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF)
-    settings: dict[str, Any] = loaded.config.to_dict()
-    settings.pop("quantization_config")  # it would not be saved
-    model = type(loaded)(type(loaded.config).from_dict(settings))
-    model.load_state_dict(loaded.state_dict())
+    file = source / _GGUF
+    # transformers reads the same values, with a progress bar that has no switch
+    model, tokenizer = load_float_gguf(file, torch.float32), load_tokenizer(file)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         model.save_pretrained(f"{temporary}/all")
-        transformers.AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(f"{temporary}/all")
+        tokenizer.save_pretrained(f"{temporary}/all")
         Path(f"{temporary}/all").rename(target)
