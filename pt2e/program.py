@@ -24,6 +24,7 @@ from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.pt2e.archive import check_kind
+from pt2mx.pt2e.deserialize import deserialize
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -144,7 +145,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
         graphs = {name: json.loads(archive.read(name)) for name in archive.namelist() if _is_graph(name)}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
-            return torch.export.load(path)
+            return deserialize(path)
         for node in short:
             _write_out(node)
         with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +157,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
                     else:
                         with archive.open(name) as record, upgraded.open(name, "w", force_zip64=True) as written:
                             shutil.copyfileobj(record, written)
-            return torch.export.load(copy)
+            return deserialize(copy)
 
 
 def _is_graph(name: str) -> bool:
