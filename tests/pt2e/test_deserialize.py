@@ -61,7 +61,7 @@ def test_each_type_and_size_is_read_once(path, monkeypatch):
 def test_torch_is_as_before_also_after_an_error(path, tmp_path):
     parse = serialize.GraphModuleDeserializer._parse_sym_expr
     deserialize(path)
-    with pytest.raises(Exception, match="nothing.pt2"):
+    with pytest.raises(Exception, match=r"nothing\.pt2"):
         deserialize(tmp_path / "nothing.pt2")
     assert serialize.typing is typing and serialize.GraphModuleDeserializer._parse_sym_expr is parse
 
