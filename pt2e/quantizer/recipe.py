@@ -131,6 +131,11 @@ def write(recipe: Recipe, path: object = None) -> str:
     """Return the YAML of a recipe, and write it to `path` unless that is None."""
     if not recipe.settings and recipe.kv_cache is None:
         raise MXError("the quantizer has no setting: a recipe of it would quantize nothing")
+    return write_text(yaml_of(recipe), path)
+
+
+def yaml_of(recipe: Recipe) -> str:
+    """Return the YAML of a recipe; "" where nothing is set."""
     content: dict[str, Any] = {}
     for kind, key, config in recipe.settings:
         if key is None:
@@ -143,7 +148,7 @@ def write(recipe: Recipe, path: object = None) -> str:
         content[ALGORITHMS] = plain_algorithms(recipe.algorithms)
     if recipe.kv_cache is not None:
         content[KV_CACHE] = str(recipe.kv_cache)
-    return write_text(yaml.safe_dump(content, sort_keys=False), path)
+    return yaml.safe_dump(content, sort_keys=False) if content else ""
 
 
 def _settings(recipe: dict[str, Any], needed: bool) -> list[Setting]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, cast
 
 from pt2mx.algorithms.options import chosen_algorithms, plain_algorithms
@@ -85,6 +86,24 @@ class StoredSettings(QuantizerSettings):
         """
         return recipe.write(recipe.Recipe(self._all("a recipe"), self.algorithms, self.kv_cache), path)
 
+    def __repr__(self) -> str:
+        """Return the settings as the lines of a recipe, and the name of a filter function.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.MXQuantizer.from_recipe("mxfp4")
+            MXQuantizer(
+              global:
+                activation: mxfp4_e2m1{32}(even,even)
+                weight: mxfp4_e2m1{32}(even,even)
+            )
+        """
+        text = recipe.yaml_of(recipe.Recipe(self._every_setting(), self.algorithms, self.kv_cache))
+        if self._filter is not None:
+            text += f"filter_function: {getattr(self._filter, '__qualname__', self._filter)}\n"
+        name = type(self).__name__
+        return f"{name}(\n{indent(text, '  ')})" if text else f"{name}()"
+
     @classmethod
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
         """Make a quantizer from a dictionary such as `to_dict` returns.
@@ -159,6 +178,9 @@ class StoredSettings(QuantizerSettings):
     def _all(self, form: str) -> list[recipe.Setting]:
         if self._filter is not None:
             raise MXError(f"a filter function cannot be written to {form}: use module names or patterns instead")
+        return self._every_setting()
+
+    def _every_setting(self) -> list[recipe.Setting]:
         settings: list[recipe.Setting] = [("global", None, self._global)] if self._global is not None else []
         kinds = self._by_kind()
         return settings + [(kind, key, config) for kind, keys in kinds.items() for key, config in keys.items()]

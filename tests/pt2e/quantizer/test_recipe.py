@@ -171,6 +171,32 @@ def test_quantizer_and_recipe_round_trip(tmp_path):
     assert again._ends == quantizer._ends
 
 
+def test_a_quantizer_prints_its_settings():
+    def small(node):
+        return True
+
+    assert repr(MXQuantizer()) == "MXQuantizer()"
+    quantizer = MXQuantizer.from_recipe("decoder_balanced").set_filter_function(small).set_kv_cache("mxint8")
+    assert str(quantizer.set_algorithms("fast").set_last(None)) == (
+        """\
+MXQuantizer(
+  global:
+    weight: mxfp6_e2m3{32}
+  last:
+    1: null
+  module_name_regex:
+    (.*\\.)?(lm_head|embed_out|output):
+      weight: mxint8{32}
+  operator_type:
+    aten.embedding:
+      weight: mxint8{32}
+  algorithms: fast
+  kv_cache: mxint8{32}
+  filter_function: test_a_quantizer_prints_its_settings.<locals>.small
+)"""
+    )
+
+
 def test_a_filter_cannot_be_written():
     with pytest.raises(MXError, match="filter function cannot be written"):
         MXQuantizer().set_filter_function(lambda node: True).to_recipe()
