@@ -24,7 +24,6 @@ from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.option_checks import check_compiler, check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
-from pt2mx.pt2e.cli.report_file import model_report
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
@@ -35,7 +34,7 @@ from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import QuantizationReport
+from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def _quantize_rank(
         result = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, lessons=lessons, **chosen)
     coverage = values.held_by(result.coverage.read)
     note_coverage(coverage)
-    report = model_report(result)
+    report = quantization_report(result)
     if not any(one.quantized for one in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
@@ -232,7 +231,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
             loaded = load_checkpoint(name, options.device, progress.begin, **partial)
         note_coverage(loaded.coverage)
         _note_tokenizer(name, loaded.tokenizer)
-        report = model_report(loaded)
+        report = quantization_report(loaded)
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)

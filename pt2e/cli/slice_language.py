@@ -8,12 +8,13 @@ from pathlib import Path
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.report_file import model_report, write_report
+from pt2mx.pt2e.cli.report_file import write_report
 from pt2mx.pt2e.cli.result import Result, quantized_result
 from pt2mx.pt2e.language.folder import REPORT, copy_processor
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.slice import slice_language_model
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.user_errors import user_errors
 
 
@@ -31,7 +32,7 @@ def slice_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
         progress.begin("slice")
         with user_errors("slice the model"):
             sliced = slice_language_model(model, quantizer)
-        report = model_report(sliced)
+        report = quantization_report(sliced)
 
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):

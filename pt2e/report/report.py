@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, SupportsFloat
 
 from torch.export import ExportedProgram
@@ -12,6 +14,7 @@ from torch.fx import GraphModule
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.output import json_text, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -27,6 +30,8 @@ from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 if TYPE_CHECKING:
     import pandas
     from typing_extensions import Self
+
+    from pt2mx.pt2e.language.language_model import LanguageModel
 
 _EXACT = "SQNR inf: the format holds each value exactly, for example the weights that pt2mx.optimize rounded"
 _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
@@ -206,11 +211,12 @@ class QuantizationReport:
         return write_text(page(self, context), path)
 
 
-def quantization_report(model: GraphModule) -> QuantizationReport:
+def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) -> QuantizationReport:
     """Report the formats, noise and bytes of a model's operators, and why others are not quantized.
 
     Args:
-        model: the result of `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e`.
+        model: the result of `prepare_pt2e`, `prepare_qat_pt2e` or `convert_pt2e`; the exported program of a converted
+            model, as `load_program` returns it; or a `LanguageModel`, of which it reports all programs.
 
     Returns:
         A `QuantizationReport`: `operators`, one row for each; `values`, `bytes_before` and `bytes_after` of all
@@ -230,11 +236,17 @@ def quantization_report(model: GraphModule) -> QuantizationReport:
         >>> report.bytes_before, report.bytes_after, report.weight_bits
         (2048, 272, 4.25)
     """
+    if isinstance(model, ExportedProgram):
+        model = module_of(model, check_guards=False)
     if not isinstance(model, GraphModule):
-        raise MXError(
-            f"expected a prepared or converted graph module, not {type(model).__name__}: "
-            "pass what prepare_pt2e or convert_pt2e returned"
-        )
+        # no import of LanguageModel, which brings transformers
+        programs: list[ExportedProgram] = getattr(model, "programs", [])
+        if not programs:
+            raise MXError(
+                f"expected a prepared or converted graph module, not {type(model).__name__}: "
+                "pass what prepare_pt2e or convert_pt2e returned, its exported program, or a LanguageModel"
+            )
+        return reduce(add, map(quantization_report, programs))
     refuse_lowered(model)
     prepared = any(isinstance(module, MXObserver) for module in model.modules())
     conversion = Conversion(model) if prepared else None

@@ -153,6 +153,13 @@ def test_compiled(llama, compiler):
     assert torch.equal(model.generate(ids, **options), llama.generate(ids, **options))
 
 
+def test_the_report_is_that_of_its_programs(llama):
+    report = pt2mx.quantization_report(llama)
+    assert report == pt2mx.quantization_report(llama.program.module(check_guards=False))
+    specs = {operand.spec for row in report.operators for operand in row.operands}
+    assert specs == {None, "mxfp4_e2m1{32}(even,even)"} and report.bytes_after < report.bytes_before
+
+
 def test_a_float_program_serves_too():
     (model, program), ids = exported_decoder("llama"), torch.randint(256, (2, 10))
     with torch.no_grad():

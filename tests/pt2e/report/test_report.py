@@ -128,6 +128,14 @@ def test_other_objects_are_refused(model):
         quantization_report(model)
 
 
+def test_a_program_is_reported_as_its_module():
+    _, converted = models()
+    report = quantization_report(torch.export.export(converted, IMAGES))
+    assert report.operators and report.bytes_after == quantization_report(converted).bytes_after
+    specs = [[operand.spec for operand in row.operands] for row in quantization_report(converted).operators]
+    assert [[operand.spec for operand in row.operands] for row in report.operators] == specs
+
+
 def test_bits_of_the_weights_alone():
     prepared, converted = models()
     assert quantization_report(prepared).weight_bits == quantization_report(converted).weight_bits == 8 * 5 / 8
