@@ -134,8 +134,8 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
 
 
 def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
-    meta = {**model.meta, FLOAT_SIZE_KEY: float_size(model)}
     model = to_annotate(model, for_training)
+    meta = dict(model.meta)
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
@@ -168,8 +168,11 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
 
 def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     """Return a copy of an exported graph for quantizers to annotate: without dead code and, except for training, with
-    batch norms folded into the layers before them. It shares the unchanged parameters."""
+    batch norms folded into the layers before them. It shares the unchanged parameters, and notes the size of `model`.
+    """
+    size = float_size(model)
     model = copy_sharing_tensors(model)
+    model.meta[FLOAT_SIZE_KEY] = size
     for graph in graph_modules(model):
         graph.graph.eliminate_dead_code()
     if not for_training:

@@ -298,6 +298,14 @@ def test_notebook_is_stored_with_outputs(path):
     assert any(cell.outputs for cell in code) and all(out.get("name") != "stderr" for c in code for out in c.outputs)
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_notebook_explains_the_modes_of_the_formats_that_it_prints(path):
+    notebook = notebooks.read(path)
+    prose = "".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    formats = set(re.findall(r"\w+\{\d+\}\(\w+,\w+\)", notebooks.printed(notebook)))
+    assert {name for name in formats if f"`{name}` is" not in prose} == set()
+
+
 @pytest.mark.parametrize(
     ("text", "other", "same"),
     [

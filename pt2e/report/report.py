@@ -46,8 +46,8 @@ class QuantizationReport:
 
     Args:
         operators: an `OperatorReport` for each.
-        values: the number of values of all parameters and buffers.
-        bytes_before, bytes_after: of all parameters and buffers, in the float model and in the converted one.
+        values: the number of values of the parameters and buffers that the float model reads.
+        bytes_before, bytes_after: of the parameters and buffers that the float model and the converted one read.
     """
 
     operators: tuple[OperatorReport, ...]

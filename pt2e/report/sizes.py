@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ def _covered(spans: list[tuple[int, int]]) -> int:
     return covered
 
 
-#: meta key of a prepared or converted model: the `Size` of the float model
+#: meta key of an optimized, prepared or converted model: the `Size` of the float model
 FLOAT_SIZE_KEY = "mx_float_size"
 
 #: the suffix of a buffer of codes after the parameter's name
@@ -119,20 +119,34 @@ _CODES = re.compile(r"_data(_\d+)?$")
 
 
 def tensors_of(model: GraphModule) -> dict[str, Tensor]:
-    """Return the parameters, buffers and constants of a model by name, without the sums of its observers."""
-    observers = [module for module in model.modules() if isinstance(module, MXObserver)]
-    sums = {id(buffer) for observer in observers for buffer in observer.buffers()}
+    """Return the parameters, buffers and constants that a model reads, by name, without the sums of its observers."""
     named: dict[str, object] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for node in model.graph.find_nodes(op="get_attr"):  # export leaves constants as plain attributes
         named.setdefault(name_of(node), attribute_of(model, node))
-    return {name: value for name, value in named.items() if isinstance(value, Tensor) and id(value) not in sums}
+    read = {id(value) for graph in graph_modules(model) for value in _read(graph)}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor) and id(value) in read}
+
+
+def _read(graph: GraphModule) -> Iterator[object]:
+    """Yield the attributes that a result or an effect of a graph depends on."""
+    used: set[Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node not in used and node.op != "output" and not node.is_impure():
+            continue
+        used.update(node.all_input_nodes)
+        if node.op == "get_attr":
+            yield attribute_of(graph, node)
+        elif node.op == "call_module":
+            module = graph.get_submodule(name_of(node))
+            if not isinstance(module, MXObserver):
+                yield from (*module.parameters(), *module.buffers())
 
 
 def float_size(model: GraphModule) -> Size:
-    """Return the size of the float model.
+    """Return the size of the tensors that the float model reads; an unused layer is no part of it.
 
-    Preparation notes it. Otherwise it is the size of the tensors of `model`; a packed weight counts as the parameter
-    before quantization.
+    `optimize` and preparation note it. Otherwise it is the size of the tensors of `model`; a packed weight counts as
+    the parameter before quantization.
     """
     if FLOAT_SIZE_KEY in model.meta:
         return model.meta[FLOAT_SIZE_KEY]

@@ -98,6 +98,37 @@ def test_a_page(capsys, folder):
     assert not (folder / "none.html").exists()
 
 
+#: a model with a layer whose result nobody uses, and a batch norm that is folded
+UNUSED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.pooler = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        self.pooler(y.flatten(1))
+        return y
+
+def make():
+    return Net().eval(), torch.randn(4, 32, 2, 1)
+"""
+
+
+@pytest.mark.parametrize("optimize", ["none", "fast"])
+def test_the_page_and_the_table_say_one_size_of_the_float_model(optimize, capsys, folder):
+    (folder / "unused.py").write_text(UNUSED)
+    options = ["--recipes", "mxint8", "--optimize", optimize, "--output", "page.html", "--json"]
+    assert main(["compare", "unused.py:make", *options]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    page, before = (folder / "page.html").read_text(), 4 * (32 * 32 + 5 * 32)
+    assert rows["float"]["bytes"] == before and f'"totals":{{"before":{before},' in page
+    assert rows["mxint8"]["bytes"] == 32 * 33 + 4 * 32 and rows["mxint8"]["bits"] == 8 * 1184 / (before / 4)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
