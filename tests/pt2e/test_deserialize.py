@@ -16,9 +16,9 @@ class Branch(nn.Module):
 
     def forward(self, x, y):
         both = torch.cat([x, y])
-        found = x.sum(1).nonzero()
+        indices = x.sum(1).nonzero()
         chosen = torch.cond(both.sum() > 0, lambda both: both * 2, lambda both: both - 1, (both,))
-        return chosen.repeat(2, 1), found
+        return chosen.repeat(2, 1), indices
 
 
 @pytest.fixture
