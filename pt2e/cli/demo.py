@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
 
 from pt2mx.analysis.tables import text_table
+from pt2mx.kernels.cpu import build
 from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.arguments import DEMO_FOLDER
 from pt2mx.pt2e.cli.demo_compile import Compilation
@@ -62,6 +64,8 @@ class Row:
 
 def run(options: argparse.Namespace) -> Result:
     with heartbeat():
+        # compiles the kernels, if the cache lacks them, while this thread loads and exports
+        threading.Thread(target=build.is_available, daemon=True).start()
         rows = main(folder=options.output)
         compilation = Compilation(Path(options.output), RECIPES[-1])
         data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}

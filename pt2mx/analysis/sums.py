@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,17 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
+from pt2mx.kernels.error_sums import error_sums
 from pt2mx.kernels.float_scales import multiplier_of
-from pt2mx.kernels.reference import of_each_value, scales
+from pt2mx.kernels.reference import scales
 from pt2mx.kernels.reference_chunked import split
+from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
+
+#: the power of two of each E8M0 byte
+_POWERS = torch.tensor([*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan], device="cpu")
+#: the definitions of steps that have kernels
+_DEFINITIONS: dict[str, Callable[..., Any]] = {"block_scales": scales, "error_sums": error_sums}
 
 
 def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> dict[str, Tensor]:
@@ -50,44 +58,20 @@ def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = Non
 
 
 def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Tensor]:
-    exponent, scale = _block_scales(x, spec, tensor_scale)
-    # a block with an Inf or a NaN gets the scale NaN, and comparisons with NaN are false
-    has_scale = scale > 0
-    # the bounds are exact in float32: elements have few bits
-    saturated = (x > spec.element.max_normal * scale) | (x < spec.element.lowest * scale)
-    y = torch.where(has_scale, fake_quantize_mx(x, spec, tensor_scale=tensor_scale).float(), 0.0)
-    values = torch.where(has_scale, x.float(), 0.0)
+    stored = _run("block_scales", x, spec, tensor_scale)
+    exponent = exponent_bytes(stored, spec, tensor_scale)
+    is_power = spec.scale_format.is_power_of_two
+    scale = _POWERS.to(x.device)[exponent] if is_power else multiplier_of(stored, spec, tensor_scale)
+    names = ("nonfinite", "saturated", "flushed", "signal", "noise")
+    sums = _run("error_sums", x, fake_quantize_mx(x, spec, tensor_scale=tensor_scale), scale, spec)
     exponents = torch.zeros(256, dtype=torch.int64, device=x.device)
-    return {
-        "nonfinite": (x * 0 != 0).count_nonzero(),  # `isfinite` takes three times as long
-        "signal": _power(values),
-        "noise": _power(values - y),
-        "saturated": saturated.count_nonzero(),
-        "flushed": values.count_nonzero() - y.count_nonzero(),  # no format changes a zero
-        "exponents": exponents.index_add(0, exponent.flatten(), torch.ones_like(exponent).flatten()),
-    }
+    counts = exponents.index_add(0, exponent.flatten(), torch.ones_like(exponent).flatten())
+    return dict(zip(names, sums, strict=True)) | {"exponents": counts}
 
 
-def _power(x: Tensor) -> Tensor:
-    """Return the sum of squares, float64."""
-    wide = x.flatten().double()
-    return torch.dot(wide, wide)  # without a temporary for the squares
-
-
-def _block_scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the E8M0 byte of the power of two at or below the scale of each block, (..., blocks, ...) int64, and the
-    scale of each value, (..., n, ...), NaN for blocks with an Inf or a NaN."""
-    stored = scales(x, spec, tensor_scale)
-    byte = exponent_bytes(stored, spec, tensor_scale)
-    if spec.scale_format.is_power_of_two:
-        powers = [*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan]
-        scale = torch.tensor(powers, dtype=torch.float32).to(x.device)[byte]
-    else:
-        scale = multiplier_of(stored, spec, tensor_scale)  # in float32: its multiples round as multiples of codes do
-    for axis, block in ((spec.axis, spec.block_size), (_row_axis(x, spec), spec.block_rows)):
-        if axis is not None:
-            scale = of_each_value(scale, axis, block, x.shape[axis])
-    return byte, scale
+def _run(step: str, *args: Any) -> Any:
+    """Run the kernel of a step; a compiler traces its definition."""
+    return _DEFINITIONS[step](*args) if torch.compiler.is_compiling() else run_kernel(step, *args)
 
 
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:

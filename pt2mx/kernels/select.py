@@ -54,6 +54,8 @@ KERNELS: dict[str, dict[str, str]] = {
         "cuda": "gpu.hadamard:rotate",
     },
     "gptq_panel": {"any": "gptq_panel:round_panel", "cpu": "cpu.gptq_panel:round_panel"},
+    "block_scales": {"any": "reference:scales", "cpu": "cpu.quantize:scales"},
+    "error_sums": {"any": "error_sums:error_sums", "cpu": "cpu.error_sums:error_sums"},
     "rotated_fake_quantize_mx": {
         "cpu": "cpu.quantize:rotated_fake_quantize",
         "cuda": "gpu.quantize:rotated_fake_quantize",
@@ -115,7 +117,7 @@ KERNELS: dict[str, dict[str, str]] = {
 }
 
 #: rows of `KERNELS` that are steps of algorithms: no graph calls them
-STEPS = {"gptq_panel"}
+STEPS = {"gptq_panel", "block_scales", "error_sums"}
 
 #: kernels of a device that look at the scale format and rows of a spec, and take its tensor scales as arguments. The
 #: others run for E8M0 scales of one row only
@@ -126,6 +128,8 @@ ANY_SCALES = {
 } | {f"{module}:{name}" for module in ("cpu.linear", "gpu.bf16_matmul") for name in ("linear", "grouped_linear")}
 ANY_SCALES |= {
     "cpu.gptq_panel:round_panel",
+    "cpu.quantize:scales",
+    "cpu.error_sums:error_sums",
     "cpu.attention:attend",
     "gpu.attention:attend",
     "gpu.rope:rotate_quantize_and_store",

@@ -59,6 +59,7 @@ _FUNCTIONS = {
     "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_gptq_panel": (ctypes.c_void_p, ctypes.c_void_p),
+    "pt2mx_error_sums": (ctypes.c_void_p, ctypes.c_void_p),
     "pt2mx_store": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
     "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
     "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable
-from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -142,6 +142,19 @@ class GptqPanelCall(ctypes.Structure):
     )
 
 
+class ErrorSums(ctypes.Structure):
+    _fields_ = (*_fields(c_int64, "nonfinite saturated flushed"), *_fields(c_double, "signal noise"))
+
+
+class ErrorSumsCall(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_int32),
+        *_fields(c_float, "low high"),
+        *_fields(c_int64, "outer n inner block"),
+        *_fields(c_void_p, "x y scale sums"),
+    )
+
+
 class ActivationCall(ctypes.Structure):
     _fields_ = (
         ("spec", c_void_p),
@@ -167,7 +180,7 @@ class RecordedCall(ctypes.Structure):
 #: all structures; the library knows the size of each by its name
 STRUCTURES = (
     *(FloatScale, Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
-    *(DenseAttentionCall, HadamardCall, GptqPanelCall, ActivationCall, RecordedCall),
+    *(DenseAttentionCall, HadamardCall, GptqPanelCall, ErrorSums, ErrorSumsCall, ActivationCall, RecordedCall),
 )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "quantize",
     "random_bits",
     "rotated_fake_quantize",
+    "scales",
     "spec_of",
 ]
 
@@ -55,6 +56,13 @@ def quantize(
     data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
     _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, tensor_scale, scale=scale, seed=seed)
     return scale, data
+
+
+def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
+    if spec.rounding == "stochastic":
+        return None
+    quantized = quantize(x, spec, None, tensor_scale)
+    return None if quantized is None else quantized[0]
 
 
 def dequantize(

@@ -13,9 +13,9 @@ struct Size {
 
 #define SIZE(type) {#type, sizeof(type)}
 constexpr Size kSizes[] = {
-    SIZE(FloatScale),      SIZE(Spec),           SIZE(QuantizeCall), SIZE(Epilogue),           SIZE(LinearCall),
-    SIZE(ConvolutionCall), SIZE(AttentionCall),  SIZE(MatmulCall),   SIZE(DenseAttentionCall), SIZE(HadamardCall),
-    SIZE(GptqPanelCall),   SIZE(ActivationCall), SIZE(RecordedCall)};
+    SIZE(FloatScale),      SIZE(Spec),          SIZE(QuantizeCall),  SIZE(Epilogue),           SIZE(LinearCall),
+    SIZE(ConvolutionCall), SIZE(AttentionCall), SIZE(MatmulCall),    SIZE(DenseAttentionCall), SIZE(HadamardCall),
+    SIZE(GptqPanelCall),   SIZE(ErrorSums),     SIZE(ErrorSumsCall), SIZE(ActivationCall),     SIZE(RecordedCall)};
 
 }  // namespace
 

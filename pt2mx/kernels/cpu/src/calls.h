@@ -148,6 +148,22 @@ struct GptqPanelCall {
   float* errors;
 };
 
+// Sums over the blocks of quantized values that have a scale; `nonfinite` over all.
+struct ErrorSums {
+  int64_t nonfinite, saturated, flushed;
+  double signal, noise;
+};
+
+// x, the results y of its quantization, and the scale of each block; low, high: the elements' ends. Adds to `sums`.
+struct ErrorSumsCall {
+  int32_t dtype;
+  float low, high;
+  int64_t outer, n, inner, block;
+  const void *x, *y;
+  const float* scale;
+  ErrorSums* sums;
+};
+
 // An activation of rows of x, or the layer norm of x plus a residual, quantized. Weight and bias: (n).
 struct ActivationCall {
   const Spec* spec;
@@ -217,6 +233,7 @@ int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parall
 int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 int32_t pt2mx_gptq_panel(const GptqPanelCall* call, ParallelFor parallel_for);
+int32_t pt2mx_error_sums(const ErrorSumsCall* call, ParallelFor parallel_for);
 // Returns how many of the calls ran: less than n where a kernel returned an error or threw an exception.
 int64_t pt2mx_replay(const RecordedCall* calls, int64_t n);
 
