@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> Result:
     with heartbeat():
         # compiles the kernels, if the cache lacks them, while this thread loads and exports
         threading.Thread(target=build.is_available, daemon=True).start()
-        rows = main(folder=options.output)
         compilation = Compilation(Path(options.output), RECIPES[-1])
+        rows = main(folder=options.output, saved=compilation.begin)
         data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
         if demo_language.is_installed():
             data["language_model"] = demo_language.main(options.output)
@@ -77,12 +77,17 @@ def run(options: argparse.Namespace) -> Result:
     return Result(_ending(Path(options.output)), data)
 
 
-def main(recipes: tuple[str, ...] = RECIPES, folder: str | os.PathLike[str] = DEMO_FOLDER) -> list[Row]:
+def main(
+    recipes: tuple[str, ...] = RECIPES,
+    folder: str | os.PathLike[str] = DEMO_FOLDER,
+    saved: Callable[[str], None] = lambda recipe: None,
+) -> list[Row]:
     """Quantize MiniLM with each recipe, and print a table of them; then the report of the first one.
 
     Args:
         recipes: names of shipped recipes.
         folder: the folder to make, for programs and the pages of reports.
+        saved: is called with each recipe, the last first, once the folder has its program and the float one.
 
     Returns:
         The rows of the table.
@@ -100,7 +105,7 @@ def main(recipes: tuple[str, ...] = RECIPES, folder: str | os.PathLike[str] = DE
     save_program(program, target / "float.pt2")
     float_size = (target / "float.pt2").stat().st_size
     rows, reports = [], []
-    for recipe in recipes:
+    for recipe in reversed(recipes):
         progress.begin(f"quantize by {recipe}")
         quantizer = MXQuantizer.from_recipe(recipe)
         converted, report = quantize(program.module(), quantizer, inputs)
@@ -108,6 +113,7 @@ def main(recipes: tuple[str, ...] = RECIPES, folder: str | os.PathLike[str] = DE
         path = target / f"{recipe}.pt2"
         quantized = torch.export.export(converted, example, dynamic_shapes=shapes)
         save_program(quantized, path, quantizer)
+        saved(recipe)
         size, cosine = path.stat().st_size, cosine_similarity(output, embeddings)  # (72,)
         row = Row(
             recipe=recipe,
@@ -125,6 +131,8 @@ def main(recipes: tuple[str, ...] = RECIPES, folder: str | os.PathLike[str] = DE
         )
         rows.append(row)
         reports.append(report)
+    rows.reverse()
+    reports.reverse()
     print(text_table([_HEADINGS, *(row.cells() for row in rows)]))
     print(f"\nall-MiniLM-L6-v2, {float_size / 1e6:.1f} MB in float32; {len(texts)} sentences.\n{_LEGEND}")
     hint = f"{target / recipes[0]}.html has all"

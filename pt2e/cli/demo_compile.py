@@ -1,4 +1,4 @@
-"""The compiled program of `pt2mx demo`: another process compiles it while the language model is quantized."""
+"""The compiled program of `pt2mx demo`: another process compiles it while models are quantized."""
 
 from __future__ import annotations
 
@@ -32,8 +32,14 @@ class Compilation:
 
     def __init__(self, folder: Path, recipe: str) -> None:
         self._folder, self._recipe = folder, recipe
-        program, self._package = folder / f"{recipe}.pt2", folder / f"{recipe}.aoti.pt2"
-        command = [sys.executable, "-m", "pt2mx", "compile", str(program), "--output", str(self._package)]
+        self._package = folder / f"{recipe}.aoti.pt2"
+
+    def begin(self, recipe: str) -> None:
+        """Start the process if this is the recipe whose program was saved."""
+        if recipe != self._recipe:
+            return
+        program = str(self._folder / f"{recipe}.pt2")
+        command = [sys.executable, "-m", "pt2mx", "compile", program, "--output", str(self._package)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
 
     def finish(self) -> dict[str, float] | None:
@@ -43,7 +49,7 @@ class Compilation:
             `cosine` to the program's embeddings, and `faster`, the time of the float program over the package's. None
             where the program cannot be compiled, for example without a compiler; the reason is printed.
         """
-        stage_line(f"compile {self._recipe}, begun before the language model")
+        stage_line(f"compile {self._recipe}, begun when it was saved")
         _, errors = self._process.communicate()
         if self._process.returncode:
             print(f"\n{self._recipe} was not compiled: {(errors.strip().splitlines() or ['no reason'])[-1]}")

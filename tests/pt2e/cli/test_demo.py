@@ -32,9 +32,10 @@ def test_a_row():
 def without_work(tmp_path, monkeypatch):
     """Replace the work of the command by the row of one recipe, without a language model or a compiler."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "main", lambda folder: [ROW])
+    monkeypatch.setattr(demo, "main", lambda folder, saved: [ROW])
     monkeypatch.setattr(demo.demo_language, "is_installed", lambda: False)
-    monkeypatch.setattr(demo, "Compilation", lambda folder, recipe: SimpleNamespace(finish=lambda: {"faster": 2.0}))
+    compilation = SimpleNamespace(begin=None, finish=lambda: {"faster": 2.0})
+    monkeypatch.setattr(demo, "Compilation", lambda folder, recipe: compilation)
 
 
 @pytest.mark.parametrize("on_path", [True, False])

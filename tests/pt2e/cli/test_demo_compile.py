@@ -35,10 +35,11 @@ def folder(tmp_path, monkeypatch):
 )
 def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
     compilation = demo_compile.Compilation(folder, "mxfp8")
-    compilation._process.terminate()
-    compilation._process.communicate()
-    finished = SimpleNamespace(communicate=lambda: ("", ""), returncode=0)
-    monkeypatch.setattr(compilation, "_process", finished)
+    finished, begun = SimpleNamespace(communicate=lambda: ("", ""), returncode=0), []
+    monkeypatch.setattr(demo_compile.subprocess, "Popen", lambda command, **options: begun.append(command) or finished)
+    for recipe in ("mxfp4_weight_only", "mxfp8"):
+        compilation.begin(recipe)
+    assert [command[1:4] for command in begun] == [["-m", "pt2mx", "compile"]]
     times = iter((1.0, 9.0, seconds))  # of the package, of its program, of the float program
     monkeypatch.setattr(demo_compile, "load_package", lambda path: None)
     monkeypatch.setattr(demo_compile, "_timed", lambda model, inputs: (torch.ones(1, 4), next(times)))
@@ -48,7 +49,9 @@ def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
 
 @pytest.mark.usefixtures("compiler")
 def test_the_package_agrees_with_its_program(folder, capsys):
-    figures = demo_compile.Compilation(folder, "mxfp8").finish()
+    compilation = demo_compile.Compilation(folder, "mxfp8")
+    compilation.begin("mxfp8")
+    figures = compilation.finish()
     assert figures["cosine"] > 0.9999 and figures["faster"] > 0
     assert f"mxfp8 compiled: cosine {figures['cosine']:.6f} to the program, " in capsys.readouterr().out
     assert (folder / "mxfp8.aoti.pt2").is_file()
@@ -56,5 +59,7 @@ def test_the_package_agrees_with_its_program(folder, capsys):
 
 def test_a_program_that_cannot_be_compiled(folder, capsys):
     (folder / "mxfp8.pt2").write_bytes(b"no program")
-    assert demo_compile.Compilation(folder, "mxfp8").finish() is None
+    compilation = demo_compile.Compilation(folder, "mxfp8")
+    compilation.begin("mxfp8")
+    assert compilation.finish() is None
     assert "mxfp8 was not compiled: pt2mx: error: " in capsys.readouterr().out
