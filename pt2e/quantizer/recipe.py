@@ -148,7 +148,16 @@ def yaml_of(recipe: Recipe) -> str:
         content[ALGORITHMS] = plain_algorithms(recipe.algorithms)
     if recipe.kv_cache is not None:
         content[KV_CACHE] = str(recipe.kv_cache)
-    return yaml.safe_dump(content, sort_keys=False) if content else ""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False) if content else ""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Also writes subclasses of text and of numbers, such as NumPy's and members of enumerations, as what they are."""
+
+
+_Dumper.add_multi_representer(str, lambda dumper, value: dumper.represent_str(str.__str__(value)))
+_Dumper.add_multi_representer(int, lambda dumper, value: dumper.represent_int(int(value)))
+_Dumper.add_multi_representer(float, lambda dumper, value: dumper.represent_float(float(value)))
 
 
 def _settings(recipe: dict[str, Any], needed: bool) -> list[Setting]:

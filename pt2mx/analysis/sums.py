@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
@@ -70,8 +72,14 @@ def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Ten
 
 
 def _run(step: str, *args: Any) -> Any:
-    """Run the kernel of a step; a compiler traces its definition."""
-    return _DEFINITIONS[step](*args) if torch.compiler.is_compiling() else run_kernel(step, *args)
+    """Run the kernel of a step, or its definition for what traces or transforms operators and sees no kernel."""
+    sees_operators = (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or is_in_torch_dispatch_mode()
+        or is_functorch_wrapped_tensor(args[0])
+    )
+    return (_DEFINITIONS[step] if sees_operators else functools.partial(run_kernel, step))(*args)
 
 
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:

@@ -36,6 +36,6 @@ def error_sums(x: Tensor, y: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tenso
         library, parallel_for = load()
         if library.pt2mx_error_sums(ctypes.addressof(call), parallel_for):
             raise RuntimeError("torch_parallel_for failed")
-    return tuple(torch.tensor(getattr(sums, name)) for name in ("nonfinite", "saturated", "flushed")) + tuple(
-        torch.tensor(getattr(sums, name), dtype=torch.float64) for name in ("signal", "noise")
-    )
+    dtypes = {"nonfinite": torch.int64, "saturated": torch.int64, "flushed": torch.int64}
+    dtypes |= {"signal": torch.float64, "noise": torch.float64}
+    return tuple(torch.tensor(getattr(sums, name), dtype=dtype, device="cpu") for name, dtype in dtypes.items())

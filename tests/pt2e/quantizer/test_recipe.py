@@ -1,5 +1,7 @@
 import re
+from enum import Enum
 
+import numpy as np
 import pytest
 import torch
 
@@ -169,6 +171,19 @@ def test_quantizer_and_recipe_round_trip(tmp_path):
     assert again.to_recipe() == text
     assert again._settings == quantizer._settings and again._global == quantizer._global
     assert again._ends == quantizer._ends
+
+
+def test_subclasses_of_text_and_numbers_are_written_as_what_they_are():
+    class Part(str, Enum):
+        FIRST = "first"
+
+    quantizer = MXQuantizer().set_module_name(np.str_("head"), FP8).set_module_name(Part.FIRST, None)
+    text = quantizer.set_algorithms((GPTQ(damping=np.float64(0.5)),)).to_recipe()
+    assert [line for line in text.splitlines() if "  first:" in line or "  head:" in line] == [
+        "  head:",
+        "  first: null",
+    ]
+    assert "damping: 0.5" in text and "head" in repr(quantizer)
 
 
 def test_a_quantizer_prints_its_settings():

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from pt2mx import ELEMENTS, MXSpec, fake_quantize_mx, parse, tensor_scale_mx
+from pt2mx import ELEMENTS, MXError, MXSpec, fake_quantize_mx, parse, tensor_scale_mx
 from pt2mx.analysis.sums import quantization_sums
 from pt2mx.kernels import error_sums, reference
 from pt2mx.kernels.cpu import error_sums as cpu
@@ -94,6 +96,30 @@ def test_blocks_of_rows_and_random_roundings_have_the_definition():
     error = (x - fake_quantize_mx(x, random))[2:]
     assert quantization_sums(x, rows)["values"] == 4096
     assert sums["noise"].item() >= error.double().square().sum().item()
+
+
+def test_a_default_device_and_other_dtypes():
+    x, spec = values(4, 64), MXSpec("fp4_e2m1", 32)
+    with torch.device("meta"):
+        sums = quantization_sums(x.cpu(), spec)
+    assert sums["signal"].device.type == "cpu" and sums["noise"] == quantization_sums(x, spec)["noise"]
+    for dtype in (torch.float64, torch.int32):
+        with pytest.raises(MXError, match=f"cannot quantize a tensor of dtype {dtype}"):
+            quantization_sums(x.nan_to_num().clamp(-9, 9).to(dtype), spec)
+
+
+def test_what_transforms_operators_gets_the_definition():
+    x, spec = torch.randn(4, 64), MXSpec("fp4_e2m1", 32)
+
+    def noise(x):
+        return quantization_sums(x, spec)["noise"]
+
+    want = [noise(row).item() for row in x]
+    assert torch.vmap(noise)(x).tolist() == pytest.approx(want)
+    graph = make_fx(noise)(x[0])
+    assert [graph(row).item() for row in x] == pytest.approx(want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert isinstance(noise(x[0]), FakeTensor)
 
 
 @pytest.mark.slow
