@@ -108,16 +108,14 @@ def test_a_default_device_and_other_dtypes():
             quantization_sums(x.nan_to_num().clamp(-9, 9).to(dtype), spec)
 
 
-def test_what_transforms_operators_gets_the_definition():
+def test_what_traces_operators_gets_the_definition():
     x, spec = torch.randn(4, 64), MXSpec("fp4_e2m1", 32)
 
     def noise(x):
         return quantization_sums(x, spec)["noise"]
 
-    want = [noise(row).item() for row in x]
-    assert torch.vmap(noise)(x).tolist() == pytest.approx(want)
     graph = make_fx(noise)(x[0])
-    assert [graph(row).item() for row in x] == pytest.approx(want)
+    assert [graph(row).item() for row in x] == pytest.approx([noise(row).item() for row in x])
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert isinstance(noise(x[0]), FakeTensor)
 
