@@ -62,16 +62,16 @@ def saved_bytes(program: ExportedProgram) -> int:
     return sum(record.file_size for record in records if not record.filename.endswith(".json"))
 
 
-def unread_bytes(program: ExportedProgram) -> int:
+def unused_bytes(program: ExportedProgram) -> int:
     """Return the bytes of memory of a program that no node reads, such as the count of batches of a batch norm."""
-    unread = {node.name for node in program.graph.nodes if not node.users}
+    unused = {node.name for node in program.graph.nodes if not node.users}
     tensors = program.state_dict | program.constants
     bytes_of, read = {}, set()
     for one in program.graph_signature.input_specs:
         if isinstance(tensor := tensors.get(one.target), torch.Tensor):
             storage = tensor.untyped_storage()
             bytes_of[storage.data_ptr()] = storage.nbytes()
-            if one.arg.name not in unread:
+            if one.arg.name not in unused:
                 read.add(storage.data_ptr())
     return sum(size for start, size in bytes_of.items() if start not in read)
 

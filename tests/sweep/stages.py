@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx.pt2e.cli.models import Batch, call
-from tests.flow import reloaded, saved_bytes, unread_bytes
+from tests.flow import reloaded, saved_bytes, unused_bytes
 from tests.sweep.architecture import Architecture
 from tests.sweep.matmul_like import silent
 
@@ -69,7 +69,7 @@ class Flow:
         """The loaded file computes as the converted model, and has the bytes of the reports, and what nothing reads."""
         program = _export(self.converted, self.batch)
         assert_same(self._run(reloaded(program).module()), self.quantized)
-        files = tuple(saved_bytes(one) - unread_bytes(one) for one in (self.program, program))
+        files = tuple(saved_bytes(one) - unused_bytes(one) for one in (self.program, program))
         for model in (self.prepared, self.converted):
             report = pt2mx.quantization_report(model)
             assert (report.bytes_before, report.bytes_after) == files
