@@ -64,10 +64,10 @@ def _parse_once(parse: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that remembers the results of another for each environment of shapes."""
     known = WeakKeyDictionary[Any, dict[Any, Any]]()
 
-    def remember(self: Any, text: Any, hint: Any = None) -> Any:
-        results = known.setdefault(self.shape_env, {})
-        if (text, hint) not in results:
-            results[text, hint] = parse(self, text, hint)
-        return results[text, hint]
+    def remember(self: Any, *args: Any, **names: Any) -> Any:
+        results, key = known.setdefault(self.shape_env, {}), (args, tuple(names.items()))
+        if key not in results:
+            results[key] = parse(self, *args, **names)
+        return results[key]
 
     return remember
