@@ -146,7 +146,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     @property
     def is_done(self) -> bool:
-        """True if further batches add nothing, as for a constant tensor that it has seen."""
+        """True if another batch would not change the statistics, for example of a constant that was observed once."""
         return not (self._collects or self._follows)
 
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:

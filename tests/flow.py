@@ -63,7 +63,7 @@ def saved_bytes(program: ExportedProgram) -> int:
 
 
 def unused_bytes(program: ExportedProgram) -> int:
-    """Return the bytes of memory of a program that no node reads, such as the count of batches of a batch norm."""
+    """Return the bytes of the unused tensors of a program, such as the batch counter of a batch norm."""
     unused = {node.name for node in program.graph.nodes if not node.users}
     tensors = program.state_dict | program.constants
     bytes_of, read = {}, set()

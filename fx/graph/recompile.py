@@ -72,7 +72,7 @@ def _delay(module: GraphModule) -> PythonCode | _Waiting:
 
 
 class _Waiting:
-    """The code of a module, which a look at it generates: `GraphModule.__reduce__` reads the result of `recompile`."""
+    """The code of a module, generated when an attribute is read: `GraphModule.__reduce__` reads that of `recompile`."""
 
     def __init__(self, module: GraphModule) -> None:
         self._module = module

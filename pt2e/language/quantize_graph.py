@@ -63,7 +63,7 @@ def quantize_graph(
     with torch.no_grad():
         for batch in batches:
             if all(one.is_done for one in observers):
-                break  # of weights alone the first batch tells all
+                break  # only weights are observed, and further batches would repeat them
             prepared(**batch)
     if lessons:
         stage("distill")

@@ -1,7 +1,7 @@
 """Calibration on several ranks of `torch.distributed`, and rounding on several ranks or threads.
 
-Each rank runs its own batches; their sums are added up, and the ranks share the rounding of the weights. A process of
-its own rounds small weights in as many threads as torch has.
+Each rank runs its own batches; their sums are added up, and the ranks share the rounding of the weights. Without
+ranks, the threads of one process share the rounding of small weights.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _is_small(target: WeightTarget) -> bool:
 def _in_threads(
     targets: list[WeightTarget], work: Callable[[WeightTarget], Rounded]
 ) -> Iterable[tuple[WeightTarget, Rounded]]:
-    """Yield what `work` returns for each weight, in order; each thread handles a weight at a time."""
+    """Yield the result of `work` for each weight, in order; each thread handles one weight at a time."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:

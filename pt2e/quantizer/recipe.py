@@ -152,7 +152,7 @@ def yaml_of(recipe: Recipe) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Also writes subclasses of text and of numbers, such as NumPy's and members of enumerations, as what they are."""
+    """Write subclasses of str, int and float, such as NumPy's types and members of enumerations, as plain values."""
 
 
 _Dumper.add_multi_representer(str, lambda dumper, value: dumper.represent_str(str.__str__(value)))

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
@@ -25,7 +23,7 @@ from pt2mx.spec import MXSpec
 
 #: the power of two of each E8M0 byte
 _POWERS = torch.tensor([*(2.0 ** (byte - 127) for byte in range(NAN_SCALE)), math.nan], device="cpu")
-#: the definitions of steps that have kernels
+#: the definitions of the steps below
 _DEFINITIONS: dict[str, Callable[..., Any]] = {"block_scales": scales, "error_sums": error_sums}
 
 
@@ -72,14 +70,8 @@ def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Ten
 
 
 def _run(step: str, *args: Any) -> Any:
-    """Run the kernel of a step, or its definition for what traces or transforms operators and sees no kernel."""
-    sees_operators = (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or is_in_torch_dispatch_mode()
-        or is_functorch_wrapped_tensor(args[0])
-    )
-    return (_DEFINITIONS[step] if sees_operators else functools.partial(run_kernel, step))(*args)
+    """Run the kernel of a step. A compiler traces the definition: it cannot trace the lookup of a kernel."""
+    return _DEFINITIONS[step](*args) if torch.compiler.is_compiling() else run_kernel(step, *args)
 
 
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:

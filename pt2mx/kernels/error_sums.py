@@ -12,7 +12,7 @@ __all__ = ["error_sums"]
 
 
 def error_sums(x: Tensor, y: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return sums over a tensor: the blocks whose scale is above zero, and all blocks for the first sum.
+    """Return sums over the blocks of a tensor whose scale is above zero; the first sum is over all blocks.
 
     Args:
         x: (..., n, ...) float32, float16 or bfloat16.
@@ -21,8 +21,8 @@ def error_sums(x: Tensor, y: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tenso
         spec: the format.
 
     Returns:
-        0-d tensors: the counts of Inf and NaN; of values beyond the ends of their block; of values that became zero;
-        int64. The sums of squares of the values, and of their errors; float64.
+        0-d tensors. Counts, int64: of Inf and NaN, of values that saturate, and of values that become zero. Sums of
+        squares, float64: of the values, and of their errors.
     """
     row_axis = spec.row_axis(x.dim()) if spec.block_rows > 1 else None
     for axis, block in ((spec.axis, spec.block_size), (row_axis, spec.block_rows)):

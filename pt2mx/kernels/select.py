@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
@@ -156,17 +158,19 @@ def _has_plain_scales(args: tuple[Any, ...]) -> bool:
 
 def _device_of(args: tuple[Any, ...]) -> str | None:
     """Return the type of the device whose kernels support `args`: plain dense tensors of one device, and elements of at
-    most 8 bits. None while compiling, because compilers can only trace definitions."""
+    most 8 bits. None where torch traces or transforms operators, because it cannot see into a kernel."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+        return None
     device = None
     for arg in args:
         if isinstance(arg, Tensor):
             plain = type(arg) in (Tensor, torch.nn.Parameter) and arg.layout == torch.strided
-            if not plain or arg.device != (device or arg.device):
+            if not plain or is_functorch_wrapped_tensor(arg) or arg.device != (device or arg.device):
                 return None
             device = arg.device
         elif isinstance(arg, MXSpec) and arg.element.is_wide:
             return None
-    if device is None or device.type not in _RUNS or torch.compiler.is_compiling():
+    if device is None or device.type not in _RUNS:
         return None
     return device.type if _RUNS[device.type](device) else None
 

