@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.kernels.cpu import build
 from pt2mx.spec import MXSpec
@@ -159,7 +158,8 @@ def _has_plain_scales(args: tuple[Any, ...]) -> bool:
 def _device_of(args: tuple[Any, ...]) -> str | None:
     """Return the type of the device whose kernels support `args`: plain dense tensors of one device, and elements of at
     most 8 bits. None where torch traces or transforms operators, because it cannot see into a kernel."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
+    # while a mode handles an operator, and calls its kernel, it is not on the stack of modes
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
         return None
     device = None
     for arg in args:
