@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.higher_order_ops import graph_modules
@@ -23,6 +24,12 @@ def called(model: GraphModule) -> list[Callable]:
 def count(model: GraphModule, target: Callable) -> int:
     """Count the calls of a target in the graph and its subgraphs."""
     return sum(len(calls(graph, target)) for graph in graph_modules(model))
+
+
+def namespaces(model: GraphModule) -> set[str]:
+    """Return the namespaces of the operators that the graph and its subgraphs call."""
+    targets = {target for graph in graph_modules(model) for target in called(graph)}
+    return {target.namespace for target in targets if isinstance(target, OpOverload)}
 
 
 def quantized_at_each_call(model: GraphModule) -> set[str]:

@@ -25,6 +25,8 @@ class _Delayed(threading.local):
 
 
 _delayed, _recompile = _Delayed(), GraphModule.recompile
+_lock = threading.Lock()
+_replacing = 0  # how many contexts, of all threads, need `_delay` in place of `GraphModule.recompile`
 
 
 @contextmanager
@@ -32,24 +34,41 @@ def recompile_once() -> Iterator[Callable[[T], T]]:
     """Delay `GraphModule.recompile` in this thread until the end of the context, or until the code is used.
 
     It yields a function that marks a result and returns it. At the end, results and modules that are older than the
-    context get their code, once. Copies in between, which are neither, get none unless somebody uses it.
+    context get their code, once. Copies in between, which are neither, get none unless somebody uses it. After the
+    last context of all threads `GraphModule.recompile` is torch's again.
     """
     before, results = _delayed.modules, list[nn.Module]()
-    waiting = _delayed.modules = WeakKeyDictionary[GraphModule, bool]()
-    GraphModule.recompile = _delay  # type: ignore[assignment,method-assign]
 
     def mark(result: T) -> T:
         results.append(result)
         return result
 
+    with _replaced_recompile():
+        waiting = _delayed.modules = WeakKeyDictionary[GraphModule, bool]()
+        try:
+            yield mark
+        finally:
+            _delayed.modules = before
+            marked = {module for result in results for module in result.modules()}
+            for module, had_code in list(waiting.items()):
+                if had_code or module in marked:
+                    module.recompile()
+
+
+@contextmanager
+def _replaced_recompile() -> Iterator[None]:
+    """Replace `GraphModule.recompile` until the last of these contexts ends, in whichever thread."""
+    global _replacing
+    with _lock:
+        _replacing += 1
+        GraphModule.recompile = _delay  # type: ignore[assignment,method-assign]
     try:
-        yield mark
+        yield
     finally:
-        _delayed.modules = before
-        marked = {module for result in results for module in result.modules()}
-        for module, had_code in list(waiting.items()):
-            if had_code or module in marked:
-                module.recompile()
+        with _lock:
+            _replacing -= 1
+            if not _replacing:
+                GraphModule.recompile = _recompile  # type: ignore[method-assign]
 
 
 def module_of(program: ExportedProgram, check_guards: bool = True) -> GraphModule:

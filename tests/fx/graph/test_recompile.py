@@ -34,8 +34,8 @@ def model():
 def compiled(model, monkeypatch):
     """The modules whose code is generated after the code of `model`."""
     modules = []
-    original = recompile._recompile
-    monkeypatch.setattr(recompile, "_recompile", lambda module: (modules.append(module), original(module))[1])
+    generate = recompile._generate
+    monkeypatch.setattr(recompile, "_generate", lambda module: (modules.append(module), generate(module))[1])
     return modules
 
 
@@ -107,6 +107,28 @@ def test_copies_are_freed(model):
         copied = weakref.ref(copy.deepcopy(model))
         gc.collect()
         assert copied() is None
+
+
+def test_torch_s_method_is_back_after_the_last_context():
+    """In whichever thread that ends, and after an error."""
+    torch_s, inside, leave = GraphModule.recompile, threading.Event(), threading.Event()
+
+    def other_thread():
+        with recompile_once():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other_thread)
+    with pytest.raises(ZeroDivisionError), recompile_once():
+        with recompile_once():
+            thread.start()
+            inside.wait()
+        assert GraphModule.recompile is not torch_s
+        raise ZeroDivisionError
+    assert GraphModule.recompile is not torch_s
+    leave.set()
+    thread.join()
+    assert GraphModule.recompile is torch_s
 
 
 def test_an_error_leaves_no_code_behind(model):

@@ -53,7 +53,7 @@ print("torch._inductor.lowering" in sys.modules)
 torch._inductor.aoti_compile_and_package(program, package_path="package.pt2")
 package = zipfile.ZipFile("package.pt2")
 sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".cpp")]
-print(len(sources) > 0, any("pt2mx" in source for source in sources))
+print(len(sources) > 0, any("pt2mx::" in source or "pt2mx." in source for source in sources))
 """
     assert run_python(code, cwd=tmp_path, fresh=True).split() == ["False", "True", "False"]
     package = torch._inductor.aoti_load_package(str(tmp_path / "package.pt2"))
