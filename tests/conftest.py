@@ -21,6 +21,7 @@ import pt2mx
 from pt2mx.extras import import_extra
 from tests.fresh_process import IMPORTED, run_program
 from tests.models import exported_encoder
+from tests.patches import patched
 
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
 
@@ -62,6 +63,13 @@ def _seed():
 def _interrupts():
     """As in a terminal: a shell's background jobs ignore them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_stays_patched():
+    """After all tests of a process; after the example of each public function: `test_docstrings.py`."""
+    yield
+    assert not patched()
 
 
 @pytest.fixture(scope="module")

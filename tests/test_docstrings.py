@@ -20,6 +20,7 @@ import torch
 from torch._ops import OpOverload
 
 from pt2mx.ops.contract import OPERATORS
+from tests.patches import patched
 
 ROOT = Path(__file__).parent.parent
 #: pt2mx/fx and pt2mx/pt2e are links to folders next to pt2mx/
@@ -192,6 +193,7 @@ def test_example(name, text, tmp_path, monkeypatch):
     doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
     assert not list(tmp_path.iterdir()), "files left behind"
+    assert not patched()
 
 
 def test_no_docstring_begins_like_a_question():
