@@ -20,7 +20,12 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memo
 from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
-from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
+from pt2mx.fx.training.train_eval import (
+    TrainEvalModule,
+    mark_followers,
+    random_operators,
+    to_train_eval_modules,
+)
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.anchors import set_anchors
 from pt2mx.pt2e.annotations import check_annotations
@@ -137,6 +142,8 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
     model = to_annotate(model, for_training)
     meta = dict(model.meta)
     mark_constants(model)
+    if for_training:
+        mark_followers(graph_modules(model))
     try:
         model = torchao_pt2e.annotate(model, quantizer)
         check_annotations(model, quantizer)
@@ -149,6 +156,13 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
         warnings.warn(
             f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
             "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
+            stacklevel=4,
+        )
+    if names := random_operators(graphs, bool(training)):
+        warnings.warn(
+            f"{listed(names)} of the exported model draw random numbers in evaluation and in the converted model too, "
+            "because no argument of theirs sets the mode: if they belong to training (stochastic depth, a decomposed "
+            "dropout), export model.eval()",
             stacklevel=4,
         )
     if for_training:

@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.fx.training.train_eval import TrainEvalOp, to_evaluation, to_train_eval_modules
+from pt2mx.fx.training.train_eval import Counter, TrainEvalOp, to_evaluation, to_train_eval_modules
 from tests.training_models import WITH_MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn:UserWarning")  # torch.export
@@ -30,8 +31,10 @@ def test_train_and_eval_switch_what_the_model_had(name):
         want = model(x)
         torch.manual_seed(1)
         torch.testing.assert_close(prepared(x), want)
+    trained = prepared.state_dict()
     for key, value in model.state_dict().items():
-        torch.testing.assert_close(prepared.state_dict()[key], value)
+        if key in trained:  # instance norm never reads the number of its batches
+            torch.testing.assert_close(trained[key], value)
     copied = copy.deepcopy(prepared).eval()
     torch.testing.assert_close(copied(x), model.eval()(x))
     assert prepared.training  # the copy has its own mode
@@ -76,6 +79,44 @@ def test_a_converted_model_evaluates_in_both_modes(prepare):
         assert torch.equal(nn.Sequential(converted).eval()(x), want)
 
 
+class StochasticDepth(nn.Module):
+    """As torchvision's: masks of random numbers, whose operators know no mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return x + y * torch.empty(4, 1).bernoulli_(0.5).div_(0.5) if self.training else x + y
+
+
+class Samples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x) + torch.randn_like(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*, and evaluate in the prepared and the converted one")
+def test_a_warning_names_what_draws_random_numbers_in_both_modes():
+    x = torch.randn(4, 8)
+    decomposed = torch.export.export(nn.AlphaDropout(0.5).train(), (x,)).run_decompositions()
+    graphs = {"bernoulli_": torch.export.export(StochasticDepth().train(), (x,)).module()}
+    graphs |= {"bernoulli": decomposed.module(), "randn_like": torch.export.export(Samples().eval(), (x,)).module()}
+    for name, graph in graphs.items():
+        for prepare in (pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                converted = pt2mx.convert_pt2e(prepare(graph, QUANTIZER))
+            texts = [str(w.message) for w in caught if "draw random numbers in evaluation" in str(w.message)]
+            assert not torch.equal(converted(x), converted(x))
+            # a model that samples in evaluation does so on purpose
+            assert [text.split(" ")[0] for text in texts] == ([name] if name != "randn_like" else [])
+
+
 def test_torchaos_switches_do_the_same():
     from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 
@@ -92,7 +133,8 @@ def test_operators_of_the_graph_before_and_after():
         nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(4)).train(), (torch.randn(2, 4),)
     ).module()
     assert to_train_eval_modules([model])
-    assert [type(m) for m in model.children() if isinstance(m, TrainEvalOp)] == [TrainEvalOp] * 3
+    kinds = [type(m) for m in model.children() if isinstance(m, TrainEvalOp)]
+    assert kinds == [TrainEvalOp, Counter, TrainEvalOp]
     to_evaluation(model)
     targets = [node.target for node in model.graph.nodes if node.op == "call_function"]
     assert targets == [torch.ops.aten.dropout.default, torch.ops.aten.batch_norm.default]
