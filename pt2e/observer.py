@@ -47,9 +47,15 @@ class StatisticsCollector(nn.Module):
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
 
-    @property
-    def tensor_scale(self) -> Tensor | None:
-        """The scale of a whole tensor, () float32; None: each tensor has its own, if the format has one."""
+    def tensor_scale(self, x: Tensor) -> Tensor | None:
+        """Return the scale of a whole tensor.
+
+        Args:
+            x: the tensor.
+
+        Returns:
+            () float32; None: the tensor has its own, if the format has one.
+        """
         return None
 
     @torch.no_grad()
@@ -59,7 +65,7 @@ class StatisticsCollector(nn.Module):
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
         """
-        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale).items():
+        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale(x)).items():
             getattr(self, name).add_(value)
 
     @property
@@ -168,15 +174,24 @@ class MXObserver(StatisticsCollector, ObserverBase):
                 self._observed = True
         if not self.fake_quant_enabled:
             return x
-        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale)
+        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale(x))
 
-    @property
-    def tensor_scale(self) -> Tensor | None:
-        """The scale of a whole tensor, () float32: a number that calibration fixed, an MXError before the first batch;
-        or during a call the scale that siblings share. None: each tensor has its own, if the format has one."""
-        if self.static_scale is not None:
-            return self.static_scale.value("a tensor")
-        return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
+    def tensor_scale(self, x: Tensor) -> Tensor | None:
+        """Return the scale of a whole tensor.
+
+        Args:
+            x: the tensor.
+
+        Returns:
+            () float32: a number that calibration fixed, or during a call the scale that siblings share. None: the
+            tensor has its own, if the format has one.
+
+        Raises:
+            MXError: if calibration has fixed no number yet, unless x is empty (of an expert that gets no token).
+        """
+        if self.static_scale is None:
+            return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
+        return self.static_scale.value("a tensor") if x.numel() else None
 
     def anchored(self, x: Tensor) -> Tensor:
         """Return the values that are quantized: of a slice of another format (`MXFakeQuantize.anchor`) not x itself.

@@ -169,7 +169,7 @@ def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands
     if argument.op == "call_module":
         observer = model.get_submodule(name_of(argument))
         static = observer.static_scale if isinstance(observer, MXObserver) else None
-        return float(static.value(argument.name)) if static is not None and static.observed else None
+        return float(static.value(argument.name)) if static is not None and static.is_known else None
     quantize = quantize_of(argument)
     scale = None if quantize is None else Quantize.expect(quantize).tensor_scale
     outside = next(iter(captured.get(scale, [scale])), None) if scale is not None else None
