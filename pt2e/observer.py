@@ -47,15 +47,9 @@ class StatisticsCollector(nn.Module):
         for name, value in _no_sums().items():
             self.register_buffer(name, value)
 
-    def tensor_scale(self, x: Tensor) -> Tensor | None:
-        """Return the scale of a whole tensor.
-
-        Args:
-            x: the tensor.
-
-        Returns:
-            () float32; None: the tensor has its own, if the format has one.
-        """
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The scale of a whole tensor, () float32; None: each tensor has its own, if the format has one."""
         return None
 
     @torch.no_grad()
@@ -65,7 +59,7 @@ class StatisticsCollector(nn.Module):
         Args:
             x: (..., n, ...) float32, float16 or bfloat16.
         """
-        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale(x)).items():
+        for name, value in quantization_sums(x.detach(), self.spec, self.tensor_scale).items():
             getattr(self, name).add_(value)
 
     @property
@@ -123,6 +117,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
     #: True if a static tensor scale follows the batches of training
     follows_training = False
     _amax: Tensor | None = None  # of siblings, during a call
+    _is_empty = False  # during a call: the tensor has no values (of an expert that gets no token)
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
@@ -157,10 +152,11 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
         self._amax = amax  # not an argument of `collect`, which subclasses override
+        self._is_empty = self.static_scale is not None and not x.numel()
         try:
             return self._observe(x)
         finally:
-            self._amax = None  # torch.export refuses modules that keep a new tensor
+            self._amax, self._is_empty = None, False  # torch.export refuses modules that keep a new tensor
 
     def _observe(self, x: Tensor) -> Tensor:
         observes, follows = self._collects, self._follows
@@ -174,24 +170,16 @@ class MXObserver(StatisticsCollector, ObserverBase):
                 self._observed = True
         if not self.fake_quant_enabled:
             return x
-        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale(x))
+        return fake_quantize_mx(x, self.spec, ste=self.ste, tensor_scale=self.tensor_scale)
 
-    def tensor_scale(self, x: Tensor) -> Tensor | None:
-        """Return the scale of a whole tensor.
-
-        Args:
-            x: the tensor.
-
-        Returns:
-            () float32: a number that calibration fixed, or during a call the scale that siblings share. None: the
-            tensor has its own, if the format has one.
-
-        Raises:
-            MXError: if calibration has fixed no number yet, unless x is empty (of an expert that gets no token).
-        """
-        if self.static_scale is None:
-            return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
-        return self.static_scale.value("a tensor") if x.numel() else None
+    @property
+    def tensor_scale(self) -> Tensor | None:
+        """The scale of a whole tensor, () float32: a number that calibration fixed, an MXError before the first; or
+        during a call the scale that siblings share. None: each tensor has its own, if the format has one, and so has an
+        empty one during its call."""
+        if self.static_scale is not None:
+            return None if self._is_empty else self.static_scale.value("a tensor")
+        return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
 
     def anchored(self, x: Tensor) -> Tensor:
         """Return the values that are quantized: of a slice of another format (`MXFakeQuantize.anchor`) not x itself.
