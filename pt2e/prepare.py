@@ -13,6 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
+from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import Dequantize, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.recompile import recompile_once
@@ -142,8 +143,6 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
     model = to_annotate(model, for_training)
     meta = dict(model.meta)
     mark_constants(model)
-    if for_training:
-        mark_followers(graph_modules(model))
     try:
         model = torchao_pt2e.annotate(model, quantizer)
         check_annotations(model, quantizer)
@@ -187,8 +186,10 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     size = float_size(model)
     model = copy_sharing_tensors(model)
     model.meta[FLOAT_SIZE_KEY] = size
+    if for_training:
+        mark_followers(graph_modules(model))
     for graph in graph_modules(model):
-        graph.graph.eliminate_dead_code()
+        graph.graph.eliminate_dead_code(has_effect)
     if not for_training:
         keep_batch_norms(model)
         torchao_pt2e.fold_batch_norms(model)

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.modes import mode_of
+from pt2mx.fx.graph.modes import evaluates, mode_of
 from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, result_of, value_of
 from pt2mx.fx.graph.views import may_return_input, returns_view
 
@@ -174,9 +174,8 @@ def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> 
     passed, mode = _passed(node, target), mode_of(target)
     written = {name for name, is_written in _writes_by_argument(target).items() if is_written}
     if mode is not None:
-        # the literal of an operator that will follow the model's mode says nothing
-        trains = OPERATOR_KEY in node.meta or passed.get(mode.flag, mode.default) != mode.evaluation
-        written = written | mode.written if trains else written - mode.written
+        idle = node.op == "call_function" and evaluates(node)
+        written = written - mode.written if idle else written | mode.written
     return [n for name, value in passed.items() if name in written for n in _nodes_in(value)]
 
 

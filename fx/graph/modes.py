@@ -10,6 +10,9 @@ import functools
 from typing import NamedTuple
 
 from torch._ops import OpOverload
+from torch.fx import Node
+
+from pt2mx.fx.graph.node import OPERATOR_KEY
 
 #: name of the argument that sets an operator's mode -> its value in evaluation
 FLAGS: dict[str, bool | float] = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}
@@ -52,6 +55,30 @@ def mode_of(target: object) -> Mode | None:
     position = names.index(flag)
     default = target._schema.arguments[position].default_value
     return Mode(flag, position, FLAGS[flag], default, statistics, _written_in_training(target, names))
+
+
+def evaluates(node: Node) -> bool:
+    """Return whether a call has a mode, and a literal sets it to evaluation for good."""
+    mode = mode_of(node.target)
+    if mode is None or OPERATOR_KEY in node.meta:  # it will follow the mode of the model
+        return False
+    passed = node.args[mode.position] if len(node.args) > mode.position else node.kwargs.get(mode.flag, mode.default)
+    return passed == mode.evaluation
+
+
+def writes_in_evaluation(target: OpOverload) -> bool:
+    """Return whether an operator with a mode writes one of its arguments in evaluation too (`rrelu_`)."""
+    mode, arguments = mode_of(target), target._schema.arguments
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    return mode is not None and not written <= mode.written
+
+
+def has_effect(node: Node) -> bool:
+    """Return whether a node runs although nothing reads its result. Dropout and attention that evaluate, which torch.fx
+    keeps because they may be random, have none."""
+    if not node.is_impure():
+        return False
+    return not (isinstance(node.target, OpOverload) and evaluates(node)) or writes_in_evaluation(node.target)
 
 
 def _written_in_training(target: OpOverload, names: list[str]) -> frozenset[str]:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.modes import mode_of
+from pt2mx.fx.graph.modes import has_effect, mode_of, writes_in_evaluation
 from pt2mx.fx.graph.node import (
     OPERATOR_KEY,
     args_of,
@@ -43,6 +43,8 @@ class TrainEvalModule(nn.Module, ABC):
 
     #: the operator that the module replaces, whose quantized arguments stay the same; None if it replaces none
     operator: OpOverload | None = None
+    #: whether it writes an argument in evaluation
+    writes_in_evaluation = False
 
     # subclasses have their own parameters, which graphs pass by position
 
@@ -75,7 +77,7 @@ class TrainEvalOp(TrainEvalModule):
     ) -> None:
         super().__init__()
         self.operator, self.position, self.values = operator, position, (evaluation, training)
-        self.statistics = statistics
+        self.statistics, self.writes_in_evaluation = statistics, writes_in_evaluation(operator)
         self._is_impure = operator._schema.is_mutable  # tells torch.fx that what writes is no dead code
 
     def in_training(self, *args: Any) -> Tensor:
@@ -169,6 +171,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
     if module_calls:
+        model.graph.eliminate_dead_code(has_effect)  # what only training reads
         delete_unused_modules(model)
         model.recompile()
     return model
