@@ -139,8 +139,8 @@ class StaticTensorScale(nn.Module):
     def _error(self, name: str) -> MXError:
         return MXError(
             f"the tensor scale of {name} in {self.spec} follows from calibration, and no batch was seen in which it "
-            "has a finite value: run such batches through the prepared model first (of QAT in training mode), or choose "
-            "tensor_scale='dynamic'"
+            "has a finite value: run such batches through the prepared model first (of QAT in training mode), or "
+            "choose tensor_scale='dynamic'"
         )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:

@@ -76,9 +76,9 @@ def writes_in_evaluation(target: OpOverload) -> bool:
 def has_effect(node: Node) -> bool:
     """Return whether a node runs although nothing reads its result. Dropout and attention that evaluate, which torch.fx
     keeps because they may be random, have none."""
-    if not node.is_impure():
-        return False
-    return not (isinstance(node.target, OpOverload) and evaluates(node)) or writes_in_evaluation(node.target)
+    target = node.target
+    idle = isinstance(target, OpOverload) and evaluates(node) and not writes_in_evaluation(target)
+    return node.is_impure() and not idle
 
 
 def _written_in_training(target: OpOverload, names: list[str]) -> frozenset[str]:
