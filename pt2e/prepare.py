@@ -301,8 +301,8 @@ def _warn_of_constants(model: GraphModule) -> None:
     if names := [f"{name_of(n)} {tuple(v.shape)}" for n, v in made if v.numel() > 1]:
         warnings.warn(
             f"{listed(names)} are constants of the exported model, which training does not change: torch.export makes "
-            "them of tensors that belong to no module. Keep parameters in an nn.ParameterList or nn.ParameterDict and "
-            "layers in an nn.ModuleList, not in a Python list or dict, then export again",
+            "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in an "
+            "nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
             stacklevel=5,
         )
 

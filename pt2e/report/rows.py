@@ -156,7 +156,8 @@ def _operand_report(
 ) -> OperandReport:
     source, spec, seen = _quantized(model, argument, constants, captured)
     value = argument.meta.get("val", source.meta.get("val"))
-    counted, storage, matmuls = Counted(0, 0, 0), None, ()
+    counted, storage = Counted(0, 0, 0), None
+    matmuls: tuple[str, ...] = ()
     if isinstance(value, torch.Tensor):
         in_every_call = argument.target is ops.dequantize_mx and source.target is getitem
         packed, sources = None if in_every_call else spec, _sources(argument, source, constants, captured)

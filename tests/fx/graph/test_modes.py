@@ -70,11 +70,13 @@ def recurrent(name):
 class Recurrent(nn.Module):
     def __init__(self, op, name):
         super().__init__()
-        self.op, self.state = op, [HX.repeat(2, 1, 1)] * 2 if name == "lstm" else HX.repeat(2, 1, 1)
+        self.op, self.is_lstm = op, name == "lstm"
+        self.register_buffer("state", HX.repeat(2, 1, 1))
         self.weights = nn.ParameterList(recurrent(name))
 
     def forward(self, x):
-        return self.op(x, self.state, list(self.weights), True, 2, 0.5, True, False, False)[0]
+        state = [self.state, self.state] if self.is_lstm else self.state
+        return self.op(x, state, list(self.weights), True, 2, 0.5, True, False, False)[0]
 
 
 def examples():
