@@ -36,11 +36,11 @@ def operators():
 
 
 def test_every_operator_with_a_mode_is_known():
-    found = list(operators())
-    assert len(found) > 80
-    without = {str(op) for op in found if mode_of(op) is None}
+    named = list(operators())
+    assert len(named) > 80
+    without = {str(op) for op in named if mode_of(op) is None}
     assert without == {f"aten._native_batch_norm_legit.no_stats{out}" for out in ("", "_out")}
-    for op in set(found) - {op for op in found if mode_of(op) is None}:
+    for op in set(named) - {op for op in named if mode_of(op) is None}:
         mode, argument = mode_of(op), op._schema.arguments[mode_of(op).position]
         assert not argument.kwarg_only and mode.evaluation == FLAGS[argument.name], op
 
