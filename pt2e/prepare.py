@@ -165,8 +165,8 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
     if names := random_operators(graphs, bool(training)):
         warnings.warn(
             f"{listed(names)} of the exported model draw random numbers in evaluation and in the converted model too, "
-            "because no argument of theirs sets the mode: if they belong to training (stochastic depth, a decomposed "
-            "dropout), export model.eval()",
+            "because no argument of theirs sets the mode: if they belong to training (noise, a decomposed "
+            "alpha_dropout), export model.eval()",
             stacklevel=4,
         )
     if for_training:
@@ -301,8 +301,8 @@ def _warn_of_constants(model: GraphModule) -> None:
     if names := [f"{name_of(n)} {tuple(v.shape)}" for n, v in made if v.numel() > 1]:
         warnings.warn(
             f"{listed(names)} are constants of the exported model, which training does not change: torch.export makes "
-            "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in an "
-            "nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
+            "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in "
+            "an nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
             stacklevel=5,
         )
 

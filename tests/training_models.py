@@ -61,6 +61,18 @@ class DropsView(nn.Module):
         return before + self.after(y)
 
 
+class StochasticDepth(nn.Module):
+    """A residual layer that training leaves out of some rows, as torchvision's and timm's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x + (y * y.new_empty(len(y), 1).bernoulli_(0.7).div_(0.7) if self.training else y)
+
+
 class Recurrent(nn.Module):
     """Two layers with dropout between them."""
 
@@ -79,6 +91,7 @@ WITH_MODES = {
     "dropout in place": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True), nn.Linear(8, 8)), (4, 8)),
     "dropout2d in place": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5, inplace=True)), (4, 4, 3, 3)),
     "dropout of a view": (DropsView(), (4, 8)),
+    "stochastic depth": (StochasticDepth(), (4, 8)),
     "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
     "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
     "rrelu in place": (nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True), nn.Linear(8, 8)), (4, 8)),

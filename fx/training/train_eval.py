@@ -27,6 +27,7 @@ from pt2mx.fx.graph.node import (
     model_of,
     name_of,
     named_args,
+    node_arg,
     operator_of,
 )
 from pt2mx.fx.graph.tensors import delete_unused_modules
@@ -36,6 +37,10 @@ aten = torch.ops.aten
 
 #: operators that add to the `num_batches_tracked` of a batch norm, which counts in training only
 _COUNTERS = (aten.add_.Tensor, aten.add.Tensor)
+#: operators that draw a mask, and that divide it by the probability of its ones: a dropout without an operator of its
+#: own (stochastic depth, a decomposed dropout), whose mask is 1 in evaluation
+_DRAWS = (aten.bernoulli_.float, aten.bernoulli.p)
+_DIVISIONS = (aten.div_.Tensor, aten.div.Tensor, aten.div.Scalar)
 
 
 class TrainEvalModule(nn.Module, ABC):
@@ -99,6 +104,16 @@ class Counter(TrainEvalOp):
         return args[0]
 
 
+class Mask(TrainEvalOp):
+    """The mask of a dropout: (a tensor of its shape, the probability of a one) -> ones divided by it, and zeros."""
+
+    def in_training(self, *args: Any) -> Tensor:
+        return self.operator(aten.bernoulli.p(*args), args[1])
+
+    def in_evaluation(self, *args: Any) -> Tensor:
+        return aten.ones_like.default(args[0])
+
+
 def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
     """Make every operator that depends on the mode a `TrainEvalOp`, and return the names of those in training.
 
@@ -110,9 +125,12 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
     for node in _followers(by_mode):
         position, evaluation, statistics = by_mode[node]
         value = args_of(node)[position] if training else not evaluation
-        kind = Counter if node.target in _COUNTERS else TrainEvalOp
+        kind = Counter if node.target in _COUNTERS else Mask if node.target in _DIVISIONS else TrainEvalOp
         module = kind(operator_of(node), position, value, evaluation, statistics)
-        replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
+        draw = node_arg(node) if kind is Mask else node
+        replace_by_module(node, f"{node.name}_by_mode", module, draw.args, node.meta)
+        if draw is not node:
+            draw.graph.erase_node(draw)
     for model in {model_of(node.graph) for node in by_mode}:
         model.recompile()
     return training
@@ -123,8 +141,8 @@ def random_operators(graph_modules: list[GraphModule], trains: bool) -> list[str
 
     Args:
         graph_modules: the graphs.
-        trains: True for a model exported in training mode, where such draws usually belong to training (stochastic
-            depth). Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
+        trains: True for a model exported in training mode, where such draws usually belong to training (noise).
+            Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
     """
     nodes = [node for model in graph_modules for node in model.graph.nodes if _is_random(node)]
     return [node.name for node in nodes if trains or "bernoulli" in operator_of(node)._schema.name]
@@ -200,7 +218,7 @@ class _Setting(NamedTuple):
     """The argument that sets the mode of a call, as in `Mode`."""
 
     position: int
-    evaluation: bool | float
+    evaluation: bool | float | None
     statistics: tuple[int, ...]
 
 
@@ -215,6 +233,8 @@ def _setting(node: Node) -> _Setting | None:
         return None
     if node.target in _COUNTERS:
         return _Setting(1, 0, (0,)) if _counts_batches(node.args[0]) else None
+    if node.target in _DIVISIONS:
+        return _Setting(1, None, ()) if _is_mask(node) else None
     if (mode := mode_of(node.target)) is None:
         return None
     make_positional(node, mode.position + 1)
@@ -234,6 +254,14 @@ def _followers(by_mode: dict[Node, _Setting]) -> list[Node]:
 def _trains(node: Node, setting: _Setting) -> bool:
     """Return whether export wrote the mode of training into a graph."""
     return args_of(node)[setting.position] != setting.evaluation
+
+
+def _is_mask(division: Node) -> bool:
+    """Return whether a node divides a mask by its probability, and nothing else reads the mask."""
+    draw, probability = args_of(division)[:2]
+    if not isinstance(draw, Node) or draw.target not in _DRAWS or len(draw.args) != 2:
+        return False
+    return args_of(draw)[1] == probability and len(draw.users) == len(node_arg(draw).users) == 1
 
 
 def _counts_batches(counter: object) -> bool:

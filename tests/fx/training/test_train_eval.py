@@ -40,7 +40,7 @@ def test_train_and_eval_switch_what_the_model_had(name):
     assert prepared.training  # the copy has its own mode
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_MODES if name != "attention"])
+@pytest.mark.parametrize("name", [name for name in WITH_MODES if name not in ("attention", "stochastic depth")])
 def test_a_model_exported_in_evaluation_can_train(name):
     model, shape = WITH_MODES[name]
     model, x = copy.deepcopy(model).eval(), torch.randn(shape)
@@ -79,34 +79,22 @@ def test_a_converted_model_evaluates_in_both_modes(prepare):
         assert torch.equal(nn.Sequential(converted).eval()(x), want)
 
 
-class StochasticDepth(nn.Module):
-    """As torchvision's: masks of random numbers, whose operators know no mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-
-    def forward(self, x):
-        y = self.layers(x)
-        return x + y * torch.empty(4, 1).bernoulli_(0.5).div_(0.5) if self.training else x + y
-
-
 class Samples(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
 
     def forward(self, x):
-        return self.layer(x) + torch.randn_like(x)
+        return self.layers(x) + torch.randn_like(x)
 
 
 @pytest.mark.filterwarnings("ignore:.*, and evaluate in the prepared and the converted one")
 def test_a_warning_names_what_draws_random_numbers_in_both_modes():
     x = torch.randn(4, 8)
     decomposed = torch.export.export(nn.AlphaDropout(0.5).train(), (x,)).run_decompositions()
-    graphs = {"bernoulli_": torch.export.export(StochasticDepth().train(), (x,)).module()}
-    graphs |= {"bernoulli": decomposed.module(), "randn_like": torch.export.export(Samples().eval(), (x,)).module()}
-    for name, graph in graphs.items():
+    graphs = [("bernoulli", decomposed.module())]
+    graphs += [("randn_like", torch.export.export(Samples().train(mode), (x,)).module()) for mode in (True, False)]
+    for i, (name, graph) in enumerate(graphs):
         for prepare in (pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -114,7 +102,18 @@ def test_a_warning_names_what_draws_random_numbers_in_both_modes():
             texts = [str(w.message) for w in caught if "draw random numbers in evaluation" in str(w.message)]
             assert not torch.equal(converted(x), converted(x))
             # a model that samples in evaluation does so on purpose
-            assert [text.split(" ")[0] for text in texts] == ([name] if name != "randn_like" else [])
+            assert [text.split(" ")[0] for text in texts] == ([name] if i < 2 else [])
+
+
+@pytest.mark.parametrize("name", ["dropout in place", "dropout2d in place", "stochastic depth"])
+def test_a_decomposed_dropout_evaluates(name):
+    model, shape = WITH_MODES[name]
+    model, x = copy.deepcopy(model).train(), torch.randn(shape)
+    decomposed = torch.export.export(model, (x,)).run_decompositions().module()
+    with pytest.warns(UserWarning, match="div.* of the exported model train"):
+        prepared = pt2mx.prepare_pt2e(decomposed, QUANTIZER)
+    torch.testing.assert_close(prepared(x), model.eval()(x))
+    torch.testing.assert_close(pt2mx.convert_pt2e(prepared)(x), model(x), rtol=0.1, atol=0.1)
 
 
 def test_torchaos_switches_do_the_same():
