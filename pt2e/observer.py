@@ -117,6 +117,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
     #: True if a static tensor scale follows the batches of training
     follows_training = False
     _amax: Tensor | None = None  # of siblings, during a call
+    _is_empty = False  # during a call: the tensor has no values (of an expert that gets no token)
     _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
@@ -151,10 +152,11 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
         self._amax = amax  # not an argument of `collect`, which subclasses override
+        self._is_empty = self.static_scale is not None and not x.numel()
         try:
             return self._observe(x)
         finally:
-            self._amax = None  # torch.export refuses modules that keep a new tensor
+            self._amax, self._is_empty = None, False  # torch.export refuses modules that keep a new tensor
 
     def _observe(self, x: Tensor) -> Tensor:
         observes, follows = self._collects, self._follows
@@ -172,10 +174,11 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The scale of a whole tensor, () float32: a number that calibration fixed, an MXError before the first batch;
-        or during a call the scale that siblings share. None: each tensor has its own, if the format has one."""
+        """The scale of a whole tensor, () float32: a number that calibration fixed, an MXError before the first; or
+        during a call the scale that siblings share. None: each tensor has its own, if the format has one, and so has an
+        empty one during its call."""
         if self.static_scale is not None:
-            return self.static_scale.value("a tensor")
+            return None if self._is_empty else self.static_scale.value("a tensor")
         return None if self._amax is None else tensor_scale_mx(self._amax, self.spec)
 
     def anchored(self, x: Tensor) -> Tensor:

@@ -13,14 +13,20 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
-from pt2mx.fx.graph.node import Dequantize, name_of
+from pt2mx.fx.graph.modes import has_effect
+from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
-from pt2mx.fx.training.train_eval import TrainEvalModule, to_train_eval_modules
+from pt2mx.fx.training.train_eval import (
+    TrainEvalModule,
+    mark_followers,
+    random_operators,
+    to_train_eval_modules,
+)
 from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.anchors import set_anchors
 from pt2mx.pt2e.annotations import check_annotations
@@ -31,6 +37,10 @@ from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.report.weights import listed
 from pt2mx.pt2e.shared_scales import share_tensor_scales
 
+#: the name that torch.export gives to tensors that are no attributes of a module
+_LIFTED = "lifted_tensor_"
+#: operators that copy a constant of `forward`, such as `torch.tensor(2.0)`, in an export and in a decomposed one
+_COPIES = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.clone.default)
 #: meta key of a model prepared for calibration: the values, at preparation, of the buffers that it writes
 INITIAL_KEY = "mx_initial_buffers"
 
@@ -85,7 +95,8 @@ def prepare_qat_pt2e(
     in training and in evaluation; its statistics and parameters continue to train (`pt2mx.fx.training.fuse_batch_norm`,
     after Jacob et al. (2018), section 3.2). The model starts in the mode of the export, in training mode if the export
     does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training. A warning
-    names weights that `optimize` stored as codes (NVFP4): they do not train.
+    names weights that do not train: those that `optimize` stored as codes (NVFP4), and those that torch.export made
+    constants (a Python list of parameters).
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
@@ -151,8 +162,16 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
             "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
             stacklevel=4,
         )
+    if names := random_operators(graphs, bool(training)):
+        warnings.warn(
+            f"{listed(names)} of the exported model draw random numbers in evaluation and in the converted model too, "
+            "because no argument of theirs sets the mode: if they belong to training (noise, a decomposed "
+            "alpha_dropout), export model.eval()",
+            stacklevel=4,
+        )
     if for_training:
         _warn_of_codes(graphs)
+        _warn_of_constants(model)
         _observers_to_fake_quantize(model)
         for graph in graphs:
             fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
@@ -173,8 +192,10 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     size = float_size(model)
     model = copy_sharing_tensors(model)
     model.meta[FLOAT_SIZE_KEY] = size
+    if for_training:
+        mark_followers(graph_modules(model))
     for graph in graph_modules(model):
-        graph.graph.eliminate_dead_code()
+        graph.graph.eliminate_dead_code(has_effect)
     if not for_training:
         keep_batch_norms(model)
         torchao_pt2e.fold_batch_norms(model)
@@ -270,6 +291,25 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
             "exported model that optimize was given",
             stacklevel=5,
         )
+
+
+def _warn_of_constants(model: GraphModule) -> None:
+    """Warn of constants that torch.export made of parameters of no module, such as those in a Python list."""
+    nodes = [node for node in model.graph.find_nodes(op="get_attr") if _is_lifted(node)]
+    values = [attribute_of(model, node) for node in nodes]
+    made = [(n, v) for n, v in zip(nodes, values, strict=True) if isinstance(v, Tensor) and v.is_floating_point()]
+    if names := [f"{name_of(n)} {tuple(v.shape)}" for n, v in made if v.numel() > 1]:
+        warnings.warn(
+            f"{listed(names)} are constants of the exported model, which training does not change: torch.export makes "
+            "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in "
+            "an nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
+            stacklevel=5,
+        )
+
+
+def _is_lifted(node: Node) -> bool:
+    """Return whether a node reads a tensor of no name in the model that `forward` did not make either."""
+    return _LIFTED in name_of(node) and any(user.target not in _COPIES for user in node.users)
 
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:

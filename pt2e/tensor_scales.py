@@ -53,7 +53,9 @@ def shared_amax(tensors: Iterable[Tensor]) -> Tensor:
 class StaticTensorScale(nn.Module):
     """The scale of a whole tensor from the largest finite magnitude of its batches.
 
-    `amax` is () float32, and negative before the first batch.
+    A batch without a finite value, such as an empty one (an expert that gets no token), leaves the scale as it is.
+
+    `amax` is () float32, and negative before the first finite value.
 
     Args:
         spec: a format with a tensor scale.
@@ -74,7 +76,8 @@ class StaticTensorScale(nn.Module):
     def __init__(self, spec: MXSpec, rule: str) -> None:
         super().__init__()
         self.spec, self.rule = spec, rule
-        self.observed = False  # a Python flag: testing `amax` would break the graph of torch.compile
+        #: True after a batch with values; a Python flag: testing `amax` would break the graph of torch.compile
+        self.observed = False
         self.register_buffer("amax", torch.tensor(-1.0, dtype=torch.float32))
 
     @torch.no_grad()
@@ -84,26 +87,33 @@ class StaticTensorScale(nn.Module):
         Args:
             x: float32, float16 or bfloat16, of any shape.
         """
-        new, join = finite_amax(x.detach()), TENSOR_SCALES[self.rule]
+        if not x.numel():
+            return
+        join = TENSOR_SCALES[self.rule]
         assert join is not None
-        self.amax.copy_(torch.where(self.amax < 0, new, join(self.amax, new)))
+        magnitude = x.detach().to(torch.float32).abs()
+        new = torch.where(magnitude < torch.inf, magnitude, -1.0).amax()
+        joined = torch.where(self.amax < 0, new, join(self.amax, new))
+        self.amax.copy_(torch.where(new < 0, self.amax, joined))
         self.observed = True
 
+    @property
+    def is_known(self) -> bool:
+        """True after a finite value."""
+        return self.observed and bool(self.amax >= 0)
+
     def value(self, name: str) -> Tensor:
-        """Return the scale, () float32.
+        """Return the scale, () float32; 1 after NaN and Inf alone.
 
         Args:
             name: of the tensor, for the error.
 
         Raises:
-            MXError: before the first batch.
+            MXError: before the first batch with values.
         """
         if not self.observed:
-            raise MXError(
-                f"the tensor scale of {name} in {self.spec} follows from calibration, and no batch was seen: run "
-                "batches through the prepared model first (of QAT in training mode), or choose tensor_scale='dynamic'"
-            )
-        return tensor_scale_mx(self.amax, self.spec)
+            raise self._error(name)
+        return tensor_scale_mx(self.amax.clamp(min=0), self.spec)
 
     def store(self, model: GraphModule, x: Node) -> Node:
         """Register the scale as a buffer of a graph.
@@ -116,13 +126,22 @@ class StaticTensorScale(nn.Module):
             The node that reads the buffer, before x.
 
         Raises:
-            MXError: before the first batch.
+            MXError: before the first finite value.
         """
+        if not self.is_known:
+            raise self._error(x.name)
         value = self.value(x.name).clone()
         with model.graph.inserting_before(x):
             node = model.graph.get_attr(register_buffer(model, f"{x.name}_tensor_scale", value))
         node.meta["val"] = x.meta["val"].new_empty((), dtype=value.dtype)
         return node
+
+    def _error(self, name: str) -> MXError:
+        return MXError(
+            f"the tensor scale of {name} in {self.spec} follows from calibration, and no batch was seen in which it "
+            "has a finite value: run such batches through the prepared model first (of QAT in training mode), or "
+            "choose tensor_scale='dynamic'"
+        )
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

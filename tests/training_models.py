@@ -47,6 +47,32 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3 if self.training else 0.0)
 
 
+class DropsView(nn.Module):
+    """A layer whose result a dropout in place changes by a view, and two layers that read it before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        before = self.before(y)
+        nn.functional.dropout(y.view(-1), 0.5, self.training, inplace=True)
+        return before + self.after(y)
+
+
+class StochasticDepth(nn.Module):
+    """A residual layer that training leaves out of some rows, as torchvision's and timm's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return x + (y * y.new_empty(len(y), 1).bernoulli_(0.7).div_(0.7) if self.training else y)
+
+
 class Recurrent(nn.Module):
     """Two layers with dropout between them."""
 
@@ -62,8 +88,14 @@ class Recurrent(nn.Module):
 WITH_MODES = {
     "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)), (4, 8)),
     "dropout2d": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5)), (4, 4, 3, 3)),
+    "dropout in place": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True), nn.Linear(8, 8)), (4, 8)),
+    "dropout2d in place": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5, inplace=True)), (4, 4, 3, 3)),
+    "dropout of a view": (DropsView(), (4, 8)),
+    "stochastic depth": (StochasticDepth(), (4, 8)),
     "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
     "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
+    "rrelu in place": (nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True), nn.Linear(8, 8)), (4, 8)),
+    "instance_norm": (nn.Sequential(nn.Conv1d(6, 8, 3), nn.InstanceNorm1d(8, track_running_stats=True)), (4, 6, 9)),
     "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
     "attention": (Attention(), (2, 4, 8, 16)),
     "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),

@@ -4,7 +4,8 @@ A node aliases the memory that its value is, or is a view of.
 
 A storage identifies memory, not a name: one buffer may be a view of another. An operator's schema says which arguments
 its result shares memory with. A composite operator may return an argument without saying so (dropout in evaluation,
-einsum of one tensor), so it is called on fake tensors.
+einsum of one tensor), so it is called on fake tensors. Nor do batch norms say that they write statistics in training
+(`pt2mx.fx.graph.modes`).
 """
 
 from __future__ import annotations
@@ -22,21 +23,11 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, named_args, result_of, value_of
+from pt2mx.fx.graph.modes import evaluates, mode_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, result_of, value_of
 from pt2mx.fx.graph.views import may_return_input, returns_view
 
 aten = torch.ops.aten
-
-#: operator that writes running statistics although its schema does not say so -> positions of the statistics, and of
-#: the flag that makes it write
-_UNDECLARED_WRITES: dict[OpOverload, tuple[tuple[int, ...], int]] = {
-    aten.batch_norm.default: ((3, 4), 5),
-    aten.native_batch_norm.default: ((3, 4), 5),
-    aten.instance_norm.default: ((3, 4), 5),
-}
-
-#: operators that write only where `train` is true
-_WRITE_IN_TRAINING = (aten.dropout_.default, aten.feature_dropout_.default)
 
 #: cache: a call of a composite operator, by the layouts of its arguments -> positions of the inputs that it returns.
 #: Many passes ask about the same calls, and each answer takes a call on fake tensors.
@@ -119,7 +110,8 @@ def _may_write(target: object) -> bool:
     """Return whether an operator may write its arguments."""
     if not isinstance(target, OpOverload):
         return isinstance(target, HigherOrderOperator)
-    return target in _UNDECLARED_WRITES or target._schema.is_mutable
+    mode = mode_of(target)
+    return target._schema.is_mutable or (mode is not None and bool(mode.written))
 
 
 def _roots(graph: Graph) -> dict[Node, frozenset[Root]]:
@@ -137,7 +129,7 @@ def _shown_arguments(node: Node) -> list[Node]:
     target = node.target
     if isinstance(target, OpOverload):
         if returns_view(target):
-            return [n for n, _ in _aliased_arguments(node, target)]
+            return _aliased_arguments(node, target)
         return _returned(node) if may_return_input(target) else []
     if isinstance(target, HigherOrderOperator):
         return _shown_inside(node)
@@ -179,13 +171,12 @@ def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> 
     """Return the arguments that a call writes, of an operator that may write."""
     if isinstance(target, HigherOrderOperator):
         return _written_inside(node, target)
-    if target in _WRITE_IN_TRAINING and named_args(node)["train"] is False:
-        return []
-    written = [n for n, is_written in _aliased_arguments(node, target) if is_written]
-    positions, flag = _UNDECLARED_WRITES.get(target, ((), 0))
-    if positions and len(node.args) > flag and node.args[flag] is not False:
-        written += [n for n in (node.args[i] for i in positions) if isinstance(n, Node)]
-    return written
+    passed, mode = _passed(node, target), mode_of(target)
+    written = {name for name, is_written in _writes_by_argument(target).items() if is_written}
+    if mode is not None:
+        idle = node.op == "call_function" and evaluates(node)
+        written = written - mode.written if idle else written | mode.written
+    return [n for name, value in passed.items() if name in written for n in _nodes_in(value)]
 
 
 def _written_inside(node: Node, target: HigherOrderOperator) -> list[Node]:
@@ -222,13 +213,19 @@ def _subgraphs(node: Node) -> Iterator[tuple[Graph, list[tuple[Node, Node]]]]:
                 yield inner.graph, [(inside, operand) for inside, operand in pairs if isinstance(operand, Node)]
 
 
-def _aliased_arguments(node: Node, target: OpOverload) -> list[tuple[Node, bool]]:
-    """Return the arguments that an operator writes or returns a view of, and whether it writes them."""
+def _aliased_arguments(node: Node, target: OpOverload) -> list[Node]:
+    """Return the arguments that an operator writes or returns a view of."""
     writes = _writes_by_argument(target)
-    passed = [*zip(writes.values(), node.args, strict=False)]
-    passed += [(writes.get(name), value) for name, value in node.kwargs.items()]
-    aliased = [(written, value) for written, value in passed if written is not None]
-    return [(n, written) for written, value in aliased for n in pytree.tree_leaves(value) if isinstance(n, Node)]
+    return [n for name, value in _passed(node, target).items() if writes[name] is not None for n in _nodes_in(value)]
+
+
+def _passed(node: Node, target: OpOverload) -> dict[str, Any]:
+    """Return the arguments of a call by name, without those that it leaves out."""
+    return dict(zip(_writes_by_argument(target), node.args, strict=False)) | node.kwargs
+
+
+def _nodes_in(value: Any) -> list[Node]:
+    return [n for n in pytree.tree_leaves(value) if isinstance(n, Node)]
 
 
 @functools.lru_cache(1024)

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.modes import has_effect
 
 T = TypeVar("T")
 
@@ -129,7 +130,7 @@ def delete_unused_tensors(model: GraphModule) -> None:
 
 def remove_unused(model: GraphModule) -> GraphModule:
     """Delete unused nodes, tensors and modules of an exported graph. Changes `model` and returns it."""
-    model.graph.eliminate_dead_code()
+    model.graph.eliminate_dead_code(has_effect)
     delete_unused_tensors(model)
     model.recompile()
     return model
@@ -137,7 +138,7 @@ def remove_unused(model: GraphModule) -> GraphModule:
 
 def erase_unused(node: Node) -> None:
     """Erase an unused node, and the nodes that only it used."""
-    if node.users or node.op not in ("call_function", "get_attr") or node.is_impure():
+    if node.users or node.op not in ("call_function", "get_attr") or has_effect(node):
         return
     inputs = node.all_input_nodes
     node.graph.erase_node(node)

@@ -21,7 +21,7 @@ from pt2mx.fx.graph.constants import (
     root_name,
 )
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.higher_order_ops import call_groups
+from pt2mx.fx.graph.higher_order_ops import call_groups, graph_modules
 from pt2mx.fx.graph.node import (
     Dequantize,
     LinearMX,
@@ -53,14 +53,18 @@ def fold_weights(model: GraphModule) -> GraphModule:
     it.
     """
     _fold_amaxes(model)
+    compute_codes(model, constant_nodes(model.graph))
+    _erase_assertions(model)
+    return remove_unused(model)
+
+
+def _erase_assertions(model: GraphModule) -> None:
+    """Erase the assertions about constants: export asserts the dtype of a weight that it casts, which would keep the
+    weight alive."""
     constants = constant_nodes(model.graph)
-    compute_codes(model, constants)
-    # export asserts the dtype of a weight that it casts; for a constant the assertion is pointless, and would keep it
-    # alive
-    for node in model.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+    for node in model.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
         if node.args[0] in constants:
             model.graph.erase_node(node)
-    return remove_unused(model)
 
 
 def _fold_amaxes(model: GraphModule) -> None:
@@ -93,6 +97,8 @@ def fold_all_weights(model: GraphModule) -> GraphModule:
     if not call_groups(model):
         return fold_weights(model)
     mark_constants(model)
+    for graph in graph_modules(model):
+        _erase_assertions(graph)
     hoist_weights(model)
     fold_weights(model)
     return merge_equal_operands(model)

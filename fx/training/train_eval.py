@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
+from pt2mx.fx.graph.modes import has_effect, mode_of, writes_in_evaluation
 from pt2mx.fx.graph.node import (
     OPERATOR_KEY,
     args_of,
@@ -25,6 +26,7 @@ from pt2mx.fx.graph.node import (
     make_positional,
     model_of,
     name_of,
+    named_args,
     node_arg,
     operator_of,
 )
@@ -33,27 +35,12 @@ from pt2mx.ops.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 
-#: operator -> (position of the literal that sets the mode, its value in evaluation)
-_MODES: dict[object, tuple[int, Any]] = {
-    aten.dropout.default: (2, False),
-    aten.feature_dropout.default: (2, False),
-    aten.alpha_dropout.default: (2, False),
-    aten.feature_alpha_dropout.default: (2, False),
-    aten.native_dropout.default: (2, False),
-    aten.rrelu.default: (3, False),
-    aten.batch_norm.default: (5, False),
-    aten.lstm.input: (6, False),
-    aten.gru.input: (6, False),
-    aten.rnn_tanh.input: (6, False),
-    aten.rnn_relu.input: (6, False),
-    # the dropout probability; an export in evaluation mode loses its training value
-    aten.scaled_dot_product_attention.default: (4, 0.0),
-    # the increment of a batch norm's num_batches_tracked, which counts in training only
-    aten.add_.Tensor: (1, 0),
-}
-
-#: operator -> positions of the statistics that it writes in training
-_WRITTEN: dict[object, tuple[int, ...]] = {aten.batch_norm.default: (3, 4), aten.add_.Tensor: (0,)}
+#: operators that add to the `num_batches_tracked` of a batch norm, which counts in training only
+_COUNTERS = (aten.add_.Tensor, aten.add.Tensor)
+#: operators that draw a mask, and that divide it by the probability of its ones: a dropout without an operator of its
+#: own (stochastic depth, a decomposed dropout), whose mask is 1 in evaluation
+_DRAWS = (aten.bernoulli_.float, aten.bernoulli.p)
+_DIVISIONS = (aten.div_.Tensor, aten.div.Tensor, aten.div.Scalar)
 
 
 class TrainEvalModule(nn.Module, ABC):
@@ -61,6 +48,8 @@ class TrainEvalModule(nn.Module, ABC):
 
     #: the operator that the module replaces, whose quantized arguments stay the same; None if it replaces none
     operator: OpOverload | None = None
+    #: whether it writes an argument in evaluation
+    writes_in_evaluation = False
 
     # subclasses have their own parameters, which graphs pass by position
 
@@ -77,26 +66,52 @@ class TrainEvalModule(nn.Module, ABC):
 
 
 class TrainEvalOp(TrainEvalModule):
-    """An operator, called with all its arguments; the mode decides the argument at `position`."""
+    """An operator, called with all its arguments; the mode decides the argument at `position`.
+
+    Args:
+        operator: the operator.
+        position: of the argument.
+        training, evaluation: its values.
+        statistics: positions of the tensors of the model's state that the operator writes in training.
+    """
 
     operator: OpOverload
 
-    def __init__(self, operator: OpOverload, position: int, training: object, evaluation: object) -> None:
+    def __init__(
+        self, operator: OpOverload, position: int, training: object, evaluation: object, statistics: tuple[int, ...]
+    ) -> None:
         super().__init__()
         self.operator, self.position, self.values = operator, position, (evaluation, training)
-        self._is_impure = operator._schema.is_mutable  # tells torch.fx that a counter is no dead code
+        self.statistics, self.writes_in_evaluation = statistics, writes_in_evaluation(operator)
+        self._is_impure = operator._schema.is_mutable  # tells torch.fx that what writes is no dead code
 
     def in_training(self, *args: Any) -> Tensor:
         if in_backward_pass():  # the pass that this one repeats has written them
-            written = _WRITTEN.get(self.operator, ())
-            args = tuple(a.clone() if position in written else a for position, a in enumerate(args))
+            args = tuple(a.clone() if position in self.statistics else a for position, a in enumerate(args))
         return self._call(args, self.values[1])
 
     def in_evaluation(self, *args: Any) -> Tensor:
-        return args[0] if self._is_impure else self._call(args, self.values[0])  # a counter does not count
+        return self._call(args, self.values[0])
 
     def _call(self, args: tuple[Any, ...], value: object) -> Tensor:
         return self.operator(*args[: self.position], value, *args[self.position + 1 :])
+
+
+class Counter(TrainEvalOp):
+    """The increment of a batch norm's `num_batches_tracked`."""
+
+    def in_evaluation(self, *args: Any) -> Tensor:
+        return args[0]
+
+
+class Mask(TrainEvalOp):
+    """The mask of a dropout: (a tensor of its shape, the probability of a one) -> ones divided by it, and zeros."""
+
+    def in_training(self, *args: Any) -> Tensor:
+        return self.operator(aten.bernoulli.p(*args), args[1])
+
+    def in_evaluation(self, *args: Any) -> Tensor:
+        return aten.ones_like.default(args[0])
 
 
 def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
@@ -105,20 +120,44 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
     If the model was exported in training mode, operators that evaluated there (a frozen batch norm) keep evaluating. If
     it was exported in evaluation mode, all of them follow the mode. Changes the graph modules.
     """
-    nodes = [node for m in graph_modules for node in m.graph.nodes if _depends_on_mode(node)]
-    training = [_literal(node) != _MODES[node.target][1] for node in nodes]
-    for node, trains in zip(nodes, training, strict=True):
-        position, evaluation = _MODES[node.target]
-        if any(training) and not trains:
-            continue
-        if not trains and not isinstance(evaluation, bool):
-            continue  # the other value is unknown
-        value = _literal(node) if trains else not evaluation
-        module = TrainEvalOp(operator_of(node), position, value, evaluation)
-        replace_by_module(node, f"{node.name}_by_mode", module, node.args, node.meta)
-    for model in {model_of(node.graph) for node in nodes}:
+    by_mode = _by_mode(graph_modules)
+    training = [node.name for node, setting in by_mode.items() if _trains(node, setting)]
+    for node in _followers(by_mode):
+        position, evaluation, statistics = by_mode[node]
+        value = args_of(node)[position] if training else not evaluation
+        kind = Counter if node.target in _COUNTERS else Mask if node.target in _DIVISIONS else TrainEvalOp
+        module = kind(operator_of(node), position, value, evaluation, statistics)
+        draw = node_arg(node) if kind is Mask else node
+        replace_by_module(node, f"{node.name}_by_mode", module, draw.args, node.meta)
+        if draw is not node:
+            draw.graph.erase_node(draw)
+    for model in {model_of(node.graph) for node in by_mode}:
         model.recompile()
-    return [node.name for node, trains in zip(nodes, training, strict=True) if trains]
+    return training
+
+
+def random_operators(graph_modules: list[GraphModule], trains: bool) -> list[str]:
+    """Return the names of the nodes that draw random numbers in both modes.
+
+    Args:
+        graph_modules: the graphs.
+        trains: True for a model exported in training mode, where such draws usually belong to training (noise).
+            Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
+    """
+    nodes = [node for model in graph_modules for node in model.graph.nodes if _is_random(node)]
+    return [node.name for node in nodes if trains or "bernoulli" in operator_of(node)._schema.name]
+
+
+def _is_random(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags and not mode_of(target)
+
+
+def mark_followers(graph_modules: list[GraphModule]) -> None:
+    """Mark the operators that `to_train_eval_modules` will replace: exported in evaluation, they write nothing (a
+    dropout in place), and they may in training. Changes the meta of their nodes."""
+    for node in _followers(_by_mode(graph_modules)):
+        node.meta[OPERATOR_KEY] = node.target
 
 
 def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
@@ -150,6 +189,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
     if module_calls:
+        model.graph.eliminate_dead_code(has_effect)  # what only training reads
         delete_unused_modules(model)
         model.recompile()
     return model
@@ -174,26 +214,64 @@ def _recorded(module: TrainEvalModule, call: Node) -> Node:
     return result.node
 
 
-def _depends_on_mode(node: Node) -> bool:
-    """Return whether an operator is in `_MODES` and depends on the mode."""
-    if node.op != "call_function" or node.target not in _MODES:
+class _Setting(NamedTuple):
+    """The argument that sets the mode of a call, as in `Mode`."""
+
+    position: int
+    evaluation: bool | float | None
+    statistics: tuple[int, ...]
+
+
+def _by_mode(graph_modules: list[GraphModule]) -> dict[Node, _Setting]:
+    """Return the calls whose results depend on the mode."""
+    settings = {node: _setting(node) for model in graph_modules for node in model.graph.nodes}
+    return {node: setting for node, setting in settings.items() if setting is not None}
+
+
+def _setting(node: Node) -> _Setting | None:
+    if node.op != "call_function":
+        return None
+    if node.target in _COUNTERS:
+        return _Setting(1, 0, (0,)) if _counts_batches(node.args[0]) else None
+    if node.target in _DIVISIONS:
+        return _Setting(1, None, ()) if _is_mask(node) else None
+    if (mode := mode_of(node.target)) is None:
+        return None
+    make_positional(node, mode.position + 1)
+    if any(node.args[position] is None for position in mode.statistics):
+        return None
+    return _Setting(mode.position, mode.evaluation, mode.statistics)
+
+
+def _followers(by_mode: dict[Node, _Setting]) -> list[Node]:
+    """Return the calls that will follow the mode, of those that depend on it."""
+    if training := [node for node in by_mode if _trains(node, by_mode[node])]:
+        return training
+    # export in evaluation loses the dropout probability of attention
+    return [node for node, setting in by_mode.items() if isinstance(setting.evaluation, bool)]
+
+
+def _trains(node: Node, setting: _Setting) -> bool:
+    """Return whether export wrote the mode of training into a graph."""
+    return args_of(node)[setting.position] != setting.evaluation
+
+
+def _is_mask(division: Node) -> bool:
+    """Return whether a node divides a mask by its probability, and nothing else reads the mask."""
+    draw, probability = args_of(division)[:2]
+    if not isinstance(draw, Node) or draw.target not in _DRAWS or len(draw.args) != 2:
         return False
-    make_positional(node, _MODES[node.target][0] + 1)
-    if node.target is aten.add_.Tensor:
-        return _counts_batches(node_arg(node))
-    # without running statistics a batch norm is the same in both modes
-    return node.target is not aten.batch_norm.default or node.args[3] is not None
+    return args_of(draw)[1] == probability and len(draw.users) == len(node_arg(draw).users) == 1
 
 
-def _counts_batches(counter: Node) -> bool:
+def _counts_batches(counter: object) -> bool:
     """Return whether a counter is the `num_batches_tracked` of a module whose running mean a batch norm of the graph
     reads."""
-    path, _, attribute = name_of(counter).rpartition(".") if counter.op == "get_attr" else ("", "", "")
-    norms = counter.graph.find_nodes(op="call_function", target=aten.batch_norm.default)
-    means = [args_of(norm)[3] for norm in norms if attribute == "num_batches_tracked"]
-    return any(isinstance(m, Node) and m.op == "get_attr" and name_of(m).rpartition(".")[0] == path for m in means)
-
-
-def _literal(node: Node) -> object:
-    """Return the mode that export wrote into a graph."""
-    return node.args[_MODES[node.target][0]]
+    if not isinstance(counter, Node) or counter.op != "get_attr":
+        return False
+    path, _, attribute = name_of(counter).rpartition(".")
+    if attribute != "num_batches_tracked":
+        return False
+    siblings = [n for n in counter.graph.find_nodes(op="get_attr") if name_of(n).rpartition(".")[0] == path]
+    norms = [(user, n) for n in siblings for user in n.users if mode_of(user.target) is not None]
+    return any(named_args(user).get("running_mean") is n for user, n in norms)

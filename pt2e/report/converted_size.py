@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
+from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
@@ -118,7 +119,8 @@ def _has_effect(node: Node, constants: set[Node]) -> bool:
 
     Conversion removes assertions about constants, and the batch counters of training.
     """
-    if node.op == "call_module" and isinstance(model_of(node.graph).get_submodule(name_of(node)), TrainEvalModule):
-        return False
+    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    if isinstance(module, TrainEvalModule):
+        return module.writes_in_evaluation
     asserts = node.target is torch.ops.aten._assert_tensor_metadata.default and node_arg(node) in constants
-    return node.op != "placeholder" and node.is_impure() and not asserts
+    return node.op != "placeholder" and has_effect(node) and not asserts

@@ -47,6 +47,8 @@ class OperandReport:
         storage: the reason why it takes more bits than its format, if it does.
         tensor_scale: the static scale of the whole tensor, which calibration found; None for a format without, and for
             the scale of each tensor.
+        matmuls: names of the matmuls and the like that compute a quantized constant. Conversion computes them once, so
+            that they are no operators of the converted model.
     """
 
     role: str
@@ -58,6 +60,7 @@ class OperandReport:
     bytes_after: int
     storage: str | None = None
     tensor_scale: float | None = None
+    matmuls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,14 +157,16 @@ def _operand_report(
     source, spec, seen = _quantized(model, argument, constants, captured)
     value = argument.meta.get("val", source.meta.get("val"))
     counted, storage = Counted(0, 0, 0), None
+    matmuls: tuple[str, ...] = ()
     if isinstance(value, torch.Tensor):
         in_every_call = argument.target is ops.dequantize_mx and source.target is getitem
         packed, sources = None if in_every_call else spec, _sources(argument, source, constants, captured)
         counted = counter.add(value, packed, sources)
         storage = storage_note(value.shape, packed) if packed and sources else None
+        matmuls = tuple(dict.fromkeys(name for one in sources for name in one.matmuls)) if packed else ()
     statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
     name, static = None if spec is None else str(spec), _static_scale(model, argument, captured)
-    return OperandReport(role, name, statistics, candidates, *counted, storage, static)
+    return OperandReport(role, name, statistics, candidates, *counted, storage, static, matmuls)
 
 
 def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands) -> float | None:
@@ -169,7 +174,7 @@ def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands
     if argument.op == "call_module":
         observer = model.get_submodule(name_of(argument))
         static = observer.static_scale if isinstance(observer, MXObserver) else None
-        return float(static.value(argument.name)) if static is not None and static.observed else None
+        return float(static.value(argument.name)) if static is not None and static.is_known else None
     quantize = quantize_of(argument)
     scale = None if quantize is None else Quantize.expect(quantize).tensor_scale
     outside = next(iter(captured.get(scale, [scale])), None) if scale is not None else None
@@ -220,6 +225,8 @@ def _anomalies(operand: OperandReport) -> str:
         texts.append(f"{seen.empty:,} of {seen.tensors:,} tensors are empty")
     if operand.storage:
         texts.append(operand.storage)
+    if operand.matmuls:
+        texts.append(f"{', '.join(operand.matmuls)} computes it once, at conversion")
     return f"{operand.role}: {', '.join(texts)}" if texts else ""
 
 
@@ -255,7 +262,9 @@ def _operator(content: dict[str, Any]) -> OperatorReport:
 def _operand(content: dict[str, Any]) -> OperandReport:
     seen = content["statistics"]
     candidates = {name: _statistics(statistics) for name, statistics in content["candidates"].items()}
-    return OperandReport(**{**content, "statistics": seen and _statistics(seen), "candidates": candidates})
+    matmuls = tuple(content.get("matmuls", ()))
+    seen = seen and _statistics(seen)
+    return OperandReport(**{**content, "statistics": seen, "candidates": candidates, "matmuls": matmuls})
 
 
 def _statistics(content: dict[str, Any]) -> QuantizationStatistics:

@@ -22,6 +22,7 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
 from pt2mx.pt2e.observer import MXObserver
 from pt2mx.pt2e.packed_weights import packed_bytes
+from pt2mx.pt2e.report.matmul_ops import is_matmul_like
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the list of `Source`s of a constant tensor
@@ -44,10 +45,12 @@ class Source(NamedTuple):
     Args:
         name: of the parameter or buffer, else of the node that computes the operand.
         tensors: name -> size of each parameter and buffer from which the operand is computed.
+        matmuls: the matmuls and the like that compute it from them, once, when the model is converted.
     """
 
     name: str
     tensors: dict[str, Size]
+    matmuls: tuple[str, ...] = ()
 
 
 def size_of(tensors: Iterable[Tensor]) -> Size:
@@ -72,11 +75,12 @@ def sources_of(node: Node, captured: CapturedOperands) -> list[Source]:
         node = node_arg(node)
     if node in captured:
         return [source for operand in _operands(node, captured) for source in sources_of(operand, {})]
-    tensors = {}
-    for read in [operand for one in computed_from(node) for operand in _operands(one, captured)]:
+    tensors, computing = {}, computed_from(node)
+    for read in [operand for one in computing for operand in _operands(one, captured)]:
         if read.op == "get_attr" and isinstance(value := attribute_of(model_of(read.graph), read), Tensor):
             tensors[name_of(read)] = Size(value.numel(), value.nbytes)
-    return [Source(name_of(node) if node.op == "get_attr" else node.name, tensors)]
+    matmuls = tuple(one.name for one in computing if is_matmul_like(one.target))
+    return [Source(name_of(node) if node.op == "get_attr" else node.name, tensors, matmuls)]
 
 
 def sources_of_codes(dequantize: Node, captured: CapturedOperands) -> list[Source]:
@@ -128,13 +132,9 @@ def tensors_of(model: GraphModule) -> dict[str, Tensor]:
 
 
 def _read(graph: GraphModule) -> Iterator[object]:
-    """Yield the attributes that a result or an effect of a graph depends on."""
-    used: set[Node] = set()
-    for node in reversed(graph.graph.nodes):
-        if node not in used and node.op != "output" and not node.is_impure():
-            continue
-        used.update(node.all_input_nodes)
-        if node.op == "get_attr":
+    """Yield the attributes that nodes of a graph read, also nodes whose results nothing uses."""
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and node.users:
             yield attribute_of(graph, node)
         elif node.op == "call_module":
             module = graph.get_submodule(name_of(node))

@@ -247,3 +247,34 @@ def test_compiled_training_of_two_processes_is_that_of_eager(tmp_path):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item() + 1e-6)
         for key, want in eager[2].items():
             torch.testing.assert_close(compiled[2][key], want, rtol=1e-3, atol=1e-4, msg=key)
+
+
+INT8 = MXQuantizer().set_global(get_default_mx_quantization_config("mxint8", "mxint8"))
+
+
+class Lists(nn.Module):
+    """Parameters in a list, or in a ParameterList, and tensors that are none."""
+
+    def __init__(self, kind=list):
+        super().__init__()
+        self.layer, self.matrices = nn.Linear(8, 8), kind([nn.Parameter(torch.randn(8, 8))])
+        self.matrices.append(nn.Parameter(torch.randn(8)))
+        self.table = torch.randn(8)
+
+    def forward(self, x):
+        y = self.layer(x) @ self.matrices[0] + self.matrices[1] * self.table
+        return y * torch.tensor([1.0, 2.0]).repeat(4) + torch.tensor(3.0)
+
+
+@pytest.mark.parametrize("decompose", [lambda program: program, lambda program: program.run_decompositions()])
+def test_a_warning_names_parameters_that_export_made_constants(decompose):
+    x = torch.randn(4, 8)
+    graph = decompose(torch.export.export(Lists(), (x,))).module()
+    names = r"lifted_tensor_\d \(8, 8\), lifted_tensor_\d \(8,\)"
+    with pytest.warns(UserWarning, match=rf"^{names} are constants of the exported model.*nn.ParameterList") as caught:
+        prepared = pt2mx.prepare_qat_pt2e(graph, INT8)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert {name for name, _ in prepared.named_parameters()} == {"layer.weight", "layer.bias"}
+    pt2mx.prepare_pt2e(graph, INT8)  # trains nothing, and does not warn
+    listed = pt2mx.prepare_qat_pt2e(torch.export.export(Lists(nn.ParameterList), (x,)).module(), INT8)
+    assert {"matrices.0", "matrices.1"} <= {name for name, _ in listed.named_parameters()}

@@ -16,6 +16,8 @@ from tests.pt2e.test_scale_formats import BATCH, Net, X, fake_quantized
 ops = torch.ops.pt2mx
 NVFP4 = pt2mx.parse("nvfp4")
 BATCHES = X, 3 * X, X / 2
+#: rows on both sides of zero
+X_OF_BOTH = torch.linspace(-4, 4, 8 * 64).reshape(8, 64)
 
 
 def of_amax(*amax, spec=NVFP4):
@@ -43,6 +45,59 @@ def test_the_amax_of_batches():
     divisor = StaticTensorScale(pt2mx.parse("fp4_e2m1{16}(e4m3_f32_divisor)"), "static")
     divisor.observe(torch.tensor([2688.0 / 4]))
     assert divisor.value("x") == 4
+
+
+@pytest.mark.parametrize("rule", ["static", "moving_average"])
+@pytest.mark.parametrize("without", [torch.empty(0, 4), torch.full((2, 4), math.nan), torch.full((2, 4), -math.inf)])
+def test_a_batch_without_a_finite_value_changes_no_scale(rule, without):
+    x = torch.tensor([[-3.0, 1.0, 2.0, 0.5]])
+    for batches in ([without, x, 2 * x], [x, without, 2 * x], [x, 2 * x, without]):
+        scale, want = StaticTensorScale(NVFP4, rule), StaticTensorScale(NVFP4, rule)
+        for batch in batches:
+            scale.observe(batch)
+        for batch in (x, 2 * x):
+            want.observe(batch)
+        assert torch.equal(scale.amax, want.amax) and scale.is_known
+    zero = StaticTensorScale(NVFP4, "moving_average")
+    for batch in (x, 0 * x):  # zeros are values
+        zero.observe(batch)
+    assert zero.amax == torch.tensor(3.0) - torch.tensor(0.01) * 3
+
+
+class Experts(nn.Module):
+    """Two layers; each gets the rows on its side of zero, which may be none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.high = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        is_low = x[:, 0] < 0
+        return self.low(x[is_low]).sum() + self.high(x[~is_low]).sum()
+
+
+def prepared_experts(prepare, rule):
+    config = MXQuantizationConfig(weight="nvfp4", activation="nvfp4", tensor_scale=rule)
+    return prepare(exported(Experts(), X_OF_BOTH), MXQuantizer().set_global(config))
+
+
+@pytest.mark.parametrize("rule", ["static", "moving_average"])
+@pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
+def test_an_expert_without_a_token_keeps_its_scale(prepare, rule):
+    model, first = prepared_experts(prepare, rule), X_OF_BOTH[:4].repeat(2, 1)
+    model(first)  # all of them low: no token for the other expert
+    report = pt2mx.quantization_report(model)
+    assert [o.operands[0].tensor_scale for o in report.operators] == [of_amax(first.abs().max()).item(), None]
+    with pytest.raises(MXError, match=r"tensor scale of index_1 .*no batch was seen in which it has a finite value"):
+        pt2mx.convert_pt2e(model)
+    model(X_OF_BOTH)
+    converted = pt2mx.convert_pt2e(model)
+    assert torch.equal(converted.index_1_tensor_scale, of_amax(X_OF_BOTH[4:].max()))
+    pt2mx.enable_fake_quant(model)
+    with torch.no_grad():
+        want = model.eval()(X_OF_BOTH)
+        assert torch.equal(converted(X_OF_BOTH), want) and torch.equal(converted(first), model(first))
 
 
 @pytest.mark.slow_except("nvfp4")
@@ -103,7 +158,7 @@ def test_a_dynamic_scale_is_that_of_each_tensor():
 
 def test_without_a_batch_there_is_no_static_scale():
     prepared = prepare(Net().eval(), batches=())
-    message = "tensor scale of x in nvfp4_e2m1.16.*no batch was seen: run .*tensor_scale='dynamic'"
+    message = "tensor scale of x in nvfp4_e2m1.16.*no batch was seen in .*: run .*tensor_scale='dynamic'"
     with pytest.raises(MXError, match=message):
         pt2mx.convert_pt2e(prepared)
     pt2mx.disable_observer(prepared)
