@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.repeated_layers import LayerNumber
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
@@ -187,6 +188,9 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         cross = [{"keys": one.stored["cross_keys"], "values": one.stored["cross_values"]} for one in self.layers]
         source = DecoderCache([CacheLayer(one, 1) for one in cross], self.slots)  # a filled cache: 1 is any number
         return _cache_utils.EncoderDecoderCache(self, source)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, LayerNumber.unread(layer_idx), *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.length

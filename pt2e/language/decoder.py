@@ -163,11 +163,10 @@ def export_decoder(
     layers = layers_of(model)
     example = inputs(layers, model.device, images=images)
     with with_frequencies_for(model, length):
-        keys_alone = all(layer.keys() <= {"keys", "values"} for layer in layers)  # others change the cache in Python
-        copies = repeated_layers if keys_alone else traced_layers
-        program, error, copied = _checked_export(model, layers, example, images, copies)
-        if copied and error > (AGREEMENT_OF_COPIES if model.dtype == torch.float32 else AGREEMENT):
-            program, error, _ = _checked_export(model, layers, example, images, traced_layers)
+        program = _export_copied(model, layers, example, images)
+        if program is not None:
+            return program
+        program, error = _checked_export(model, layers, example, images, traced_layers)
     if not error < AGREEMENT:
         raise MXError(
             f"{type(model).__name__} with a cache of fixed length gives other logits than with its own ({error:.2g} of "
@@ -176,23 +175,36 @@ def export_decoder(
     return program
 
 
+def _export_copied(
+    model: PreTrainedModel, layers: Layers, example: dict[str, Any], images: ImageInputs | None
+) -> ExportedProgram | None:
+    """Return the program of a model with copied layers; None where it has none or differs from the model."""
+    if not all(layer.keys() <= {"keys", "values"} for layer in layers):  # others change the cache in Python
+        return None
+    try:
+        program, error = _checked_export(model, layers, example, images, repeated_layers)
+    except MXError:  # such as where torch takes the number of a layer, but no `LayerNumber`
+        return None
+    return program if error < (AGREEMENT_OF_COPIES if model.dtype == torch.float32 else AGREEMENT) else None
+
+
 def _checked_export(
     model: PreTrainedModel,
     layers: Layers,
     example: dict[str, Any],
     images: ImageInputs | None,
     copies: Callable[..., AbstractContextManager[list[str]]],
-) -> tuple[ExportedProgram, float, list[str]]:
-    """Return the program of a model, its error, and the layers that `copies` copied.
+) -> tuple[ExportedProgram, float]:
+    """Return the program of a model and its error.
 
     Raises:
         MXError: for a model that cannot be exported, or whose program does not read texts of any length.
     """
     try:
         decoder = CachedDecoder(model, layers)
-        with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached) as copied:
+        with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached):
             program = export(decoder, example)
-        return program, error_of(model, program, layers, images), copied
+        return program, error_of(model, program, layers, images)
     except Exception as error:
         text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
         raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
