@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_no_text, check_prompts, check_sampling
+from pt2mx.pt2e.language.arguments import check_no_text, check_outputs, check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.cache_name import CACHE, CACHE_NAMES
 from pt2mx.pt2e.language.encoder import Encoder
@@ -191,11 +191,12 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer or in place of tokens, prompts that are no text, and sampling options
-                out of range.
+            MXError: for text without a tokenizer or in place of tokens, prompts that are no text, sampling options out
+                of range, and options that ask for attention weights or hidden states.
         """
         check_no_text(inputs)
         check_sampling(options, self.generation_config)
+        check_outputs(options, self.generation_config)
         options = {CACHE if name in CACHE_NAMES else name: value for name, value in options.items()}
         if self.tokenizer is not None:
             options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
@@ -269,8 +270,9 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
 
         Raises:
-            MXError: for more tokens than fit into the cache.
+            MXError: for more tokens than fit into the cache, and for `output_attentions` and `output_hidden_states`.
         """
+        check_outputs(kwargs)
         past = self._cache_for(input_ids, past_key_values if cache is None else cache)
         read = {"image_features": image_features, "image_rows": image_rows, "image_positions": image_positions}
         inputs, mask = self._inputs_of(input_ids, attention_mask, position_ids, past, {**kwargs, **read})

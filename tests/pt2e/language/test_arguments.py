@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
+from pt2mx.pt2e.language.arguments import RANGES, check_outputs, check_sampling, fault_of
 from tests.language_models import decoder_by_recipe, transformers
 
 #: option -> values in its range, values out of range
@@ -49,6 +49,23 @@ def test_a_temperature_of_0_is_for_the_likeliest_token():
     check_sampling({"do_sample": False, "temperature": 0.0})
     with pytest.raises(MXError, match=r"^temperature=0 divides by 0: give do_sample=False"):
         check_sampling({"do_sample": True, "temperature": 0.0})
+
+
+def test_values_that_no_program_returns():
+    check_outputs({"output_hidden_states": False}, transformers.GenerationConfig())
+    for options in ({"output_hidden_states": True}, {"generation_config": config(output_hidden_states=True)}):
+        with pytest.raises(MXError, match=r"^output_hidden_states=True asks for the hidden states: a program returns"):
+            check_outputs(options)
+    with pytest.raises(MXError, match=r"^output_attentions=True asks for the weights of attention"):
+        check_outputs({}, config(output_attentions=True))
+    model = decoder_by_recipe("mxfp4_weight_only", "llama")
+    for call in (model, model.generate):
+        with pytest.raises(MXError, match=r"^output_hidden_states=True .* set it to False"):
+            call(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
+
+
+def config(**fields):
+    return transformers.GenerationConfig(return_dict_in_generate=True, **fields)
 
 
 @pytest.mark.parametrize("quantizer", ["mxint8", pt2mx.get_default_mx_quantization_config("mxint8")])
