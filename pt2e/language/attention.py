@@ -67,7 +67,7 @@ def attend_packed(
 
 
 def attend_locally(
-    cache: Any, /, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor
+    cache: Any, /, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor
 ) -> tuple[Tensor, None]:
     """Compute attention of GPT-Neo, (B, heads, S, D), with a window that counts from the slots of the queries.
 

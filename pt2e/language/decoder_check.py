@@ -64,9 +64,10 @@ def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, i
     lets it see: later ones, padding, or those before a window."""
     decode = module_of(program, check_guards=False)
     source: dict[str, Any] = {}
+    encoded: list[Any] = []  # the mask and the result of the encoder
     if has_source(layers):
-        encoded = encoder_results(SourceEncoder(model)(**example_source(model)))
-        source = decoder_inputs(encoded)
+        output = encoder_results(SourceEncoder(model)(**example_source(model)))
+        source, encoded = decoder_inputs(output), [output.attention_mask, output.last_hidden_state]
     errors = []
     for window in [0, *windows_of(model.config.get_text_config(decoder=True))]:
         margin = min(window, _MARGIN)
@@ -78,8 +79,7 @@ def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, i
         for row, first in enumerate((0, padding)):
             of_row = slice(row, row + 1)
             tokens = {"input_ids": call["input_ids"][of_row, max(first - past, 0) :]}
-            of_source = (encoded.attention_mask[of_row], encoded.last_hidden_state[of_row]) if source else (None,)
-            given = decoder_call(model, tokens, *of_source)
+            given = decoder_call(model, tokens, *([one[of_row] for one in encoded] or [None]))
             if window:
                 given[CACHE] = _own_cache(model, layers, call, of_row, slice(first, past))
             expected = model(**given, use_cache=False).logits

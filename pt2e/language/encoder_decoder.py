@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import check_outputs, check_source
 from pt2mx.pt2e.language.cache_name import CACHE, cache_in
+from pt2mx.pt2e.language.positions import check_positions
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import EncoderOutput, decoder_inputs, encoder_results
 
@@ -84,12 +85,14 @@ class EncoderDecoder(_Base):
             The output for `encoder_outputs` of `generate` and of calls.
 
         Raises:
-            MXError: for a source that the encoder does not take, such as a token outside the vocabulary.
+            MXError: for a source that the encoder does not take, such as a token outside the vocabulary, or more tokens
+                than it has positions.
         """
         expected = example_inputs(self.encoder.program)
         name = self.main_input_name
         vocabulary = self.config.get_text_config(encoder=True).vocab_size
         check_source(name, source, attention_mask, expected[name], vocabulary)
+        check_positions(self.encoder.positions, 0, source)
         inputs = {name: source.to(self.device, expected[name].dtype)}
         if "attention_mask" in expected:
             mask = torch.ones_like(source, dtype=torch.long) if attention_mask is None else attention_mask.long()
@@ -192,7 +195,7 @@ class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin):  # type: ignore[
         encoder=SimpleNamespace(conv1=SimpleNamespace(stride=(1,)), conv2=SimpleNamespace(stride=(2,)))
     )
 
-    def generate(self, input_features: Tensor | None = None, **options: Any) -> Any:
+    def generate(self, input_features: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Transcribe features of audio.
 
         Args:

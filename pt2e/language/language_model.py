@@ -26,6 +26,7 @@ from pt2mx.pt2e.language.generation import Generates
 from pt2mx.pt2e.language.images import ReadsImages
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.positions import positions_of
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -106,6 +107,11 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         """Runs the decoder, or the packages of the folder where it has any."""
         packages = {} if self._folder is None else load_packages(self.decoder, self.device, self._folder)
         return Runner(self.decoder, self.device, packages)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of positions that the model knows, by what counts them; empty where there is no limit."""
+        return positions_of(self.program)
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
@@ -270,7 +276,8 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
 
         Raises:
-            MXError: for more tokens than fit into the cache, and for `output_attentions` and `output_hidden_states`.
+            MXError: for more tokens than fit into the cache or than the model has positions, tokens outside the
+                vocabulary (on a GPU, of prompts), and for `output_attentions` and `output_hidden_states`.
         """
         check_outputs(kwargs)
         past = self._cache_for(input_ids, past_key_values if cache is None else cache)

@@ -227,15 +227,15 @@ class _Copier:
 @contextmanager
 def _tracked_numbers(layer: nn.Module) -> Iterator[list[LayerNumber]]:
     """Replace the numbers of a layer's modules by ones that remember whether they were read."""
-    original = [(module, module.layer_idx) for module in layer.modules() if type(vars(module).get(_NUMBER)) is int]
-    tracked = [LayerNumber(number) for _, number in original]
+    numbers = [(module, vars(module).get(_NUMBER)) for module in layer.modules()]
+    tracked = [(module, LayerNumber(number)) for module, number in numbers if type(number) is int]
+    for module, number in tracked:
+        setattr(module, _NUMBER, number)
     try:
-        for (module, _), number in zip(original, tracked, strict=True):
-            module.layer_idx = number
-        yield tracked
+        yield [number for _, number in tracked]
     finally:
-        for module, number in original:
-            module.layer_idx = number
+        for module, number in tracked:
+            setattr(module, _NUMBER, LayerNumber.unread(number))
 
 
 def _is_leaf(argument: Any) -> bool:

@@ -77,6 +77,9 @@ def test_what_is_no_quantizer(quantizer):
 @pytest.mark.parametrize("token", [300, -1])
 def test_a_token_outside_the_vocabulary(token):
     model = decoder_by_recipe("mxfp4_weight_only", "llama")
+    cache = model(torch.tensor([[1, 2], [3, 4]])).past_key_values
+    with pytest.raises(MXError, match=rf"^input_ids hold the token {token}, but .* the tokens 0 to 299: use"):
+        model(torch.tensor([[5], [token]]), past_key_values=cache)
     for prompt in (torch.tensor([[1, token, 2]]), torch.tensor([[token]])):
         for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
             with pytest.raises(MXError, match=rf"^input_ids hold the token {token}, but .* the tokens 0 to 299: use"):
