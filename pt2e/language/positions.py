@@ -84,7 +84,7 @@ def _is_integer(node: Node) -> bool:
     return is_tensor or isinstance(value, int | torch.SymInt | torch.SymBool)
 
 
-def _call(node: Node, known: Mapping[Any, Any]) -> Any:
+def _call(node: Node, known: Any) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
     on_cpu = {name: torch.device("cpu") if isinstance(one, torch.device) else one for name, one in kwargs.items()}
     return node.target(*args, **on_cpu)  # type: ignore[operator]
