@@ -190,7 +190,7 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         return _cache_utils.EncoderDecoderCache(self, source)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states, value_states, LayerNumber.unread(layer_idx), *args, **kwargs)
+        return super().update(key_states, value_states, LayerNumber.plain(layer_idx), *args, **kwargs)
 
     def as_encoder_decoder_cache(self) -> Any:
         """Return transformers' `EncoderDecoderCache` of the filled slots; None for a cache of codes and scales."""

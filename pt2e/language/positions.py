@@ -92,10 +92,10 @@ def _call(node: Node, known: Any) -> Any:
 
 def _lookup(node: Node, known: Mapping[Node, Any]) -> tuple[int, Tensor] | None:
     """Return the rows of the table that a node reads, and its indices; None where either is not known."""
-    table, dim, indices = ((None if at is None else node.args[at]) for at in _LOOKUPS[node.target])
+    arguments: list[Any] = [None if at is None else node.args[at] for at in _LOOKUPS[node.target]]
+    table, dim, indices = arguments
     if isinstance(indices, list | tuple):  # one for each dimension
         dim, indices = len(indices) - 1, indices[-1] if not any(indices[:-1]) else None
-    assert isinstance(table, Node)
     rows = table.meta["val"].shape[dim or 0]
     if not isinstance(rows, int) or indices not in known:
         return None

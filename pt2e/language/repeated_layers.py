@@ -55,7 +55,7 @@ class LayerNumber:
         return self._number
 
     @staticmethod
-    def unread(number: Any) -> Any:
+    def plain(number: Any) -> Any:
         """Return a number for a cache, which is no read: its tensors are operands of the layer."""
         return number._number if isinstance(number, LayerNumber) else number
 
@@ -67,10 +67,10 @@ def _add_operators() -> None:
         return lambda self, *options: function(operator.index(self), *options)
 
     def of_two(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        unread = LayerNumber.unread
+        plain = LayerNumber.plain
         return (
-            lambda self, other: function(operator.index(self), unread(other)),
-            lambda self, other: function(unread(other), operator.index(self)),
+            lambda self, other: function(operator.index(self), plain(other)),
+            lambda self, other: function(plain(other), operator.index(self)),
         )
 
     for function in (hash, bool, int, float, complex, repr, format, abs, round):
@@ -235,7 +235,7 @@ def _tracked_numbers(layer: nn.Module) -> Iterator[list[LayerNumber]]:
         yield [number for _, number in tracked]
     finally:
         for module, number in tracked:
-            setattr(module, _NUMBER, LayerNumber.unread(number))
+            setattr(module, _NUMBER, LayerNumber.plain(number))
 
 
 def _is_leaf(argument: Any) -> bool:

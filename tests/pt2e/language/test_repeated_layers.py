@@ -196,7 +196,7 @@ pytree.register_pytree_node(Cache, lambda cache: (cache.tensors, None), lambda t
 
 class Cached(Layer):
     def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
-        return x + self.linear(x) * cache.tensors[LayerNumber.unread(self.layer_idx)]
+        return x + self.linear(x) * cache.tensors[LayerNumber.plain(self.layer_idx)]
 
 
 class CachedNet(Net):
@@ -251,7 +251,7 @@ def test_layers_that_read_their_number_are_traced(layer: type[Layer]) -> None:
 )
 def test_uses_of_a_number_are_remembered(use: Callable[[Any], Any]) -> None:
     number = LayerNumber(3)
-    assert not number.is_read and LayerNumber.unread(number) == 3 and not number.is_read
+    assert not number.is_read and LayerNumber.plain(number) == 3 and not number.is_read
     result = use(number)
     assert number.is_read
     assert (
