@@ -20,7 +20,7 @@ def exported(family):
 
 
 #: families whose logits in float32 differ more from those in float64
-LESS_EXACT = ("jamba", "qwen3_next")
+LESS_EXACT = ("gpt_neo", "jamba", "qwen3_next")
 
 
 def close(logits, expected, family=None):
@@ -69,7 +69,7 @@ def test_the_window_of_gpt_neo_counts_from_the_tokens():
     model = tiny_decoder("gpt_neo", window_size=256, bos_token_id=None, eos_token_id=None)
     quantized = LanguageModel(export_decoder(model), model.config, model.generation_config)
     ids = torch.randint(256, (1, 400), generator=torch.Generator().manual_seed(1))
-    assert close(quantized(ids).logits, model(ids).logits)
+    assert close(quantized(ids).logits, model(ids).logits, "gpt_neo")
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(quantized.generate(ids[:, :40], **options), model.generate(ids[:, :40], **options))
 
