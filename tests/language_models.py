@@ -31,6 +31,16 @@ _RECURRENT = {
 }
 _MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2}
 _GRIFFIN = {"lru_width": 64, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}
+_NEO = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "window_size": 8,
+    "attention_types": [[["global", "local"], 1]],
+    "initializer_range": 0.2,
+}
 _DELTA_NET = {
     "initializer_range": 0.1,
     "layer_types": ["linear_attention", "full_attention"],
@@ -70,6 +80,7 @@ FAMILIES = {
     "bloom": ("BloomConfig", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300}),
     "opt": ("OPTConfig", {**_SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gpt_neox": ("GPTNeoXConfig", {**_SIZES, "vocab_size": 300}),
+    "gpt_neo": ("GPTNeoConfig", _NEO),
     "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "rotary_dim": 16}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_SMALL, "num_experts": 4, "moe_intermediate_size": 32}),
     "glm4": ("Glm4Config", _WIDE),

@@ -146,6 +146,25 @@ def check_length(config: object, tokens: int) -> None:
         )
 
 
+#: option of transformers' `generate` and models -> what it returns
+_NOT_RETURNED = {"output_attentions": "the weights of attention", "output_hidden_states": "the hidden states"}
+
+
+def check_outputs(options: Mapping[str, object], defaults: object = None) -> None:
+    """Raise an `MXError` where a call asks for values that no program returns.
+
+    Args:
+        options: the options of `generate` or of a call of the model.
+        defaults: the generation config to use without one in the options.
+    """
+    config = options.get("generation_config") or defaults
+    for name, values in _NOT_RETURNED.items():
+        if options.get(name, getattr(config, name, None)):
+            raise MXError(
+                f"{name}=True asks for {values}: a program returns logits alone; leave it out, or set it to False"
+            )
+
+
 def check_sampling(options: Mapping[str, object], defaults: object = None) -> None:
     """Check the options of `generate`.
 

@@ -66,6 +66,25 @@ def attend_packed(
     return attend(module, query, key, value, (cu_seq_lens_q[:, None] == cu_seq_lens_q)[None, None], scaling)
 
 
+def attend_locally(
+    cache: Any, /, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor
+) -> tuple[Tensor, None]:
+    """Compute attention of GPT-Neo, (B, heads, S, D), with a window that counts from the slots of the queries.
+
+    Transformers counts it from the end of the cache. The mask is (B, 1, S, L), zero where a key is visible. Scores are
+    in float32, and not scaled."""
+    if module.attention_type == "local":
+        slots = cache.length + torch.arange(query.shape[2], device=query.device)
+        near = slots[:, None] - torch.arange(key.shape[2], device=key.device) < module.config.window_size
+        attention_mask = attention_mask.masked_fill(~near, torch.finfo(attention_mask.dtype).min)
+    scores = query.float() @ key.float().transpose(-1, -2) + attention_mask
+    return scores.softmax(-1).to(value.dtype) @ value, None
+
+
+#: method in a module of transformers -> what takes its place, with the cache before its arguments
+FUNCTIONS: dict[str, Callable[..., Any]] = {"GPTNeoSelfAttention._attn": attend_locally}
+
+
 def mask_of(
     q_length: int, kv_length: int, q_offset: Tensor | int, kv_offset: int, device: torch.device, **kwargs: Any
 ) -> Tensor:

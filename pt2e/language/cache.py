@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.repeated_layers import LayerNumber
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
@@ -187,6 +188,18 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         cross = [{"keys": one.stored["cross_keys"], "values": one.stored["cross_values"]} for one in self.layers]
         source = DecoderCache([CacheLayer(one, 1) for one in cross], self.slots)  # a filled cache: 1 is any number
         return _cache_utils.EncoderDecoderCache(self, source)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, LayerNumber.plain(layer_idx), *args, **kwargs)
+
+    def as_encoder_decoder_cache(self) -> Any:
+        """Return transformers' `EncoderDecoderCache` of the filled slots; None for a cache of codes and scales."""
+        stored = [layer.stored for layer in self.layers]
+        if not all(isinstance(tensor, Tensor) for layer in stored for tensor in layer.values()):
+            return None
+        filled = [tuple(layer[name][:, :, : self.length] for name in ("keys", "values")) for layer in stored]
+        cross = [tuple(layer[name] for name in ("cross_keys", "cross_values")) for layer in stored]
+        return _cache_utils.EncoderDecoderCache([(*own, *other) for own, other in zip(filled, cross, strict=True)])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.length

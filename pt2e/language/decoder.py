@@ -16,27 +16,25 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
     KINDS,
-    OF_TOKENS,
     SOURCE_MASK,
     DecoderCache,
     Layers,
     cache_within,
     empty_cache,
     equal_dims,
-    has_source,
 )
 from pt2mx.pt2e.language.cache_name import CACHE_NAMES
+from pt2mx.pt2e.language.decoder_check import AGREEMENT, AGREEMENT_OF_COPIES, distance, error_of
+from pt2mx.pt2e.language.functions import with_functions
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
-from pt2mx.pt2e.language.recurrence import with_recurrences
 from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.language.shared_sizes import shared_sizes
-from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
+from pt2mx.pt2e.language.source import decoder_call
 from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 
@@ -44,10 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: allowed error of logits in 16 bits, computed in another order, relative to their norm
-_AGREEMENT = 0.05
-#: the same in float32, for a program with copied layers
-_AGREEMENT_OF_COPIES = 1e-3
 _SIZE = Dim.DYNAMIC
 #: input of the program -> its dynamic dimensions; the inputs of the cache have one tensor or two per layer
 DYNAMIC: dict[str, dict[int, Any]] = {
@@ -149,7 +143,7 @@ class CachedDecoder(nn.Module):
         reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if images:
             reads_images = merged_images(self.model, cache, input_ids, images)
-        with with_recurrences(self.model, cache), reads_images as of_images:
+        with with_functions(self.model, cache), reads_images as of_images:
             logits = self.model(**{**call, **of_images}, use_cache=True).logits
         return logits if "logits_to_keep" in self._parameters_of_forward else logits[:, logits_to_keep]
 
@@ -169,70 +163,57 @@ def export_decoder(
     layers = layers_of(model)
     example = inputs(layers, model.device, images=images)
     with with_frequencies_for(model, length):
-        keys_alone = all(layer.keys() <= {"keys", "values"} for layer in layers)  # others change the cache in Python
-        program, copied = _export(model, layers, example, repeated_layers if keys_alone else traced_layers)
-        error = _error(model, program, layers, images)
-        if copied and error > (_AGREEMENT_OF_COPIES if model.dtype == torch.float32 else _AGREEMENT):
-            program, _ = _export(model, layers, example, traced_layers)
-            error = _error(model, program, layers, images)
-    if error >= _AGREEMENT:
+        program = _export_copied(model, layers, example, images)
+        if program is not None:
+            return program
+        program, error = _checked_export(model, layers, example, images, traced_layers)
+    if not error < AGREEMENT:
         raise MXError(
-            f"{type(model).__name__} with a cache of fixed length gives other logits than without one ({error:.2g} of "
+            f"{type(model).__name__} with a cache of fixed length gives other logits than with its own ({error:.2g} of "
             f"their norm): its attention cannot be exported with its cache; {WITHOUT_EXPORT}"
         )
     return program
 
 
-def _export(
+def _export_copied(
+    model: PreTrainedModel, layers: Layers, example: dict[str, Any], images: ImageInputs | None
+) -> ExportedProgram | None:
+    """Return the program of a model with copied layers; None where it has none or differs from the model."""
+    if not all(layer.keys() <= {"keys", "values"} for layer in layers):  # others change the cache in Python
+        return None
+    try:
+        program, error = _checked_export(model, layers, example, images, repeated_layers)
+    except MXError:  # such as where torch takes the number of a layer, but no `LayerNumber`
+        return None
+    return program if error < (AGREEMENT_OF_COPIES if model.dtype == torch.float32 else AGREEMENT) else None
+
+
+def _checked_export(
     model: PreTrainedModel,
     layers: Layers,
     example: dict[str, Any],
+    images: ImageInputs | None,
     copies: Callable[..., AbstractContextManager[list[str]]],
-) -> tuple[ExportedProgram, list[str]]:
-    """Return the program of a model and the layers that `copies` copied; raise an `MXError` where it has none."""
+) -> tuple[ExportedProgram, float]:
+    """Return the program of a model and its error.
+
+    Raises:
+        MXError: for a model that cannot be exported, or whose program does not read texts of any length.
+    """
     try:
         decoder = CachedDecoder(model, layers)
-        with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached) as copied:
-            return export(decoder, example), copied
+        with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached):
+            program = export(decoder, example)
+        return program, error_of(model, program, layers, images)
     except Exception as error:
         text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
         raise MXError(f"{text}; {WITHOUT_EXPORT}") from error
 
 
-@torch.no_grad()
-def _error(model: PreTrainedModel, program: ExportedProgram, layers: Layers, images: ImageInputs | None) -> float:
-    """Return how far the logits of the program are from the model's on a few tokens.
-
-    It is large for a model that assumes a cache as long as the tokens read, or sees later tokens."""
-    prompt, length = 12, 16
-    tokens = torch.arange(2 * length).reshape(2, length) % model.config.get_text_config().vocab_size
-    call = inputs(layers, model.device, tokens, images=images)
-    for name in filter(KINDS.get, call):
-        call[name] = [nn.functional.pad(one, (0, 0, 0, 5)) for one in call[name]]
-    call["attention_mask"] = nn.functional.pad(call["attention_mask"], (0, 5), value=1)
-    mask = result = None
-    if has_source(layers):
-        encoded = encoder_results(SourceEncoder(model)(**example_source(model)))
-        mask, result = encoded.attention_mask, encoded.last_hidden_state
-        call |= decoder_inputs(encoded)
-    decoder, logits = module_of(program, check_guards=False), []
-    for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
-        tokens_here = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
-        kept = torch.arange(last - first, device=model.device)
-        start = torch.full((1,), first, device=model.device)
-        logits.append(decoder(**{**call, **tokens_here, "start": start, "logits_to_keep": kept}))
-    expected = model(**decoder_call(model, {"input_ids": call["input_ids"]}, mask, result), use_cache=False).logits
-    return _distance(torch.cat(logits, 1), expected)
-
-
 def relative_error(logits: Tensor, expected: Tensor) -> float | None:
     """Return the error of logits relative to their norm; None where it is one of rounding."""
-    error = _distance(logits, expected)
-    return None if error < _AGREEMENT else error
-
-
-def _distance(logits: Tensor, expected: Tensor) -> float:
-    return float((logits.float() - expected.float()).norm() / expected.float().norm())
+    error = distance(logits, expected)
+    return None if error < AGREEMENT else error
 
 
 def export(decoder: nn.Module, example: dict[str, Any], length: int | None = None) -> ExportedProgram:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from pt2mx.pt2e.language.positions import positions_of
 from pt2mx.pt2e.language.runtime import lower_program
 from pt2mx.pt2e.language.signature import example_inputs
 
@@ -35,6 +36,11 @@ class Encoder(nn.Module):
     def main_input_name(self) -> str:
         """The name of the first input."""
         return next(iter(example_inputs(self.program)))
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of positions of its tokens that the encoder knows; empty where there is no limit."""
+        return positions_of(self.program)
 
     @cached_property
     def _call(self) -> Any:

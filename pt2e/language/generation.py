@@ -15,6 +15,7 @@ from pt2mx.pt2e.language.arguments import check_length, check_step, check_tokens
 from pt2mx.pt2e.language.cache import DecoderCache, Layers, empty_cache, grow, room_for
 from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.positions import check_positions
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step
 from pt2mx.pt2e.language.step_loop import choose_tokens
@@ -43,6 +44,9 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         @property
         def runner(self) -> Runner: ...
 
+        @property
+        def positions(self) -> dict[str, int]: ...
+
     def _inputs_of(
         self,
         input_ids: Tensor,
@@ -54,20 +58,23 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         """Return the inputs of the program for the next tokens, (B, S), and the mask, (B, slots) int64.
 
         Raises:
-            MXError: for more tokens than fit into the cache, a token outside the vocabulary, and a mask or positions of
-                other shapes.
+            MXError: for more tokens than fit into the cache or than the model has positions, a token outside the
+                vocabulary, and a mask or positions of other shapes.
         """
         filled, slots = cache.length, cache.slots
         check_step(input_ids, attention_mask, position_ids, cache.batch_size, filled, slots)
         check_length(self.config, filled + input_ids.shape[1])
         batch, length = input_ids.shape
-        if (length > 1 or not filled) and self._images is None:  # a prompt: later tokens are the model's own
+        # later tokens are mostly the model's own, and a GPU would wait for the check
+        if (length > 1 or not filled or input_ids.device.type == "cpu") and self._images is None:
             check_vocabulary("input_ids", input_ids, self.config.get_text_config(decoder=True).vocab_size)
+        gives_positions = position_ids is not None
         mask = torch.ones(batch, slots, dtype=torch.long, device=self.device)
         if attention_mask is not None:
             mask[:, : attention_mask.shape[1]] = attention_mask
         if position_ids is None:
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, filled : filled + length]
+        check_positions(self.positions, filled, position_ids, gives_positions)
         inputs = {"input_ids": input_ids, "position_ids": position_ids}
         return inputs | self._image_inputs(given, inputs, mask, cache), mask
 
@@ -172,6 +179,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
             and (mask is None or mask.shape[1] == length)  # the prompts include the tokens in the cache
             and longest is not None
             and length + 2 <= longest <= cache.slots + 1
+            and all(longest <= positions + 1 for positions in self.positions.values())  # no step checks them
             and not self.config.is_encoder_decoder
             and not (config.is_assistant or config.output_attentions or config.output_hidden_states)
             and not torch.distributed.is_initialized()

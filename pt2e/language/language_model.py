@@ -16,7 +16,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.checkpoints.coverage import Coverage
-from pt2mx.pt2e.language.arguments import check_no_text, check_prompts, check_sampling
+from pt2mx.pt2e.language.arguments import check_no_text, check_outputs, check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.cache_name import CACHE, CACHE_NAMES
 from pt2mx.pt2e.language.encoder import Encoder
@@ -26,6 +26,7 @@ from pt2mx.pt2e.language.generation import Generates
 from pt2mx.pt2e.language.images import ReadsImages
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.positions import positions_of
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -106,6 +107,11 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
         """Runs the decoder, or the packages of the folder where it has any."""
         packages = {} if self._folder is None else load_packages(self.decoder, self.device, self._folder)
         return Runner(self.decoder, self.device, packages)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The number of positions that the model knows, by what counts them; empty where there is no limit."""
+        return positions_of(self.program)
 
     @classmethod
     def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
@@ -191,11 +197,12 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
 
         Raises:
-            MXError: for text without a tokenizer or in place of tokens, prompts that are no text, and sampling options
-                out of range.
+            MXError: for text without a tokenizer or in place of tokens, prompts that are no text, sampling options out
+                of range, and options that ask for attention weights or hidden states.
         """
         check_no_text(inputs)
         check_sampling(options, self.generation_config)
+        check_outputs(options, self.generation_config)
         options = {CACHE if name in CACHE_NAMES else name: value for name, value in options.items()}
         if self.tokenizer is not None:
             options = {"tokenizer": self.tokenizer, **options}  # stop_strings asks for it
@@ -269,8 +276,10 @@ class LanguageModel(nn.Module, ReadsImages, Generates):
             transformers' `CausalLMOutputWithPast`: logits (B, T, vocabulary), and the cache.
 
         Raises:
-            MXError: for more tokens than fit into the cache.
+            MXError: for more tokens than fit into the cache or than the model has positions, tokens outside the
+                vocabulary (on a GPU, of prompts), and for `output_attentions` and `output_hidden_states`.
         """
+        check_outputs(kwargs)
         past = self._cache_for(input_ids, past_key_values if cache is None else cache)
         read = {"image_features": image_features, "image_rows": image_rows, "image_positions": image_positions}
         inputs, mask = self._inputs_of(input_ids, attention_mask, position_ids, past, {**kwargs, **read})

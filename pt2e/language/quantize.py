@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
@@ -18,6 +19,7 @@ from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
 from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
+from pt2mx.pt2e.language.positions import check_positions, positions_of
 from pt2mx.pt2e.language.quantize_graph import (
     decoder_program,
     only_unmatched_in_both,
@@ -77,7 +79,7 @@ def quantize_language_model(
     Raises:
         MXError: for a model that keeps anything but keys and values of its tokens and the states of recurrences; for
             one with parts, other than unused heads, that tokens and images do not reach; for a vision tower that cannot
-            be exported; and as each stage does.
+            be exported; for texts of more tokens than the model has positions; and as each stage does.
 
     Example:
         >>> import torch, transformers
@@ -106,6 +108,10 @@ def quantize_language_model(
         )
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
+    if source is None:
+        positions = positions_of(exported)
+        for text in (*texts, *lessons):
+            check_positions(positions, 0, torch.arange(tokens_of(text).shape[1])[None])
     read = tensors_read(exported, decoder.PREFIX)
     if tower is not None:
         tower.check(exported, layers)

@@ -14,6 +14,7 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
+from pt2mx.pt2e.language.positions import check_positions, positions_of
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, unmatched_settings
 from pt2mx.pt2e.language.quantize_vision import Text
 from pt2mx.pt2e.language.source import (
@@ -40,6 +41,7 @@ class FloatSource:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.program = model, export_encoder(model)
+        self.positions = positions_of(self.program)
         self.unmatched: set[str] = set()
 
     @torch.no_grad()
@@ -69,5 +71,6 @@ class FloatSource:
         source = text if isinstance(text, Tensor) else text[name]
         given = {name: source.to(self.model.device, None if name == "input_ids" else self.model.dtype)}
         if SOURCES[name].any_length:
+            check_positions(self.positions, 0, given[name])
             given["attention_mask"] = torch.ones_like(given[name], dtype=torch.long)
         return given

@@ -2,18 +2,16 @@
 
 transformers computes a prompt in chunks of a fixed size or in a Python loop, neither of which `torch.export` can trace
 for any length, and single tokens in another way. Its Mamba also begins each prompt at zero. The functions here replace
-transformers' own, by name, while a program is traced. The steps compute the same values.
+transformers' own while a program is traced. The steps compute the same values.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
@@ -174,10 +172,14 @@ def _mask(cache: Any, /, config: Any, inputs_embeds: Tensor, attention_mask: Ten
 def griffin_block(
     cache: Any, /, block: Any, input_states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Compute a recurrent block of RecurrentGemma, which does not know its number: the blocks run in order."""
+    """Compute a recurrent block of RecurrentGemma, which does not know its number: the blocks run in order.
+
+    Transformers' block lets padding enter the convolution, so that a text depends on its padding. Here padding is zero,
+    as before the first token."""
     layers = [layer for layer in cache.layers if "recurrent_states" in layer.stored]
     cache.latest = layers[0 if cache.latest is None else layers.index(cache.latest) + 1]
-    x = cache.latest.update_conv_state(block.linear_x(input_states).transpose(1, 2))
+    x = block.linear_x(input_states) * cache.mask_of_tokens(input_states.shape[1])[..., None]
+    x = cache.latest.update_conv_state(x.transpose(1, 2))
     x = F.conv1d(x, block.conv_1d.weight, block.conv_1d.bias, groups=block.lru_width)
     x = block.rg_lru(x.transpose(1, 2), position_ids)
     return block.linear_out(x * block.act_fn(block.linear_y(input_states))), None
@@ -199,7 +201,7 @@ def griffin_recurrence(
 
 
 #: function or method in a module of transformers -> what takes its place, with the cache before its arguments
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": selective_scan,
     "mamba2_chunk_scan": chunk_scan,
     "torch_chunk_gated_delta_rule": gated_delta_rule,
@@ -207,28 +209,3 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "RecurrentGemmaRecurrentBlock.forward": griffin_block,
     "RecurrentGemmaRglru._rnn_scan": griffin_recurrence,
 }
-
-
-@contextmanager
-def with_recurrences(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Replace functions of transformers in the modules that a model comes from, for a call with this cache."""
-    original: list[tuple[Any, str, Callable[..., Any]]] = []
-    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for path, function in _FUNCTIONS.items():
-            *parent, name = path.split(".")
-            owner: Any = module
-            for part in parent:
-                owner = getattr(owner, part, None)
-            if hasattr(owner, name):
-                original.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, _before(cache, function))
-    try:
-        yield
-    finally:
-        for owner, name, replaced in original:
-            setattr(owner, name, replaced)
-
-
-def _before(cache: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, which can also be a method, that passes the cache before its arguments."""
-    return lambda *args, **kwargs: function(cache, *args, **kwargs)

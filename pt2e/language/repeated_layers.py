@@ -3,10 +3,14 @@
 A trace with dynamic sizes takes most of the time of an export, and decoders have dozens of layers that differ in their
 tensors alone. `repeated_layers` traces layers until two with equal modules and arguments have given the same nodes,
 each with the tensors of its own layer. It then copies these nodes for every later layer that is equal to them.
+
+Layers also differ in their number, `layer_idx`, by which they find their part of a cache. While a layer is traced, its
+number is a `LayerNumber`, which tells whether the layer has read it for anything else. Such a layer is no template.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -33,8 +37,55 @@ _SYMBOLIC = torch.SymInt, torch.SymBool, torch.SymFloat
 _FEWEST = 4
 #: layers of several kinds alternate with at most this period
 _PERIOD = 8
+#: the attribute of modules with the number of their layer
+_NUMBER = "layer_idx"
 #: attributes of a module that may differ between equal layers, or that `_alike` compares by themselves
-_NOT_COMPARED = {"layer_idx", "_parameters", "_buffers", "_modules"}
+_NOT_COMPARED = {_NUMBER, "_parameters", "_buffers", "_modules"}
+
+
+class LayerNumber:
+    """The number of a layer, which remembers that code has computed with it, compared or printed it, or used it as an
+    index. It is no `int`: lists read those without a call."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self.is_read = number, False
+
+    def __index__(self) -> int:
+        self.is_read = True
+        return self._number
+
+    @staticmethod
+    def plain(number: Any) -> Any:
+        """Return a number for a cache, which is no read: its tensors are operands of the layer."""
+        return number._number if isinstance(number, LayerNumber) else number
+
+
+def _add_operators() -> None:
+    """Give `LayerNumber` the operators of `int`, each of which is a read."""
+
+    def of_one(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *options: function(operator.index(self), *options)
+
+    def of_two(function: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        plain = LayerNumber.plain
+        return (
+            lambda self, other: function(operator.index(self), plain(other)),
+            lambda self, other: function(plain(other), operator.index(self)),
+        )
+
+    for function in (hash, bool, int, float, complex, repr, format, abs, round):
+        setattr(LayerNumber, f"__{function.__name__}__", of_one(function))
+    for name in ("neg", "pos", "invert"):
+        setattr(LayerNumber, f"__{name}__", of_one(getattr(operator, name)))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(LayerNumber, f"__{name}__", of_two(getattr(operator, name))[0])
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+        left, right = of_two(getattr(operator, name))
+        setattr(LayerNumber, f"__{name.strip('_')}__", left)
+        setattr(LayerNumber, f"__r{name.strip('_')}__", right)
+
+
+_add_operators()
 
 
 class _Trace(NamedTuple):
@@ -63,8 +114,8 @@ def repeated_layers(
 ) -> Iterator[list[str]]:
     """Copy the nodes of equal layers in exports within the context; it yields the names of the copied layers so far.
 
-    Two layers count as equal if their modules and arguments are, so that a layer whose code depends on its number alone
-    may be wrong where the numbers of the traced layers make no difference: compare the program with the model.
+    Two layers count as equal if their modules and arguments are, and if they do not read their number. A layer whose
+    code knows it from elsewhere, as by the identity of a module, may be wrong: compare the program with the model.
 
     Args:
         model: a model with its layers in lists (`ModuleList`). The layers get another `forward` within the context.
@@ -115,10 +166,13 @@ class _Copier:
             if self._fits(template, number, operands, kinds):
                 return self._copy(template, number, operands)
         count = len(self.tracer.graph.nodes)
-        output = trace(*args, **kwargs)
+        with _tracked_numbers(layer) as numbers:
+            output = trace(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         nodes = list(self.tracer.graph.nodes)[count:]
         results = [(leaf, self._node_of(leaf)) for leaf in leaves]
+        if any(one.is_read for one in numbers):
+            return output
         if all(isinstance(leaf, Tensor) == (node is not None) for leaf, node in results):
             traced = _Trace(number, operands, kinds, nodes, results, spec)
             earlier = [one for one in self.traces[-_PERIOD:] if self._fits(one, number, operands, kinds)]
@@ -168,6 +222,20 @@ class _Copier:
             result = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         set_proxy_slot(result, self.tracer, _ProxyTensor(Proxy(node, self.tracer), None))
         return result
+
+
+@contextmanager
+def _tracked_numbers(layer: nn.Module) -> Iterator[list[LayerNumber]]:
+    """Replace the numbers of a layer's modules by ones that remember whether they were read."""
+    numbers = [(module, vars(module).get(_NUMBER)) for module in layer.modules()]
+    tracked = [(module, LayerNumber(number)) for module, number in numbers if type(number) is int]
+    for module, number in tracked:
+        setattr(module, _NUMBER, number)
+    try:
+        yield [number for _, number in tracked]
+    finally:
+        for module, number in tracked:
+            setattr(module, _NUMBER, LayerNumber.plain(number))
 
 
 def _is_leaf(argument: Any) -> bool:

@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.language.arguments import RANGES, check_sampling, fault_of
+from pt2mx.pt2e.language.arguments import RANGES, check_outputs, check_sampling, fault_of
 from tests.language_models import decoder_by_recipe, transformers
 
 #: option -> values in its range, values out of range
@@ -51,6 +51,23 @@ def test_a_temperature_of_0_is_for_the_likeliest_token():
         check_sampling({"do_sample": True, "temperature": 0.0})
 
 
+def test_values_that_no_program_returns():
+    check_outputs({"output_hidden_states": False}, transformers.GenerationConfig())
+    for options in ({"output_hidden_states": True}, {"generation_config": config(output_hidden_states=True)}):
+        with pytest.raises(MXError, match=r"^output_hidden_states=True asks for the hidden states: a program returns"):
+            check_outputs(options)
+    with pytest.raises(MXError, match=r"^output_attentions=True asks for the weights of attention"):
+        check_outputs({}, config(output_attentions=True))
+    model = decoder_by_recipe("mxfp4_weight_only", "llama")
+    for call in (model, model.generate):
+        with pytest.raises(MXError, match=r"^output_hidden_states=True .* set it to False"):
+            call(torch.zeros(1, 2, dtype=torch.long), output_hidden_states=True)
+
+
+def config(**fields):
+    return transformers.GenerationConfig(return_dict_in_generate=True, **fields)
+
+
 @pytest.mark.parametrize("quantizer", ["mxint8", pt2mx.get_default_mx_quantization_config("mxint8")])
 def test_what_is_no_quantizer(quantizer):
     with pytest.raises(MXError, match=rf"^expected an MXQuantizer, not {type(quantizer).__name__}: make one with"):
@@ -60,6 +77,9 @@ def test_what_is_no_quantizer(quantizer):
 @pytest.mark.parametrize("token", [300, -1])
 def test_a_token_outside_the_vocabulary(token):
     model = decoder_by_recipe("mxfp4_weight_only", "llama")
+    cache = model(torch.tensor([[1, 2], [3, 4]])).past_key_values
+    with pytest.raises(MXError, match=rf"^input_ids hold the token {token}, but .* the tokens 0 to 299: use"):
+        model(torch.tensor([[5], [token]]), past_key_values=cache)
     for prompt in (torch.tensor([[1, token, 2]]), torch.tensor([[token]])):
         for call in (model, lambda ids: model.generate(ids, max_new_tokens=2, pad_token_id=0)):
             with pytest.raises(MXError, match=rf"^input_ids hold the token {token}, but .* the tokens 0 to 299: use"):

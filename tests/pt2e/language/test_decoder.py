@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from pt2mx import MXError
+from pt2mx import LanguageModel, MXError
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.decoder import export_decoder, inputs
 from pt2mx.pt2e.language.layers import layers_of
@@ -20,7 +20,7 @@ def exported(family):
 
 
 #: families whose logits in float32 differ more from those in float64
-LESS_EXACT = ("jamba", "qwen3_next")
+LESS_EXACT = ("gpt_neo", "jamba", "qwen3_next")
 
 
 def close(logits, expected, family=None):
@@ -63,11 +63,15 @@ def test_padding_changes_nothing(family):
         assert close(result[row, padding:], model(ids[row : row + 1, padding:]).logits[0])
 
 
-def test_attention_that_needs_a_cache_of_its_own_length_is_refused():
-    fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300, "window_size": 8}
-    config = transformers.GPTNeoConfig(**fields, attention_types=[[["global", "local"], 1]])
-    with pytest.raises(MXError, match="gives other logits than without one"):
-        export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval())
+@torch.no_grad()
+def test_the_window_of_gpt_neo_counts_from_the_tokens():
+    """Its checkpoints have a window of 256: the text is longer, and the cache has free slots."""
+    model = tiny_decoder("gpt_neo", window_size=256, bos_token_id=None, eos_token_id=None)
+    quantized = LanguageModel(export_decoder(model), model.config, model.generation_config)
+    ids = torch.randint(256, (1, 400), generator=torch.Generator().manual_seed(1))
+    assert close(quantized(ids).logits, model(ids).logits, "gpt_neo")
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(quantized.generate(ids[:, :40], **options), model.generate(ids[:, :40], **options))
 
 
 def test_a_model_that_keeps_nothing_of_a_known_kind():

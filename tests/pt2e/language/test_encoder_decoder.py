@@ -125,6 +125,90 @@ def test_whisper_reads_long_audio_in_segments(monkeypatch):
     assert torch.equal(tokens, eager.generate(features, **options))
 
 
+@pytest.mark.slow_except("options0", "options4")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"output_scores": True, "output_logits": True},
+        {"force_unique_generate_call": True},
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        # the usual fallback
+        {"temperature": (0.0, 0.4), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35},
+    ],
+)
+def test_whisper_returns_what_transformers_returns(options, monkeypatch):
+    model, eager = whisper_with_settings()
+    monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))
+    options = {"return_dict_in_generate": True, "language": "en", "max_new_tokens": 8, **options}
+    results = []
+    for one in (model, eager):
+        torch.manual_seed(3)
+        results.append(one.generate(**sources("whisper"), **options))
+    result, expected = results
+    assert type(result) is type(expected) and result.keys() == expected.keys()
+    assert torch.equal(result["sequences"], expected["sequences"])
+    for name in ("scores", "logits"):
+        for values, others in zip(result.get(name, ()), expected.get(name, ()), strict=True):
+            assert torch.allclose(values, others, atol=1e-4)
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        layers, others = (getattr(one["cache"], part).layers for one in results)
+        for layer, other in zip(layers, others, strict=True):
+            assert torch.allclose(layer.keys, other.keys, atol=1e-3)
+            assert torch.allclose(layer.values, other.values, atol=1e-3)
+
+
+def test_whisper_falls_back_with_a_cache_of_codes():
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
+    model = quantize_language_model(tiny_encoder_decoder("whisper"), quantizer)
+    model.generation_config = transformers.GenerationConfig(**WHISPER)
+    options = {"language": "en", "max_new_tokens": 4, "return_dict_in_generate": True}
+    result = model.generate(**sources("whisper"), **options, temperature=(0.0, 0.4), logprob_threshold=-1.0)
+    assert result.sequences.shape == (3, 8) and "cache" not in result
+
+
+def test_get_encoder():
+    """Its result takes the place of a source."""
+    for family in DEFAULT:
+        model, source = quantized_encoder_decoder(family), sources(family)
+        name = model.main_input_name
+        encoded = model.get_encoder()(**source)
+        assert torch.equal(encoded[0], model.get_encoder()(source[name], source.get("attention_mask"))[0])
+        mask = {key: value for key, value in source.items() if key != name}
+        for options in ({"do_sample": False}, {"num_beams": 2}):
+            options["max_new_tokens"] = 6
+            tokens = model.generate(encoder_outputs=encoded, **mask, **options)
+            assert torch.equal(tokens, model.generate(**source, **options))
+    with pytest.raises(MXError, match="output_hidden_states=True asks for the hidden states"):
+        model.get_encoder()(**source, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("family", ["bart", pytest.param("mbart", marks=pytest.mark.slow)])
+def test_guidance(family):
+    """Transformers calls the model with the last token, or a negative prompt, as a source alone."""
+    model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    tokens = model.generate(**source, guidance_scale=3.0, **options)
+    assert torch.equal(tokens, eager.generate(**source, guidance_scale=3.0, **options))
+    assert not torch.equal(tokens, model.generate(**source, **options))
+    options |= {"negative_prompt_ids": torch.full((3, 4), 9), "guidance_scale": 1.5}
+    assert torch.equal(model.generate(**source, **options), eager.generate(**source, **options))
+
+
+def test_options_that_no_encoder_decoder_has():
+    model, source = quantized_encoder_decoder("t5"), sources("t5")
+    with pytest.raises(MXError, match=r"^guidance_scale=2.0 calls .* only bart and mbart make .*t5 does not: leave it"):
+        model.generate(**source, guidance_scale=2.0)
+    for name in ("output_hidden_states", "output_attentions"):
+        for one in (model, quantized_encoder_decoder("whisper")):
+            with pytest.raises(MXError, match=rf"^{name}=True asks for the .*: a program returns logits alone; leave"):
+                one.generate(
+                    **sources("t5" if one is model else "whisper"), return_dict_in_generate=True, **{name: True}
+                )
+        with pytest.raises(MXError, match=rf"^{name}=True"):
+            model(**source, decoder_input_ids=torch.zeros(3, 1, dtype=torch.long), **{name: True})
+
+
 def test_bad_sources():
     model, whisper = quantized_encoder_decoder("t5"), quantized_encoder_decoder("whisper")
     tokens = torch.zeros(2, 1, dtype=torch.long)
@@ -201,5 +285,5 @@ def test_packages(tmp_path, compiler):
 def test_a_table_of_positions_that_grows_is_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
     model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)).eval()
-    with pytest.raises(MXError, match=r"^M2M100[^\n]* gives other logits than without one[^\n]*$"):
+    with pytest.raises(MXError, match=r"^M2M100[^\n]* gives other logits than with its own[^\n]*$"):
         quantize_language_model(model, MXQuantizer.from_recipe("mxfp8"))

@@ -8,8 +8,9 @@ import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer
 from pt2mx.pt2e.language import runtime
+from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.recurrence import chunk_scan, gated_delta_rule, selective_scan
-from tests.language_models import padded, quantized_decoder, with_rounded_weights
+from tests.language_models import padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
 #: families with recurrent layers
 DEFAULT = ("mamba", "lfm2")
@@ -114,6 +115,21 @@ def test_a_long_prompt_in_chunks_gives_the_same(family, monkeypatch):
     assert torch.allclose(result.logits, expected.logits, atol=2e-5)
     for name in ("conv_states", "recurrent_states"):
         assert equal(*(one.get(name, []) for one in states))
+
+
+@torch.no_grad()
+def test_padding_changes_nothing_in_recurrent_gemma():
+    """In transformers padding enters the convolutions. Biases and tokens of the padding are not zero."""
+    model = tiny_decoder("recurrent_gemma", num_hidden_layers=5, block_types=["recurrent", "recurrent", "attention"])
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) / 10)
+    padded_model = LanguageModel(export_decoder(model), model.config, model.generation_config)
+    ids, mask = padded()
+    logits = padded_model(ids.where(mask.bool(), 7), attention_mask=mask).logits
+    for row, padding in enumerate((mask == 0).sum(1).tolist()):
+        alone = model(ids[row : row + 1, padding:], use_cache=False).logits[0]
+        assert torch.allclose(logits[row, padding:], alone, atol=1e-5)
 
 
 def test_states_cannot_drop_tokens():

@@ -12,8 +12,9 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node, map_arg
 from torch.utils import _pytree as pytree
 
+from pt2mx import LanguageModel
 from pt2mx.pt2e.language import decoder
-from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
+from pt2mx.pt2e.language.repeated_layers import LayerNumber, repeated_layers, traced_layers
 
 
 class Layer(nn.Module):
@@ -28,6 +29,36 @@ class Layer(nn.Module):
 class Numbered(Layer):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x + self.linear(x) * self.layer_idx
+
+
+class Far(Layer):
+    """It differs from the layers before it in long texts alone."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        columns = torch.arange(x.shape[1])
+        near = columns[:, None] - columns < (20 if self.layer_idx < 4 else 40)
+        return x + near.float() @ self.linear(x)
+
+
+class Listed(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x) * [1, 1, 1, 1, 2, 2, 2][self.layer_idx]
+
+
+class Inner(Layer):
+    """A module within the layer has the number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.inner = Far(number)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x, mask)
+
+
+class Printed(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(x) * (2 if f"layer {self.layer_idx}" in ("layer 4", "layer 5") else 1)
 
 
 class Scaled(Layer):
@@ -64,8 +95,12 @@ class WithGlobalMask(Layer):
 
     mask: Tensor
 
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.is_first = number == 0
+
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        if self.layer_idx == 0:
+        if self.is_first:
             WithGlobalMask.mask = mask
         return x + self.linear(x), WithGlobalMask.mask
 
@@ -121,9 +156,8 @@ def test_a_program_with_copied_layers_is_the_traced_one(layer: type[Layer]) -> N
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
-@pytest.mark.parametrize("layer", [Numbered, Scaled])
-def test_layers_that_differ_are_traced(layer: type[Layer]) -> None:
-    traced, copied, names = exported(Net(layer).eval())
+def test_layers_that_differ_are_traced() -> None:
+    traced, copied, names = exported(Net(Scaled).eval())
     assert set(names) <= {"layers.2", "layers.3", "layers.6"}  # Scaled changes at layer 4
     assert described(copied) == described(traced)
 
@@ -162,7 +196,7 @@ pytree.register_pytree_node(Cache, lambda cache: (cache.tensors, None), lambda t
 
 class Cached(Layer):
     def forward(self, x: Tensor, cache: Cache) -> Tensor:  # type: ignore[override]
-        return x + self.linear(x) * cache.tensors[self.layer_idx]
+        return x + self.linear(x) * cache.tensors[LayerNumber.plain(self.layer_idx)]
 
 
 class CachedNet(Net):
@@ -184,6 +218,45 @@ def test_layers_with_a_cache_of_all_layers_are_copied() -> None:
     assert len(copied) == 5
     assert described(program) == described(traced)
     assert torch.equal(program.module()(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("layer", [Numbered, Far, Listed, Inner, Printed])
+def test_layers_that_read_their_number_are_traced(layer: type[Layer]) -> None:
+    traced, copied, names = exported(model := Net(layer).eval())
+    assert names == []
+    assert described(copied) == described(traced)
+    x = torch.randn(2, 40, 8)
+    assert torch.equal(copied.module()(x), model(x))
+    assert [one.layer_idx for one in model.layers] == [*range(7)] and type(model.layers[0].layer_idx) is int
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda n: 3 < n,
+        lambda n: n == 3,
+        lambda n: n in {3},
+        lambda n: {3: 1}[n],
+        lambda n: [0, 1, 2, 3][n],
+        lambda n: range(n),
+        lambda n: n % 2,
+        lambda n: 2 - n,
+        lambda n: bool(n),
+        lambda n: f"{n:02d}",
+        lambda n: torch.ones(2) * n,
+        lambda n: n * torch.ones(2),
+        lambda n: torch.ones(4)[n],
+        lambda n: divmod(int(n), 2),
+    ],
+)
+def test_uses_of_a_number_are_remembered(use: Callable[[Any], Any]) -> None:
+    number = LayerNumber(3)
+    assert not number.is_read and LayerNumber.plain(number) == 3 and not number.is_read
+    result = use(number)
+    assert number.is_read
+    assert (
+        torch.equal(torch.as_tensor(result), torch.as_tensor(use(3))) if torch.is_tensor(result) else result == use(3)
+    )
 
 
 def test_few_layers_are_traced() -> None:
@@ -243,6 +316,43 @@ def test_decoders_of_transformers_are_the_traced_ones(
     assert counts == [count]
     monkeypatch.setattr(decoder, "repeated_layers", traced_layers)
     assert described(copied) == described(decoder.export_decoder(model))
+
+
+@torch.no_grad()
+def test_windows_by_the_number_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No field of the configuration tells these windows, which are longer than the texts of the check."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, initializer_range=0.2)).eval()
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+
+    def windowed(self: nn.Module, hidden_states: Tensor, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache")
+        first = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        queries = torch.arange(hidden_states.shape[1]) + first
+        distance = queries[:, None] - torch.arange(getattr(cache, "slots", first + hidden_states.shape[1]))
+        near = (distance < (20 if self.layer_idx < 4 else 30)) & (distance >= 0)
+        mask = near[None, None] if attention_mask is None else attention_mask & near
+        return forward(self, hidden_states, attention_mask=mask, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", windowed)
+    decoded = LanguageModel(decoder.export_decoder(model), model.config)
+    ids = torch.randint(64, (1, 40), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(decoded(ids).logits, model(ids, use_cache=False).logits, atol=1e-4)
+
+
+def test_numbers_that_torch_takes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
+    attention = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = attention.forward
+
+    def scaled(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return forward(self, hidden_states * torch.full((1,), self.layer_idx), **kwargs)
+
+    monkeypatch.setattr(attention, "forward", scaled)
+    program = decoder.export_decoder(model)
+    factors = [node.args[1] for node in program.graph.nodes if node.target is torch.ops.aten.full.default]
+    assert [*range(6)] == [factor for factor in factors if type(factor) is int]
 
 
 def test_a_program_whose_layers_depend_on_their_number_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,6 @@ def test_a_maximum_time(llama, behind, monkeypatch):
         {"no_repeat_ngram_size": 2},
         {"use_cache": False},
         {"max_new_tokens": 1},
-        {"output_hidden_states": True, "return_dict_in_generate": True},
         {"logits_processor": transformers.LogitsProcessorList([transformers.TopHLogitsWarper(0.5)])},
     ],
     ids=lambda options: next(iter(options)),

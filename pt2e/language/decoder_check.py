@@ -1,0 +1,131 @@
+"""Compare the program of a decoder with its model: with padding, free slots, and texts longer than its windows.
+
+To read a text that is longer than a window of thousands of tokens takes long. Instead of the beginning of such a text,
+the check puts the same keys and values into both caches, and reads a few tokens after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from pt2mx.extras import import_extra
+from pt2mx.fx.graph.recompile import module_of
+from pt2mx.pt2e.language.cache import OF_TOKENS, Layers, empty_cache, has_source
+from pt2mx.pt2e.language.cache_name import CACHE
+from pt2mx.pt2e.language.merge_images import ImageInputs
+from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_cache_utils = import_extra("transformers.cache_utils", "hf")
+
+#: allowed error of logits in 16 bits, computed in another order, relative to their norm
+AGREEMENT = 0.05
+#: the same in float32, for a program with copied layers
+AGREEMENT_OF_COPIES = 1e-3
+#: tokens that the program reads: at once, and in all; the others one by one
+_PROMPT, _LENGTH = 12, 16
+#: padding before the second text
+_PADDING = 3
+#: slots that stay free, and tokens of a long text on either side of the edge of a window
+_MARGIN = 64
+#: the longest window that the check exceeds, which bounds its memory
+_LONGEST_WINDOW = 16384
+#: parts of the names of fields that hold the length of a window
+_NAMES = ("window", "chunk_size", "local_attention")
+
+
+def distance(logits: Tensor, expected: Tensor) -> float:
+    """Return the error of logits relative to the norm of the expected ones."""
+    return float((logits.float() - expected.float()).norm() / expected.float().norm())
+
+
+def windows_of(config: Any) -> list[int]:
+    """Return the windows in a configuration of transformers that a text can exceed, the shortest first."""
+    fields = {name: value for name, value in vars(config).items() if any(part in name for part in _NAMES)}
+    numbers = {value for value in pytree.tree_leaves(fields) if type(value) is int and value > 0}
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST_WINDOW
+    return sorted(n for n in numbers if n <= _LONGEST_WINDOW and n + min(n, _MARGIN) + _LENGTH <= longest)
+
+
+@torch.no_grad()
+def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, images: ImageInputs | None) -> float:
+    """Return the largest error of the program's logits in short and long texts, relative to those of the model.
+
+    The program reads two texts at once, the second one padded; the model reads each alone, with its own cache. The
+    error is large for a model that assumes a cache as long as the tokens read, or sees other tokens than its own cache
+    lets it see: later ones, padding, or those before a window."""
+    decode = module_of(program, check_guards=False)
+    source: dict[str, Any] = {}
+    encoded: list[Any] = []  # the mask and the result of the encoder
+    if has_source(layers):
+        output = encoder_results(SourceEncoder(model)(**example_source(model)))
+        source, encoded = decoder_inputs(output), [output.attention_mask, output.last_hidden_state]
+    errors = []
+    for window in [0, *windows_of(model.config.get_text_config(decoder=True))]:
+        margin = min(window, _MARGIN)
+        past, padding = window + margin, 0 if source else _PADDING  # encoder-decoders count padding as tokens
+        call = {**_call(model, layers, images, past, padding), **source}
+        if window:
+            _fill(call, window, margin)
+        logits = torch.cat(list(_logits(decode, call, past)), 1)
+        for row, first in enumerate((0, padding)):
+            of_row = slice(row, row + 1)
+            tokens = {"input_ids": call["input_ids"][of_row, max(first - past, 0) :]}
+            given = decoder_call(model, tokens, *([one[of_row] for one in encoded] or [None]))
+            if window:
+                given[CACHE] = _own_cache(model, layers, call, of_row, slice(first, past))
+            expected = model(**given, use_cache=False).logits
+            errors.append(distance(logits[of_row, -expected.shape[1] :], expected))
+    return max(errors)
+
+
+def _call(
+    model: PreTrainedModel, layers: Layers, images: ImageInputs | None, past: int, padding: int
+) -> dict[str, Any]:
+    """Return the inputs of the program for the tokens of two texts after a past, the second one padded."""
+    vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
+    ids = torch.arange(2 * _LENGTH, device=device).reshape(2, _LENGTH) % vocabulary
+    slots = past + _LENGTH + _MARGIN
+    mask = torch.ones(2, slots, dtype=torch.long, device=device)
+    mask[1, :padding] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past : past + _LENGTH]
+    of_images = {} if images is None else images.of_text(positions)
+    cache = empty_cache(layers, 2, slots, device).inputs()
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, **of_images, **cache}
+
+
+def _fill(call: dict[str, Any], window: int, margin: int) -> None:
+    """Write a past into the program's cache in place.
+
+    All keys are zero, so that a token sees all of its past to the same degree. The values near the edge of the window
+    are random, and so large that each of them changes the mean of what a token sees."""
+    generator = torch.Generator().manual_seed(0)
+    for values in call.get("values", []):
+        near = values[:, :, : 2 * margin]
+        near.copy_(torch.randn(near.shape, generator=generator) * (window / margin**0.5))
+
+
+def _own_cache(model: PreTrainedModel, layers: Layers, call: dict[str, Any], row: slice, slots: slice) -> Any:
+    """Return transformers' own cache with the keys and values of a row and slots of the program's."""
+    own = _cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
+    numbers = (number for number, layer in enumerate(layers) if "keys" in layer)
+    for number, *pair in zip(numbers, call.get("keys", []), call.get("values", []), strict=True):
+        own.update(*(one[row, :, slots].clone() for one in pair), number)
+    return _cache_utils.EncoderDecoderCache(own, _cache_utils.DynamicCache()) if has_source(layers) else own
+
+
+def _logits(decode: Any, call: dict[str, Any], past: int) -> Iterator[Tensor]:
+    """Yield the program's logits of a prompt, then of single tokens."""
+    for first, last in ((0, _PROMPT), *((i, i + 1) for i in range(_PROMPT, _LENGTH))):
+        tokens = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
+        device = call["input_ids"].device
+        start, kept = torch.full((1,), past + first, device=device), torch.arange(last - first, device=device)
+        yield decode(**{**call, **tokens, "start": start, "logits_to_keep": kept})

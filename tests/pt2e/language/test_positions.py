@@ -1,0 +1,108 @@
+"""Texts longer than the positions that a model knows: learned ones, or a table of computed ones."""
+
+import copy
+
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language.positions import check_positions, positions_of
+from tests.encoder_decoders import sources, tiny_encoder_decoder
+from tests.language_models import exported_decoder, tiny_decoder
+
+#: family -> the positions in its program, 32 by its configuration
+LIMITS = {
+    "gpt2": ({"n_positions": 32}, {"position_ids": 32}),
+    "opt": ({"max_position_embeddings": 32}, {"position_ids": 32}),  # whose table has two more rows
+    "gpt_neo": ({"max_position_embeddings": 32}, {"position_ids": 32}),
+    "gptj": ({"n_positions": 32}, {"position_ids": 32}),
+    "llama": ({"max_position_embeddings": 32}, {}),
+    "bloom": ({}, {}),
+}
+MESSAGE = r"^the text has a token at position {}, but the model knows the positions 0 to 31: give at most 32 tokens"
+
+
+def error(position):
+    return pytest.raises(MXError, match=MESSAGE.format(position))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LIMITS][2:])])
+@torch.no_grad()
+def test_every_path_of_a_decoder(family):
+    fields, limits = LIMITS[family]
+    float_model, program = exported_decoder(family, **fields)
+    assert positions_of(program) == limits
+    model = LanguageModel(program, float_model.config)
+    ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if not limits:
+        assert model(ids).logits.shape[1] == 33
+        return
+    output = model(ids[:, :32])  # as many as fit
+    with error(32):
+        model(ids)
+    with error(32):
+        model(ids[:, 32:], past_key_values=output.past_key_values)
+    with error(40):
+        model(ids[:, :1], position_ids=torch.full((2, 1), 40))
+    for given in (ids, ids[:, :20]):
+        for more in ({}, {"num_beams": 2}):
+            with error(32):
+                model.generate(given, max_new_tokens=20, **more, **options)
+    # the last token is not read
+    expected = float_model.generate(ids[:, :20], max_new_tokens=13, **options)
+    assert torch.equal(model.generate(ids[:, :20], max_new_tokens=13, **options), expected)
+
+
+def test_a_text_that_ends_in_time_may_ask_for_more_tokens():
+    float_model, program = exported_decoder("gpt2", n_positions=32)
+    model, ids = LanguageModel(program, float_model.config), torch.arange(20)[None]
+    options = {"do_sample": False, "pad_token_id": 0}
+    end = int(model.generate(ids, max_new_tokens=6, eos_token_id=None, **options)[0, -1])
+    tokens = model.generate(ids, max_new_tokens=500, eos_token_id=end, **options)
+    assert tokens.shape[1] <= 26 and tokens[0, -1] == end
+
+
+@torch.no_grad()
+def test_padding_has_no_position():
+    float_model, program = exported_decoder("gpt2", n_positions=32)
+    model = LanguageModel(program, float_model.config)
+    ids, mask = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0)), torch.ones(2, 40).long()
+    mask[:, :8] = 0
+    alone = model(ids[:, 8:]).logits
+    assert torch.allclose(model(ids, attention_mask=mask).logits[:, 8:], alone, atol=1e-5)
+    mask[1, 7] = 1
+    with error(32):
+        model(ids, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_encoder_decoders():
+    float_model, source = tiny_encoder_decoder("bart", max_position_embeddings=32), sources("bart")
+    model = quantize_language_model(float_model, MXQuantizer.from_recipe("mxfp4_weight_only"))
+    assert model.positions == model.encoder.positions == {"slots": 32}
+    assert copy.deepcopy(model).positions == {"slots": 32}
+    long = torch.randint(256, (1, 33))
+    for call in (model.generate, model.encode, model.get_encoder()):
+        with error(32):
+            call(long)
+    with error(32):
+        model(**source, decoder_input_ids=long.expand(3, 33))
+    with error(32):
+        model.generate(**source, max_new_tokens=40, do_sample=False)
+    assert model.generate(**source, max_new_tokens=32, do_sample=False).shape == (3, 33)
+    with error(32):
+        quantize_language_model(float_model, MXQuantizer.from_recipe("mxfp4_weight_only"), [long])
+
+
+def test_texts_that_calibrate():
+    with error(39):
+        texts = [torch.zeros(1, 40, dtype=torch.long)]
+        quantize_language_model(tiny_decoder("gpt2", n_positions=32), MXQuantizer.from_recipe("mxfp8"), texts)
+
+
+def test_positions_below_zero():
+    with pytest.raises(MXError, match="at position -1, but the model knows the positions 0 to 31"):
+        check_positions({"position_ids": 32}, 0, torch.tensor([[-1, 0]]), given=True)
+    check_positions({"position_ids": 32}, 0, torch.tensor([[0, 31]]), given=True)
+    check_positions({}, 0, torch.tensor([[-1, 5000]]), given=True)
