@@ -40,5 +40,6 @@ def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
     if has_length(x, axis, length):
         return x
     x = x.clone(memory_format=contiguous_format)
-    # a cut that Inductor makes in memory; it would read a slice's values where they are computed
-    return x.as_strided(resized(x, axis, length), x.stride())
+    # Inductor cuts this in memory, where it would compute a slice's values anew; flat, because it cannot put symbolic
+    # strides in order
+    return x.view(-1).as_strided(resized(x, axis, length), x.stride())
