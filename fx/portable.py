@@ -117,5 +117,5 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
     if holds_observers(program.state_dict):
         raise MXError("the program is an export of a prepared model: convert it (convert_pt2e), and export that")
     # torch then asks the sizes of the example nothing: each answer would become a guard on the lengths of a call
-    with torch.no_grad(), config.patch(backed_size_oblivious=True):
+    with torch.no_grad(), config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it as it runs
         return program.run_decompositions(table)

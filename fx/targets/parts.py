@@ -74,9 +74,8 @@ def pairs_of(model: GraphModule) -> list[Pair]:
     """Return the quantized tensors of a graph, in its order."""
     calls = dict(Dequantize.calls_in(model.graph))
     sources: dict[Node, Node | str] = {node: _stored_name(call) or node for node, call in calls.items()}
-    names = identifiers(
-        {source: source.name if isinstance(source, Node) else source.removesuffix("_data") for source in sources.values()}
-    )
+    wanted = {s: s.name if isinstance(s, Node) else s.removesuffix("_data") for s in sources.values()}
+    names = identifiers(wanted)
     return [_pair(node, call, names[sources[node]]) for node, call in calls.items()]
 
 

@@ -56,8 +56,8 @@ def is_one_in_the_example(size: int) -> bool:
 def _note(fact: bool | torch.SymBool) -> None:
     """Tell torch's shape environment a fact about symbolic sizes that follows from how groups are counted.
 
-    torch asks for it (is the padding negative, is a slice too long) and cannot prove it: an exported program would check
-    it as a guard at each call.
+    torch asks for it (is the padding negative, is a slice too long) and cannot prove it: an exported program would
+    check it as a guard at each call.
     """
     if isinstance(fact, torch.SymBool) and not _has_guards.get():
         env = fact.node.shape_env

@@ -73,9 +73,15 @@ LAYERS = {
     "strides": (1, lambda: [conv(1, stride=2, padding=1), nn.ELU(), conv(1, dilation=2)]),
     "residual": (1, lambda: [conv(1), nn.ReLU(), Residual(conv(1, padding=1)), nn.ReLU(), conv(1)]),
     "images": (2, lambda: [conv(2), norm(2), nn.ReLU(), Residual(conv(2, padding=1)), nn.ReLU(), conv(2)]),
-    "pooled images": (2, lambda: [conv(2), nn.GELU(), nn.MaxPool2d(2), nn.ConvTranspose2d(WIDTH, WIDTH, 2, 2), conv(2)]),
+    "pooled images": (
+        2,
+        lambda: [conv(2), nn.GELU(), nn.MaxPool2d(2), Residual(conv(2, padding=1)), conv(2)],
+    ),
     "linear": (0, lambda: [nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)]),
-    "attention": (0, lambda: [Residual(nn.Sequential(nn.LayerNorm(WIDTH), Attention())), nn.LayerNorm(WIDTH), Attention()]),
+    "attention": (
+        0,
+        lambda: [Residual(nn.Sequential(nn.LayerNorm(WIDTH), Attention())), nn.LayerNorm(WIDTH), Attention()],
+    ),
 }
 
 
