@@ -129,7 +129,7 @@ def write_package(
 
 @contextmanager
 def exact_lengths() -> Iterator[None]:
-    """Let AOTInductor compute the lengths behind its inputs' sizes by integers.
+    """Make AOTInductor compute the lengths behind its inputs' sizes by integers.
 
     Where a size is 49 times a length, torch (2.13) writes `int64_t length = (1.0/49.0)*size;`, which is one too small
     for most lengths: the package loses a row.

@@ -66,8 +66,8 @@ def symbols(program: ExportedProgram) -> dict[sympy.Symbol, InputDim]:
 
 def every_symbol(program: ExportedProgram) -> list[sympy.Symbol]:
     """Return the symbols of the inputs' sizes, also those of which only a function is a size, in a fixed order."""
-    found = {symbol for _, expression in dynamic_sizes(program) for symbol in expression.free_symbols}
-    return sorted(found, key=str)
+    free = {symbol for _, expression in dynamic_sizes(program) for symbol in expression.free_symbols}
+    return sorted(free, key=str)
 
 
 def sizes_at(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> list[list[int] | None]:

@@ -273,8 +273,8 @@ def test_lengths_behind_sizes_are_exact():
     assert torch_solve.try_solve is before
 
 
-class Windows(nn.Module):
-    """A linear layer, and the mean of each window of 7 by 7 positions."""
+class Patches(nn.Module):
+    """A linear layer, and the mean of each patch of 7 by 7 positions."""
 
     def __init__(self):
         super().__init__()
@@ -293,7 +293,7 @@ def test_no_row_is_lost(inputs, portable, tmp_path):
 
     length = Dim("n", min=2, max=512)
     shapes = ({0: 49 * length}, {0: length})[:inputs]
-    converted = convert(Windows(), args(4), "mxfp8", shapes=shapes)
+    converted = convert(Patches(), args(4), "mxfp8", shapes=shapes)
     with torch.no_grad():
         program = torch.export.export(converted, args(4), dynamic_shapes=shapes)
     compile_program(program, tmp_path / "net.pt2", portable=portable)

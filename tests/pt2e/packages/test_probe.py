@@ -196,8 +196,8 @@ def test_many_inputs_take_few_probes():
     assert pairs == {(x, y) for x in symbols for y in symbols if x != y and dims[x] == dims[y]} and probes < 1000
 
 
-class Windows(nn.Module):
-    """Takes windows of 7 by 7 positions one after the other."""
+class Patches(nn.Module):
+    """Takes patches of 7 by 7 positions one after the other."""
 
     def forward(self, x, scale):
         return x.view(-1, 49, 3).sum(1) * scale
@@ -205,7 +205,7 @@ class Windows(nn.Module):
 
 def a_row_less(size):
     """Return code like torch's for a length of that size: it loses the last row."""
-    return lambda x, scale: Windows()(x, scale)[: -1 if len(x) == 49 * size else None]
+    return lambda x, scale: Patches()(x, scale)[: -1 if len(x) == 49 * size else None]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 12, 48, 49, 50, 90])
@@ -214,7 +214,7 @@ def test_a_lost_row_is_found(size, factor):
     """At the lengths that lose one, and at the ends of a range; where the length itself is no size, too."""
     length = Dim("n", min=1, max=90)
     x = torch.randn(49 * 4, 3) if factor == 49 else torch.randn(4, 3)
-    model = Windows() if factor == 49 else Model()
+    model = Patches() if factor == 49 else Model()
     args = (x, torch.randn(3)) if factor == 49 else (x, torch.randn(5, 3))
     program = torch.export.export(model, args, dynamic_shapes=({0: factor * length}, None))
     code = a_row_less(size) if factor == 49 else (lambda x, y: (x[: -1 if len(x) == size else None] * 2, y + 1))
