@@ -119,7 +119,7 @@ def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
 
 
 @pytest.mark.slow_except("linear, 33-mxint8")
-@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", ["linear, 33", "conv, 5", "linear, 64"])
 def test_a_compiled_model_with_ragged_activations(name, recipe, compiler):
     config = get_default_mx_quantization_config
@@ -171,7 +171,7 @@ DYNAMIC = {
 
 @pytest.mark.slow_except("product-mxfp8-10", "attention-mxfp4-33")
 @pytest.mark.parametrize("example", [10, 32, 33])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_takes_the_lengths_that_the_program_takes(name, recipe, example):
     """No length of the example, and no number of its blocks, becomes a guard."""
