@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.fx.experimental import _config as config
 
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
-from pt2mx.kernels import arithmetic
+from pt2mx.kernels import arithmetic, blocks_in_memory
 from pt2mx.kernels.reference import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
 
@@ -27,7 +28,8 @@ _OBSERVER = re.compile(r"(.+\.)?activation_post_process_\d+\..+")
 def make_portable(program: ExportedProgram) -> ExportedProgram:
     """Decompose pt2mx's operators into aten operators.
 
-    The program loads where only torch is installed, and gives the same bits in eager mode.
+    The program loads where only torch is installed. It gives the same bits in eager mode, and `torch.compile` compiles
+    it as it is. It takes the shapes that `program` takes, by the same guards.
 
     Args:
         program: `torch.export.export(converted, ...)`; it does not change.
@@ -51,7 +53,7 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
         >>> torch.equal(portable.module()(x), converted(x))
         True
     """
-    portable = _decompose(program, {**decompositions(random_bits), **_CALLS})
+    portable = _decompose(program, {**decompositions(random_bits, lambda x: blocks_in_memory), **_CALLS})
     if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
         for node in portable.graph.nodes:
             if node.op == "call_function":
@@ -114,5 +116,6 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
         )
     if holds_observers(program.state_dict):
         raise MXError("the program is an export of a prepared model: convert it (convert_pt2e), and export that")
-    with torch.no_grad():
+    # torch then asks the sizes of the example nothing: each answer would become a guard on the lengths of a call
+    with torch.no_grad(), config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it as it runs
         return program.run_decompositions(table)

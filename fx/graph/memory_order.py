@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.aliasing import Writes
@@ -40,8 +42,7 @@ def _accepts_order(user: Node, node: Node, value: object) -> bool:
     if not (supports_strides(user.target) or is_view(user)):
         return False
     result = result_of(user, {node: value})
-    same = _strides(result) == _strides(user.meta["val"])
-    return same or (is_view(user) and accepts_order_of(user, result))
+    return same_strides(result, user.meta["val"]) or (is_view(user) and accepts_order_of(user, result))
 
 
 def accepts_any_order(node: Node, writes: Writes) -> bool:
@@ -90,7 +91,7 @@ def settle_order(graph: Graph, changed: dict[Node, object]) -> None:
             before = node.meta.get("val")
             node.target = VIEW_OF_ANY_STRIDES.get(node.target, node.target)
             set_value(node)
-            if _strides(before) != _strides(node.meta.get("val")):
+            if not same_strides(before, node.meta.get("val")):
                 changed[node] = before
 
 
@@ -111,5 +112,12 @@ def _call(meta: dict[str, Any], node: Node, target: OpOverload, *args: Any, **kw
     return new
 
 
-def _strides(value: object) -> list[tuple[int, ...]]:
-    return [x.stride() for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+def same_strides(value: object, other: object) -> bool:
+    """Return whether two values have tensors of the same strides, as far as is known without a guard."""
+    strides = [[x.stride() for x in pytree.tree_leaves(v) if isinstance(x, torch.Tensor)] for v in (value, other)]
+    return len(strides[0]) == len(strides[1]) and all(map(same_sizes, *strides))
+
+
+def same_sizes(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Return whether two shapes, or the strides of two tensors, are equal, as far as is known without a guard."""
+    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))

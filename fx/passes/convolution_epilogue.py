@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from pt2mx.fx.graph.aliasing import Writes
+from pt2mx.fx.graph.memory_order import same_sizes, same_strides
 from pt2mx.fx.graph.node import (
     FakeQuantize,
     dtype_of,
@@ -127,9 +128,9 @@ def _is_fusible(chain: _Chain, writes: Writes) -> bool:
         return False
     viewed = _seen_through(chain.views, value)
     back, computed = _seen_through(chain.views_back, viewed), value_of(chain.computed[-1])
-    if (back.shape, back.stride()) != (value.shape, value.stride()) or computed.dtype != dtype:
+    if not (same_sizes(back.shape, value.shape) and same_strides(back, value)) or computed.dtype != dtype:
         return False
-    if chain.has_other_users and computed.stride() != viewed.stride():
+    if chain.has_other_users and not same_strides(computed, viewed):
         return False
     steps, last = [node for node in chain.computed if node not in chain.views], chain.computed[-1]
     if any(writes.between(a, b, [a]) for a, b in itertools.pairwise([*steps, chain.quantization.node])):

@@ -7,22 +7,26 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Protocol
+from unittest import mock
 
 import sympy
 import torch
 from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
+from torch.utils._sympy import solve as torch_solve
+from torch.utils._sympy.functions import FloorDiv
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.archive import add_records, check_kind, read_record
 from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.packages.sizes import Range, symbols
+from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
 from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 
 #: the record of a PT2 archive for the example inputs of an export
@@ -107,9 +111,10 @@ def write_package(
         MXError: where the file cannot be written, or its code crashes.
     """
     args, kwargs = code.example_inputs
-    files = torch._inductor.aot_compile(
-        code.module(check_guards=False), args, kwargs, options={"aot_inductor.package": True}
-    )
+    with exact_lengths():
+        files = torch._inductor.aot_compile(
+            code.module(check_guards=False), args, kwargs, options={"aot_inductor.package": True}
+        )
     if isinstance(files, str | GraphModule):  # without that option
         raise TypeError(f"AOTInductor gave {type(files).__name__}, not the files of a package")
     with whole_file(path) as file:
@@ -122,14 +127,34 @@ def write_package(
         add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
 
 
+@contextmanager
+def exact_lengths() -> Iterator[None]:
+    """Make AOTInductor compute the lengths behind its inputs' sizes by integers.
+
+    Where a size is 49 times a length, torch (2.13) writes `int64_t length = (1.0/49.0)*size;`, which is one too small
+    for most lengths: the package loses a row.
+    """
+
+    def solve(equation: Any, symbol: sympy.Symbol, *args: Any, **kwargs: Any) -> Any:
+        solution = solve_by_fractions(equation, symbol, *args, **kwargs)
+        if solution is None:
+            return None
+        relation, length = solution
+        numerator, denominator = sympy.fraction(sympy.together(length))
+        return relation, FloorDiv(numerator, denominator) if denominator.is_Integer and denominator != 1 else length
+
+    solve_by_fractions = torch_solve.try_solve
+    with mock.patch.object(torch_solve, "try_solve", solve):
+        yield
+
+
 def _probed_sizes(
     file: str, program: ExportedProgram, module: GraphModule, stated: list[list[Range] | None], eager: Callable
 ) -> tuple[dict[sympy.Symbol, int], list[str]]:
     """Return `min_sizes` of the machine code in a file."""
-    dynamic = symbols(program)
-    if not dynamic:
+    if not every_symbol(program):
         return {}, []
-    any_size = Signature.of(program, module, dict.fromkeys(dynamic, 0))
+    any_size = Signature.of(program, module, dict.fromkeys(symbols(program), 0))
     compiled = Package(torch._inductor.aoti_load_package(file), any_size)
     return min_sizes(program, stated, eager, compiled)
 

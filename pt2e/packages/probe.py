@@ -8,6 +8,7 @@ their outputs are compared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
@@ -16,10 +17,15 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pt2mx.errors import MXError
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
-from pt2mx.pt2e.packages.sizes import Range, size_in_conditions, sizes_at, symbols
+from pt2mx.pt2e.packages.sizes import Range, every_symbol, range_of, size_in_conditions, sizes_at, symbols
 from pt2mx.pt2e.report.agreement import fidelity
 
+#: lengths at which machine code has been seen to lose a row, and others around powers of two and small primes
+_LENGTHS = (1, 2, 3, 5, 7, 48, 49, 50)
+#: values of the inputs up to which a length is probed, or four times the example's: a probe runs the whole model twice
+_MOST_VALUES = 2**16
 #: dB: far above code that reads wrong values, and below sums in another order in front of a 4-bit quantization
 _MIN_SQNR = 20.0
 
@@ -46,6 +52,9 @@ def min_sizes(
         symbol -> size, and the conditions on sizes, as `pt2mx.pt2e.packages.sizes` writes them. The size is 0 or 1 if
         the stated range allows it and both give the same outputs, otherwise 2. A stated range from 2 allows 1, because
         every range of a traced dimension starts at 2.
+
+    Raises:
+        MXError: where the package gives other outputs at a length that it would accept.
     """
     dims = symbols(program)
     example = {symbol: dim.size for symbol, dim in dims.items()}
@@ -62,8 +71,41 @@ def min_sizes(
     # all together; None is fine, since the package rejects what the program rejects
     if matches(smallest) is False:
         smallest = dict.fromkeys(smallest, 2)
+    _check_lengths(program, smallest, matches)
     sizes = {symbol: size_in_conditions(dim.input, dim.dim) for symbol, dim in dims.items()}
     return smallest, _conditions(constraints, sizes)
+
+
+def _check_lengths(program: ExportedProgram, smallest: Mapping[sympy.Symbol, int], matches: Probe) -> None:
+    """Raise an MXError where compiled code gives other outputs at one of `_LENGTHS`, or at an end of a range.
+
+    All symbols have that length, as far as their ranges allow it; each alone where the program rejects that. Symbols
+    count whose multiples alone are sizes (49 times a length).
+    """
+    bounds = {symbol: range_of(program, symbol, smallest) for symbol in every_symbol(program)}
+    lengths = {*_LENGTHS, *(end for ends in bounds.values() for end in ends if end is not None)}
+    probes = {tuple(_within(length, *ends) for ends in bounds.values()) for length in lengths}
+    most = max(_MOST_VALUES, 4 * _values(program, {}))
+    for probed in sorted(probes):
+        together = dict(zip(bounds, probed, strict=True))
+        for sizes in (together, *({symbol: size} for symbol, size in together.items())):
+            fits = matches(sizes) if _values(program, sizes) <= most else None
+            if fits is False:
+                raise MXError(
+                    f"the machine code of torch {torch.__version__} gives other outputs than the program for inputs of "
+                    f"the sizes {sizes_at(program, sizes)}: use torch.compile, or export the program with fixed sizes"
+                )
+            if fits:
+                break
+
+
+def _within(length: int, low: int, high: int | None) -> int:
+    return max(low, length if high is None else min(length, high))
+
+
+def _values(program: ExportedProgram, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """Return how many values the inputs have at these sizes."""
+    return sum(math.prod(shape) for shape in sizes_at(program, sizes) if shape is not None)
 
 
 def _conditions(constraints: list[DimConstraint], sizes: dict[sympy.Symbol, str]) -> list[str]:

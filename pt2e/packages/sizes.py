@@ -64,6 +64,12 @@ def symbols(program: ExportedProgram) -> dict[sympy.Symbol, InputDim]:
     }
 
 
+def every_symbol(program: ExportedProgram) -> list[sympy.Symbol]:
+    """Return the symbols of the inputs' sizes, also those of which only a function is a size, in a fixed order."""
+    free = {symbol for _, expression in dynamic_sizes(program) for symbol in expression.free_symbols}
+    return sorted(free, key=str)
+
+
 def sizes_at(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> list[list[int] | None]:
     """Return the sizes of the program's inputs for these values of its symbols, and the example's sizes where they
     depend on other symbols; None for an input that is no tensor."""

@@ -53,13 +53,26 @@ def is_one_in_the_example(size: int) -> bool:
     return size.node.has_hint() and size.node.hint == 1
 
 
+def _note(fact: bool | torch.SymBool) -> None:
+    """Tell torch's shape environment a fact about symbolic sizes that follows from how groups are counted.
+
+    torch asks for it (is the padding negative, is a slice too long) and cannot prove it: an exported program would
+    check it as a guard at each call.
+    """
+    if isinstance(fact, torch.SymBool) and not _has_guards.get():
+        env = fact.node.shape_env
+        env.axioms.update(env.get_implications(env.simplify(fact.node.expr)))
+
+
 def pad_axis(x: Tensor, axis: int, size: int) -> Tensor:
     """Append zeros to `x` along `axis` (non-negative), up to `group_count` groups; (..., n, ...) any dtype."""
     length = x.shape[axis]
     if isinstance(length, int) and length % size == 0:
         return x
-    pad = group_count(length, size) * size - length  # for a symbolic length without a branch
-    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, pad))
+    padded = group_count(length, size) * size
+    _note(length <= padded)
+    # for a symbolic length without a branch
+    return torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1 - axis) + (0, padded - length))
 
 
 def split_axis(x: Tensor, axis: int, size: int) -> Tensor:
@@ -79,7 +92,10 @@ def has_length(x: Tensor, axis: int, length: int) -> bool:
 
 def trim_axis(x: Tensor, axis: int, length: int) -> Tensor:
     """Return the first `length` values along `axis`; x itself if it has no more."""
-    return x if has_length(x, axis, length) else x.narrow(axis, 0, length)
+    if has_length(x, axis, length):
+        return x
+    _note(length <= x.shape[axis])
+    return x.narrow(axis, 0, length)
 
 
 def resized(x: Tensor, axis: int, size: int) -> list[int]:

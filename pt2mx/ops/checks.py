@@ -44,6 +44,15 @@ def _spec_of(
     return spec.replace(axis=axis % rank)
 
 
+def holds(statement: bool | torch.SymBool) -> bool:
+    """Return whether a statement about sizes holds; False where only the data decide it, before they are known."""
+    if isinstance(statement, bool):
+        return statement
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # a slow import that eager calls do not need
+
+    return guard_or_false(statement)
+
+
 def check_tensors(**tensors: object) -> None:
     """Raise `MXError` for an argument, given by its name, that is no dense tensor."""
     for name, value in tensors.items():

@@ -18,7 +18,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
-from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype
+from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype, holds
 from pt2mx.ops.linear import PackedMatmul
 from pt2mx.ops.operator import As, Autocast, T, operator
 from pt2mx.spec import MXSpec
@@ -75,7 +75,7 @@ class Conv2dMX(PackedMatmul[T]):
         dtype = check_target_dtype(self.target_dtype, x)
         if self.bias is not None:
             check_bias(self.bias, codes.shape[0], dtype, x.device)
-        if 0 in (*x.shape[1:], *codes.shape[:3]):
+        if any(holds(n == 0) for n in (*x.shape[1:], *codes.shape[:3])):
             raise MXError(
                 f"x of shape {tuple(x.shape)} and codes of shape {tuple(codes.shape)} have no pixel, channel or row: "
                 "none of these may be 0"

@@ -78,7 +78,8 @@ def strides_in_order(x: Tensor, shape: Sequence[int]) -> list[int]:
     for n, m in zip(x.shape, shape, strict=True):
         if isinstance(n, int) and isinstance(m, int) and {n, m} == {1, 2}:
             of_values = dense_strides(x.shape, order) if n == 2 else x.stride()
-            strides = [of_values[d] if x.shape[d] == size == 1 else strides[d] for d, size in enumerate(shape)]
+            both_one = [_known(x.shape[d] == 1) and _known(size == 1) for d, size in enumerate(shape)]
+            strides = [of_values[d] if both_one[d] else stride for d, stride in enumerate(strides)]
     return strides
 
 

@@ -22,6 +22,19 @@ for name in sys.argv[1:]:
     with torch.no_grad():
         print(torch.equal(torch.export.load(f"{name}.pt2").module()(x), want))
 """
+COMPILED_WITHOUT_PT2MX = """
+import sys
+sys.modules["pt2mx"] = None
+import torch
+for name in sys.argv[1:]:
+    compiled = torch.compile(torch.export.load(f"{name}.pt2").module())
+    with torch.no_grad():
+        for x, want in torch.load(f"{name}.pt"):
+            got = compiled(*x)
+            print(all(map(torch.equal, got, want)))
+"""
+#: below, at and above the bounds of one and of two blocks
+AROUND_BLOCKS = 2, 31, 32, 33, 63, 64, 65
 
 
 class Net(nn.Module):
@@ -56,6 +69,126 @@ def test_runs_where_pt2mx_is_not_installed(name, tmp_path, run_python):
     torch.export.save(program, tmp_path / f"{name}.pt2")
     torch.save((inputs, want), tmp_path / f"{name}.pt")
     assert run_python(WITHOUT_PT2MX, [name], cwd=tmp_path).split() == ["True"]
+
+
+class Quantized(nn.Module):
+    """The operators themselves, along one axis: values, codes and scales, and a linear layer's weight."""
+
+    def __init__(self, spec, axis=-1, **options):
+        super().__init__()
+        self.spec, self.axis, self.options = spec, axis, options
+
+    def forward(self, *inputs):
+        results = [pt2mx.fake_quantize_mx(x, self.spec, axis=self.axis, **self.options) for x in inputs]
+        for x in () if self.options else inputs:
+            scale, data = pt2mx.quantize_mx(x, self.spec, axis=self.axis)
+            y = pt2mx.dequantize_mx(data, scale, self.spec, axis=self.axis, length=x.shape[self.axis])
+            results += [scale.view(torch.uint8), data, y]
+        return results
+
+
+def of_length(n, axis):
+    return torch.randn(3, 2, n).movedim(-1, axis).contiguous() * 3
+
+
+KINDS = {
+    **{f"{element}, {axis}": (element, axis) for element in FORMATS for axis in (-1, 0, 1)},
+    "blocks of 12": (MXSpec("fp8_e4m3", 12), -1),
+    "blocks of several rows": (MXSpec("fp8_e4m3", 32, block_rows=4), -1),
+    "search": ("mxint8(mse)", -1),
+    "half away, rounded up": ("mxfp8_e5m2(rceil,half_away)", -1),
+}
+
+
+@pytest.mark.slow_except("int8, -1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
+    """Lengths below, at and above the bounds of blocks; a dynamic length, too, where all cases run."""
+    spec, axis = KINDS[kind]
+    model, lengths = Quantized(spec, axis), (1, 33) if kind == "int8, -1" else (1, 31, 33, 65)
+    fixed = tuple(of_length(n, axis) for n in lengths)
+    programs = {"fixed": (torch.export.export(model, fixed), [fixed])}
+    if kind != "int8, -1":
+        inputs = [(of_length(n, axis),) for n in AROUND_BLOCKS]
+        dynamic = (({axis % 3: torch.export.Dim("n")},),)
+        programs["dynamic"] = (torch.export.export(model, inputs[3], dynamic_shapes=dynamic), inputs)
+    for name, (program, calls) in programs.items():
+        torch.export.save(pt2mx.make_portable(program), tmp_path / f"{name}.pt2")
+        torch.save([(x, model(*x)) for x in calls], tmp_path / f"{name}.pt")
+    answers = run_python(COMPILED_WITHOUT_PT2MX, [*programs], cwd=tmp_path).split()
+    assert answers == ["True"] * sum(len(calls) for _, calls in programs.values())
+
+
+@pytest.mark.slow_except("linear, 33-mxint8")
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp6", "mxfp4"])
+@pytest.mark.parametrize("name", ["linear, 33", "conv, 5", "linear, 64"])
+def test_a_compiled_model_with_ragged_activations(name, recipe, compiler):
+    config = get_default_mx_quantization_config
+    quantizer = MXQuantizer().set_global(config("mxint8", "mxint8"))
+    quantizer = quantizer if recipe == "mxint8" else MXQuantizer.from_recipe(recipe)
+    kind, channels = name.split(", ")
+    model = nn.Linear(int(channels), 16) if kind == "linear" else nn.Conv2d(int(channels), 16, 3)
+    x = torch.randn(8, int(channels)) if kind == "linear" else torch.randn(2, int(channels), 9, 9)
+    converted = convert(model, (x,), quantizer)
+    portable = pt2mx.make_portable(torch.export.export(converted, (x,))).module()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(portable)(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+class Product(nn.Module):
+    def forward(self, a, b):
+        return a @ b
+
+
+class Attention(nn.Module):
+    """Attention by its formula, so that the keys' length is reduced."""
+
+    def forward(self, q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(40, 24)
+
+    def forward(self, x):  # (B, L, 40) -> (B, 24, 24)
+        y = self.project(x)
+        return y.transpose(1, 2) @ y
+
+
+DYNAMIC = {
+    "product": (Product, lambda n: (torch.randn(4, n), torch.randn(n, 8)), ({1: 0}, {0: 0})),
+    "attention": (Attention, lambda n: (torch.randn(2, 3, n, 8),) * 3, ({2: 0},) * 3),
+    "two lengths": (
+        Attention,
+        lambda n: (torch.randn(2, 3, 5 + n, 8), torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)),
+        ({2: 1}, {2: 0}, {2: 0}),
+    ),
+    "projected": (Projected, lambda n: (torch.randn(3, n, 40),), ({1: 0},)),
+    "batch and length": (Projected, lambda n: (torch.randn(n, n + 1, 40),), ({0: 0, 1: 1},)),
+}
+
+
+@pytest.mark.slow_except("product-mxfp8-10", "attention-mxfp4-33")
+@pytest.mark.parametrize("example", [10, 32, 33])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "mxfp4"])
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_takes_the_lengths_that_the_program_takes(name, recipe, example):
+    """No length of the example, and no number of its blocks, becomes a guard."""
+    kind, inputs, dims = DYNAMIC[name]
+    lengths = [torch.export.Dim(letter, min=2, max=600) for letter in "nm"]
+    shapes = tuple({d: lengths[i] for d, i in of_input.items()} for of_input in dims)
+    x = inputs(example)
+    converted = convert(kind(), x, recipe, shapes=shapes)
+    with torch.no_grad():
+        program = torch.export.export(converted, x, dynamic_shapes=shapes)
+        portable = pt2mx.make_portable(program)
+        assert sorted(portable._guards_code) == sorted(program._guards_code)
+        run = portable.module()
+        for n in (*AROUND_BLOCKS, 500):
+            x = inputs(n)
+            torch.testing.assert_close(run(*x), converted(*x), rtol=1e-5, atol=1e-5)
 
 
 def test_stochastic_rounding_by_its_seed():

@@ -1,5 +1,6 @@
 """Each target: what its text or graph computes is what the converted graph computes, to the bit."""
 
+import random
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.targets.parts import identifiers
 from pt2mx.fx.targets.table import TARGETS, translate
 from tests.documents import ROOT
 from tests.flow import convert
@@ -87,6 +89,58 @@ def test_each_layer_of_a_shared_weight_has_a_function(activation, names):
     quantizer.set_module_name("second", get_default_mx_quantization_config("mxfp4", activation))
     text = translate(convert(Tied().eval(), (x,), quantizer), "tosa")
     assert re.findall(r"func\.func @(\w+)", text) == names
+
+
+#: names of modules of which several give the same letters, or letters that are none in the dialects
+HOSTILE = [
+    *("a", "a_0", "a-0", "a 0", "a:0", "größe", "gr__e", "gr__e_1", "权重", "__", "0", "_0", "1", "func", "tensor"),
+    *("a_0_weight", "b", "b_weight", "b_weight_matmul", "b_weight_codes", "b_weight_scale", "x", "linear", "x" * 200),
+]
+
+
+class Named(nn.Module):
+    """Layers whose names are hostile, and layers within a list, one after the other."""
+
+    def __init__(self, names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(64, 64))
+        self.add_module("a", nn.ModuleList(nn.Linear(64, 64) for _ in range(2)))  # a.0, a.1
+        self.tables = nn.ModuleDict({"a.0".replace(".", "_"): nn.Embedding(4, 64), "größe": nn.Embedding(4, 64)})
+
+    def forward(self, x):
+        for layer in (m for m in self.modules() if isinstance(m, nn.Linear)):
+            x = layer(x)
+        return x + sum(table.weight.sum() for table in self.tables.values())
+
+
+@pytest.mark.parametrize("activation", [None, "mxfp8(rceil)"])
+def test_names_are_unique_identifiers(activation):
+    x = torch.randn(2, 64)
+    model = converted("mxfp8", activation, Named(HOSTILE).eval(), (x,))
+    layers = len(HOSTILE) + 1  # "a" became a list of two
+    for target in ("tosa", "stablehlo"):
+        names = re.findall(r"func\.func @(.+?)\(%", translate(model, target))
+        assert len(names) == len(set(names)) >= layers
+        assert all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) for name in names)
+    text = translate(model, "tensorrt")
+    inputs = re.findall(r"\] ([^,)]+)[,)]", text.partition(" => ")[0])
+    results = [name for line in text.splitlines() if " = " in line for name in line.partition(" = ")[0].split(",")]
+    values = [name.strip() for name in (*inputs, *results)]
+    assert len(values) == len(set(values)) and all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) for name in values)
+    if activation is None:
+        assert torch.equal(translate(model, "torchao")(x), model(x))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_names_become_unique_identifiers(seed):
+    draw = random.Random(seed)
+    for _ in range(200):
+        names = ["".join(draw.choices("aA0_1.-ßあ٣\n ", k=draw.randrange(5))) for _ in range(draw.randrange(30))]
+        made = identifiers(dict(enumerate(names)))
+        assert [*made] == [*range(len(names))] and len({*made.values()}) == len(made)
+        assert all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) for name in made.values())
+        assert not names or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", names[0]) or made[0] == names[0]
 
 
 def test_weights_of_torchao_have_native_dtypes():

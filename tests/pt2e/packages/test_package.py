@@ -1,9 +1,11 @@
 import os
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.utils._sympy import solve as torch_solve
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
@@ -11,9 +13,9 @@ from pt2mx.pt2e import provenance
 from pt2mx.pt2e.cli.compile import compile_program
 from pt2mx.pt2e.cli.models import export
 from pt2mx.pt2e.packages import package
-from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.packages.package import exact_lengths, load_package
 from pt2mx.pt2e.provenance import provenance_of
-from tests.flow import calibrated
+from tests.flow import calibrated, convert
 
 
 class Net(nn.Module):
@@ -256,3 +258,47 @@ def test_a_failure_leaves_the_old_package(error, converted, tmp_path, monkeypatc
     with pytest.raises(error):
         compile_program(program, tmp_path / "net.pt2")
     assert os.listdir(tmp_path) == ["net.pt2"] and (tmp_path / "net.pt2").read_text() == "old"
+
+
+def test_lengths_behind_sizes_are_exact():
+    """For each factor and offset, and torch's own function after that."""
+    length, size = sympy.symbols("length size", integer=True)
+    before = torch_solve.try_solve
+    with exact_lengths():
+        for factor in (1, 2, 3, 7, 10, 41, 49, 98, 103, 107, 161):
+            for offset in (-3, 0, 1, 48):
+                _, solved = torch_solve.try_solve(sympy.Eq(factor * length + offset, size), length)
+                assert all(solved.subs(size, factor * n + offset) == n for n in (0, 1, 2, 6, 48, 49, 50, 10**6 + 1))
+                assert not solved.has(sympy.Rational) or not solved.atoms(sympy.Rational) - solved.atoms(sympy.Integer)
+    assert torch_solve.try_solve is before
+
+
+class Patches(nn.Module):
+    """A linear layer, and the mean of each patch of 7 by 7 positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 8)
+
+    def forward(self, x, scale=1):
+        return self.fc(x).view(-1, 49, 8).mean(1) * scale
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_no_row_is_lost(inputs, portable, tmp_path):
+    def args(n):
+        return torch.randn(49 * n, 32), *([torch.randn(n, 8)] if inputs == 2 else [])
+
+    length = Dim("n", min=2, max=512)
+    shapes = ({0: 49 * length}, {0: length})[:inputs]
+    converted = convert(Patches(), args(4), "mxfp8", shapes=shapes)
+    with torch.no_grad():
+        program = torch.export.export(converted, args(4), dynamic_shapes=shapes)
+    compile_program(program, tmp_path / "net.pt2", portable=portable)
+    compiled = load_package(tmp_path / "net.pt2")
+    with torch.no_grad():
+        for n in (2, 3, 5, 7, 48, 49, 50, 512):
+            x = args(n)
+            torch.testing.assert_close(compiled(*x), converted(*x), rtol=1e-5, atol=1e-5)
