@@ -133,6 +133,41 @@ def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
     assert torch.equal(layer(x), own(x)) and torch.equal(logits(theirs), logits(ours))
 
 
+def bits(tensor):
+    return tensor.dtype, tensor.flatten().view(torch.uint8).tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("layout", "inputs"), [("compressed-tensors", NVFP4), ("modelopt", f"{FORM}(nearest_flush,e4m3_f32_divisor)")]
+)
+def test_inputs_of_the_other_layout(bf16, quantizer, tmp_path, layout, inputs):
+    """A program of ModelOpt's NVFP4 goes straight to compressed-tensors, as through a checkpoint of its own layout, and
+    the other way round; a scale mode that no library has does not."""
+    own = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}[layout]
+    float_one = bf16("llama")
+
+    def program(form):
+        settings = {".*embed_tokens": None, ".*": (NVFP4, form)}
+        prepared = pt2mx.prepare_pt2e(float_one.graph, without_activation_matmuls(quantizer(settings)))
+        prepared(**INPUTS)
+        return pt2mx.convert_pt2e(prepared)
+
+    converted = program(inputs)
+    report = save_checkpoint(converted, float_one.model, tmp_path / "straight", layout)
+    assert len(report.changes) == 1 and f"which is how libraries that load {layout} quantize" in report.changes[0]
+    assert save_checkpoint(converted, float_one.model, tmp_path / "own", own).changes == []
+    convert_checkpoint(tmp_path / "own", tmp_path / "through", layout=layout)
+    one, other = tensors(tmp_path / "straight"), tensors(tmp_path / "through")
+    assert one.keys() == other.keys() and any("input" in name for name in one)
+    assert all(bits(one[name]) == bits(other[name]) for name in one)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("straight", "through")]
+    assert len({json.dumps(config["quantization_config"]) for config in configs}) == 1
+    by_mse = program({NVFP4: f"{NVFP4}(mse)"}.get(inputs, inputs.replace("nearest_flush", "mse")))
+    with pytest.raises(MXError, match=r"cannot say that inputs of .* are"):
+        save_checkpoint(by_mse, float_one.model, tmp_path / "mode", layout)
+
+
 @torch.no_grad()
 def test_inputs_that_the_flow_calibrates(bf16, quantizer, logits, tmp_path, monkeypatch):
     """Both layouts keep codes, scales and the logits; compressed-tensors' decompressor gives equal weights."""
