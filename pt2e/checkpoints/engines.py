@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.weight_formats import FP8_BLOCKS, NVFP4, NVFP4_DIVISOR
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ ENGINES = (VLLM, TRANSFORMERS)
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine does with weights.
+    """The result of loading weights with an engine.
 
     Args:
         loads: True or False where it ran; None: it did not run.
@@ -171,15 +171,15 @@ def engines_that_load(
     """
     if layout.name not in {row.layout for row in READINGS}:
         return {}
-    quantized = {}
-    for weight in weights_of(model):
-        name = weight.rpartition(".")[0]
-        module = modules.get(name)
-        if module is not None and module.scheme is not None:
-            quantized[weight] = _part(layout, module, is_transposed(model, weight), unit_scales), module.scheme
-    parts = dict.fromkeys((part, scheme.form) for part, scheme in quantized.values())
-    any_inputs = not layout.inputs or any(scheme.inputs is not None for _, scheme in quantized.values())
-    mixed = _fused_in_several(quantized)
+    of_weights = {weight: modules.get(weight.rpartition(".")[0]) for weight in weights_of(model)}
+    schemes = {weight: None if module is None else module.scheme for weight, module in of_weights.items()}
+    parts = {
+        (_part(layout, module, is_transposed(model, weight), unit_scales), module.scheme.form): None
+        for weight, module in of_weights.items()
+        if module is not None and module.scheme is not None
+    }
+    any_inputs = not layout.inputs or any(scheme and scheme.inputs for scheme in schemes.values())
+    mixed = _fused_in_several(schemes)
     return {
         str(engine): _predicate(
             {part: readings_of(layout.name, *part)[i] for part in parts}, any_inputs, mixed if engine.fuses else []
@@ -194,11 +194,11 @@ def _part(layout: Layout, module: Module, transposed: bool, unit_scales: bool) -
     return HEAD if module.is_head else module.kind
 
 
-def _fused_in_several(quantized: Mapping[str, object]) -> list[str]:
+def _fused_in_several(schemes: Mapping[str, Scheme | None]) -> list[str]:
     """Return the layers of the first group that engines fuse and that have several formats; empty for none."""
-    for name in quantized:
-        group = sorted(fused_with(name, quantized))
-        if any(quantized[other] != quantized[name] for other in group):
+    for name in schemes:
+        group = sorted(fused_with(name, schemes))
+        if any(schemes[other] != schemes[name] for other in group):
             return [other.split(".")[-2] for other in group]
     return []
 

@@ -201,9 +201,11 @@ class Layout:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
         if not self.takes_inputs(inputs):
             able = " or ".join(layout.name for layout in LAYOUTS.values() if layout.takes_inputs(inputs))
+            read = self.as_read(inputs)
             raise MXError(
                 f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}"
                 + f"; give the layout {able}" * bool(able)
+                + f"; or quantize them to {read}" * (read != inputs and self.takes_inputs(read))
             )
 
     def as_read(self, inputs: MXSpec) -> MXSpec:

@@ -53,6 +53,7 @@ def _loads(report):
     return not report.engines[_VLLM].startswith("does not load")
 
 
+@pytest.mark.slow_except("llama-*", "mixtral-compressed*-None", "gpt_oss-*mxfp4*", "qwen3_moe-compressed*-None")
 @pytest.mark.parametrize(("layout", "form", "inputs"), _WRITTEN)
 @pytest.mark.parametrize("family", _MODELS)
 def test_what_engines_say_is_what_vllm_looks_for(floats, tmp_path, family, layout, form, inputs):
@@ -62,9 +63,9 @@ def test_what_engines_say_is_what_vllm_looks_for(floats, tmp_path, family, layou
             convert_checkpoint(floats / family, tmp_path / "out", _quantizer(form, inputs), layout=layout)
         return
     report = convert_checkpoint(floats / family, tmp_path / "out", _quantizer(form, inputs), layout=layout)
-    found = refusals(tmp_path / "out")
+    refused = refusals(tmp_path / "out")
     said = report.engines[_VLLM].split(" ")[0]
-    assert said == "was" or (said == "loads") == (not found), (report.engines, found)
+    assert said == "was" or (said == "loads") == (not refused), (report.engines, refused)
 
 
 def test_each_layout_is_written():
@@ -127,8 +128,9 @@ def test_experts_in_high_precision_of_other_layouts(floats, tmp_path, layout):
     assert refusals(tmp_path / "out") == []
 
 
-def test_one_format_for_layers_that_vllm_fuses(floats, tmp_path):
-    quantizer = _quantizer("mxfp4(even)", k_proj=MXQuantizationConfig(weight="mxfp8(rceil)"))
+@pytest.mark.parametrize("other", [MXQuantizationConfig(weight="mxfp8(rceil)"), None])
+def test_one_format_for_layers_that_vllm_fuses(floats, tmp_path, other):
+    quantizer = _quantizer("mxfp4(even)", k_proj=other)
     report = convert_checkpoint(floats / "llama", tmp_path / "out", quantizer)
     assert report.engines[_VLLM] == "was not tried with k_proj, q_proj, v_proj in several formats (its code takes one)"
     assert refusals(tmp_path / "out")[0].startswith("model.layers.0.self_attn.qkv_proj: ")
@@ -184,6 +186,11 @@ def test_readings_are_of_formats_that_layouts_hold():
             assert form in LAYOUTS[row.layout].stored and (row.layout, row.part, form) not in seen
             seen.add((row.layout, row.part, form))
         assert all(reading.text for reading in row.readings if reading.loads is False)
+
+
+def test_transformers_is_the_version_of_the_suite():
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert f"transformers=={engines.TRANSFORMERS.version}" in constraints
 
 
 def test_the_table_is_in_the_readme():

@@ -75,7 +75,7 @@ def refusals(folder: Path) -> list[str]:
     config = json.loads((folder / "config.json").read_text())
     family, quantization = FAMILIES[config["model_type"]], config["quantization_config"]
     stored = tensor_names(folder)
-    found = []
+    reasons = []
     for module in modules_of(config, family, stored):
         try:
             expected = METHODS[quantization["quant_method"]](quantization, family, module)
@@ -84,8 +84,8 @@ def refusals(folder: Path) -> list[str]:
             else:
                 _check_tensors(module, expected, stored)
         except Refusal as refusal:
-            found.append(f"{module.name}: {refusal}")
-    return found
+            reasons.append(f"{module.name}: {refusal}")
+    return reasons
 
 
 def tensor_names(folder: Path) -> set[str]:
@@ -194,18 +194,18 @@ def _compressed_tensors(config: Config, family: Family, module: Module) -> Suffi
         names = [f"{module.name}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
     else:
         names = [module.name]
-    found = []
+    schemes = []
     for name in names:
         parts = _parts(module, family) if name == module.name else [name]
         if name in ignore or _ignored(parts, module, ignore):
-            found.append(FLOAT)
+            schemes.append(FLOAT)
             continue
         target = _matched(name, module, family, list(groups))
         group = groups.get(target)
         if group is not None and module.kind == EMBEDDING:
             raise Refusal("embeddings are integers")
-        found.append(FLOAT if group is None else _scheme(group["weights"], group["input_activations"]))
-    return _all_or_none(found, module)
+        schemes.append(FLOAT if group is None else _scheme(group["weights"], group["input_activations"]))
+    return _all_or_none(schemes, module)
 
 
 # ---- the other methods
