@@ -179,5 +179,6 @@ def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, E
         missing = f"the checkpoint holds no {name}" if stated else f"{new.name} has no place for {name}"
         raise MXError(f"{missing}, the tensor scale of inputs")
     changes = stated.scale_format.tensor != inputs.scale_format.tensor
-    plan.input_scales[name] = f"{module}.{new.input_scale}", changes
+    shape = new.stored[format_of(stated)].tensor_scale_shape
+    plan.input_scales[name] = f"{module}.{new.input_scale}", changes, shape
     return stated

@@ -77,12 +77,12 @@ def test_inputs_with_tensor_scales_go_from_file_to_file(in_format, tmp_path):
     _calibrated(tmp_path / "nv")
     convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
     written = tensors(tmp_path / "ct")
-    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(()))
+    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(1))
     group = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert group["input_activations"]["dynamic"] == "local"
     convert_checkpoint(tmp_path / "ct", tmp_path / "back", layout="modelopt")
     back, first = tensors(tmp_path / "back"), tensors(tmp_path / "nv")
-    assert back.keys() == first.keys()
+    assert back.keys() == first.keys() and all(back[name].shape == first[name].shape for name in first)
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
 
 
 def bits(tensor):
-    return tensor.dtype, tensor.flatten().view(torch.uint8).tolist()
+    return tensor.dtype, tensor.shape, tensor.flatten().view(torch.uint8).tolist()
 
 
 @torch.no_grad()
