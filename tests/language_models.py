@@ -83,6 +83,7 @@ FAMILIES = {
     "gpt_neo": ("GPTNeoConfig", _NEO),
     "gptj": ("GPTJConfig", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "rotary_dim": 16}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_SMALL, "num_experts": 4, "moe_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "glm4": ("Glm4Config", _WIDE),
     # recurrent layers
     "mamba": ("MambaConfig", {**_RECURRENT, "state_size": 8}),

@@ -21,7 +21,6 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +171,7 @@ def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     return missing
 
 
-#: layers of one module that vLLM and others multiply at once, and so with one tensor scale
+#: layers of one module that engines, such as vLLM, multiply at once, and so with one tensor scale
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
@@ -190,16 +189,15 @@ def fused_with(name: str, weights: Collection[str]) -> set[str]:
     return {other for one in group if (other := f"{parent}.{one}.{attribute}".removeprefix(".")) in weights} | {name}
 
 
-def check_compatibility(
-    layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel, unit_scales: bool = False
-) -> None:
-    """Raise an `MXError` for experts that the libraries of a layout would not find or would compute differently.
+def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
+    """Raise an `MXError` for experts that no library of a layout would find or compute as the model does.
+
+    What one library loads and another does not is in `engines`.
 
     Args:
         layout: the layout of the checkpoint.
         modules: modules by their names in the model; other names are ignored.
         model: the model, on any device, also meta.
-        unit_scales: True where the tensor scales of experts are 1.
 
     Raises:
         MXError: naming a module.
@@ -222,10 +220,10 @@ def check_compatibility(
         for name, module in modules.items():
             if module.kind == _SPLIT:
                 raise MXError(f"transformers would not find the weights of {name}, a {_SPLIT}: give another layout")
-        _check_merged({name: module for name, module in experts.items() if name not in whole}, modules, unit_scales)
+        _check_merged({name: module for name, module in experts.items() if name not in whole}, modules)
 
 
-def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module], unit_scales: bool) -> None:
+def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module]) -> None:
     """Check experts that transformers (5.17) merges into one parameter, with one scheme for all, when it loads them."""
     if not experts:
         return
@@ -235,7 +233,3 @@ def _check_merged(experts: Mapping[str, Module], modules: Mapping[str, Module], 
     linear = most_common(module for module in modules.values() if module.kind == LINEAR)
     if first.scheme is None and linear and linear[0].form != "fp8_e4m3":
         raise MXError(f"transformers takes {name} to be packed as linear layers are: quantize experts too")
-    if first.scheme is not None and first.scheme.form == "fp8_e4m3":
-        raise MXError(f"transformers reads experts in FP8 with one scale a row: give {name} another format")
-    if first.scheme is not None and first.scheme.form == NVFP4_DIVISOR and not unit_scales:
-        raise MXError(f"transformers leaves out the tensor scales of experts: give {name} MXFP4, or another layout")

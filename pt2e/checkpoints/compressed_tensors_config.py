@@ -33,20 +33,26 @@ _FORMATS: dict[str, tuple[str, dict[str, Any], bool | str]] = {
 }
 _MX_BITS = {fields["num_bits"]: form for form, (_, fields, dynamic) in _FORMATS.items() if dynamic is True}
 _MIXED = "mixed-precision"
-#: the target of experts, which are not modules in memory
+#: the target of experts, which are not modules in memory: engines ask for `...experts.0.gate_proj`
 _EXPERTS = r"re:.*\.experts\..*"
 
 
 def write(modules: Mapping[str, Module]) -> dict[str, Any]:
-    """Write one group per scheme. The most common scheme applies to all linear layers that nothing else names."""
+    """Write one group per scheme. The most common scheme applies to all linear layers that nothing else names.
+
+    Engines have a class of their own for the head, which the target "Linear" does not match: its name does."""
     schemes = most_common(modules.values())
     groups = {}
     for number, scheme in enumerate(schemes):
         kinds = {name: module.kind for name, module in modules.items() if module.scheme == scheme}
+        heads = [rf"re:.*{re.escape(name)}$" for name in kinds if modules[name].is_head]
         named = [name for name, kind in kinds.items() if kind == EMBEDDING or (kind == LINEAR and number)]
-        targets = (
-            [_EXPERTS] * (EXPERTS in kinds.values()) + [LINEAR] * (number == 0 and LINEAR in kinds.values()) + named
-        )
+        targets = [
+            *[_EXPERTS] * (EXPERTS in kinds.values()),
+            *heads,  # compressed-tensors warns of a target all of whose modules an earlier one matched
+            *[LINEAR] * (number == 0 and LINEAR in kinds.values()),
+            *(name for name in named if not modules[name].is_head),
+        ]
         groups[f"group_{number}"] = {
             "targets": targets,
             "weights": _arguments(scheme.form, inputs=False),
@@ -60,7 +66,7 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
         "format": formats[0] if len(formats) == 1 else _MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": unquantized(modules),
+        "ignore": [*unquantized(modules), *_ignored_experts(modules)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -83,6 +89,14 @@ def read(config: Mapping[str, Any]) -> Rules:
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
     named: Rules = [(_by_name(target), targets[target]) for target in ordered]
     return [*ignored, *named, *((_by_class(target), targets[target]) for target in ordered)]
+
+
+def _ignored_experts(modules: Mapping[str, Module]) -> list[str]:
+    """Return the patterns of the layers of experts in high precision."""
+    of_experts = {name: module.scheme is None for name, module in modules.items() if module.kind == EXPERTS}
+    if of_experts and all(of_experts.values()):
+        return [_EXPERTS]
+    return [rf"re:.*{re.escape(name)}\..*" for name, ignored in of_experts.items() if ignored]
 
 
 def _arguments(form: str, inputs: bool) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from pt2mx.fx.graph.node import Dequantize
 from pt2mx.kernels.float_scales import has_each
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
+from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, inputs_text
 from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EMBEDDING,
@@ -26,11 +27,13 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     LINEAR,
     Module,
     Scheme,
+    head_of,
     is_transposed,
     tied_names,
     weights_of,
+    with_head,
 )
-from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor
+from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor, tensor_scaled_inputs
 from pt2mx.pt2e.checkpoints.regroup import divide
 from pt2mx.pt2e.checkpoints.weight_formats import spec_of
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
@@ -46,13 +49,45 @@ _EXPERT = re.compile(r"(\.experts)\.\d+\..*")
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint: tensors by their names in it, and transformers' configuration."""
+    """The contents of a checkpoint.
+
+    Args:
+        tensors: its tensors by their names in it.
+        config: transformers' configuration.
+        engines: what each engine is known to do with it, as `engines_that_load` returns it.
+        changes: what it states otherwise than the graph, a line each.
+    """
 
     tensors: dict[str, Tensor]
     config: Any
+    engines: dict[str, str]
+    changes: list[str]
 
 
-def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, unpack: Sequence[str] = ()) -> Contents:
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a checkpoint, the modules with weights, and what it states otherwise than the graph.
+
+    Args:
+        tensors: its tensors by their names in it.
+        modules: the modules with weights by their names in the model.
+        unties: True where a tied weight is there twice.
+        changes: what it states otherwise than the graph, a line each.
+    """
+
+    tensors: dict[str, Tensor]
+    modules: dict[str, Module]
+    unties: bool
+    changes: list[str]
+
+
+def build_contents(
+    graph: GraphModule,
+    model: PreTrainedModel,
+    layout: Layout,
+    unpack: Sequence[str] = (),
+    quantized_head: bool = False,
+) -> Contents:
     """Return the contents of a checkpoint.
 
     Args:
@@ -60,6 +95,7 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
         model: the float model that was converted.
         layout: the layout of the checkpoint.
         unpack: regular expressions of modules whose weights are written as dequantized values.
+        quantized_head: True: write the codes of the head where no engine is known to load them, too.
 
     Returns:
         The contents; their tensors share memory with the graph.
@@ -67,32 +103,42 @@ def build_contents(graph: GraphModule, model: PreTrainedModel, layout: Layout, u
     Raises:
         MXError: where the layout, or a library that loads it, cannot represent what the graph computes.
     """
-    tensors, modules, unties = build_tensors(graph, model, layout, unpack)
+    parts = build_tensors(graph, model, layout, unpack, quantized_head)
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = str(_dtype(graph)).removeprefix("torch.")
-    config.quantization_config = write_config(layout, _named_both_ways(model, modules, layout))
-    if unties:
+    config.quantization_config = write_config(layout, _named_both_ways(model, parts.modules, layout))
+    if parts.unties:
         config.tie_word_embeddings = False
-    return Contents(tensors, config)
+    return Contents(parts.tensors, config, engines_that_load(layout, parts.modules, model), parts.changes)
 
 
 def build_tensors(
-    graph: GraphModule, model: PreTrainedModel, layout: Layout, unpack: Sequence[str] = ()
-) -> tuple[dict[str, Tensor], dict[str, Module], bool]:
-    """Return the tensors of `build_contents`, the modules with weights, and True where a tied weight is there twice."""
+    graph: GraphModule,
+    model: PreTrainedModel,
+    layout: Layout,
+    unpack: Sequence[str] = (),
+    quantized_head: bool = False,
+) -> Parts:
+    """Return the tensors of `build_contents`, and the modules with weights."""
     users = weight_users(graph)
     prefix = _prefix(graph, users, model)
     packed = _packed(users, model, prefix)
     _check_dtypes(graph, layout)
     unpacked = take_values(packed, unpack, model, _dtype(graph))
+    changes = []
+    if not quantized_head and (head := _refused_head(packed, model, layout)):
+        unpacked |= take_values(packed, [re.escape(head)], model, _dtype(graph))
+        changes.append(f"{head} is written as values: no engine is known to load its codes in {layout.name}")
     kinds = weights_of(model)
-    packed = {name: _in_layout(name, packed, layout, _dtype(graph)) for name in packed}
+    own = packed
+    packed = {name: _in_layout(name, own, layout, _dtype(graph)) for name in own}
+    changes += _changed_inputs(own, packed, layout)
     _check_factors(packed, layout)
     for name, user in packed.items():
         _check(name, kinds[name], user, layout)
     tensors = {**_float_values(graph, users, model, prefix, {*packed, *unpacked}), **unpacked}
-    modules = _modules(model, kinds, packed)
+    modules = with_head(_modules(model, kinds, packed), model)
     check_compatibility(layout, modules, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     # transformers ties no codes, and then no bias either
@@ -103,7 +149,7 @@ def build_tensors(
             bias = divide(model, f"{name}_bias", into_one=False)
             floats |= bias.bias(floats)
             del floats[bias.name]
-    return {**floats, **_packed_tensors(model, packed, layout)}, modules, unties
+    return Parts({**floats, **_packed_tensors(model, packed, layout)}, modules, unties, changes)
 
 
 def _prefix(graph: GraphModule, users: list[WeightUser], model: PreTrainedModel) -> str:
@@ -136,15 +182,43 @@ def _packed(users: list[WeightUser], model: PreTrainedModel, prefix: str) -> dic
     return packed
 
 
+def _refused_head(packed: dict[str, WeightUser], model: PreTrainedModel, layout: Layout) -> str | None:
+    """Return the head if no engine is known to load its codes, and values can replace them: its inputs are floats."""
+    head = head_of(model)
+    user = packed.get(f"{head}.weight")
+    if user is None or user.inputs is not None or not is_refused(layout.name, HEAD, user.form):
+        return None
+    return head
+
+
+def _changed_inputs(own: dict[str, WeightUser], packed: dict[str, WeightUser], layout: Layout) -> list[str]:
+    """Return a line for each format of inputs that the layout states otherwise."""
+    specs = dict.fromkeys((own[name].inputs, user.inputs) for name, user in packed.items())
+    return [inputs_text(layout, old, new) for old, new in specs if old is not None and new is not None and old != new]
+
+
 def _in_layout(name: str, packed: dict[str, WeightUser], layout: Layout, dtype: torch.dtype) -> WeightUser:
     """Return a weight in the format of the layout that holds the same values, where that is another one."""
-    user = packed[name]
+    user = _inputs_in_layout(packed[name], layout)
     form = alike_form(user.form, layout.stored)
     if form in (None, user.form):
         return user
     factor = shared_factor({one: packed[one].packed for one in fused_with(name, packed)}, form)
     recoded = recode(name, user.packed, form, dtype, factor)
     return dataclasses.replace(user, spec=recoded.spec, scale=recoded.scale, tensor_scale=recoded.tensor_scale)
+
+
+def _inputs_in_layout(user: WeightUser, layout: Layout) -> WeightUser:
+    """Return a user whose inputs have a tensor scale as the layout has it: a factor or a divisor.
+
+    Libraries of both kinds choose scales by their own mode, so other modes stay, and are refused."""
+    if user.inputs is None or user.input_scale is None:
+        return user
+    inputs = tensor_scaled_inputs(user.inputs, layout)
+    stated = any(other.takes_inputs(user.inputs) for other in LAYOUTS.values())
+    if inputs is None or not stated or inputs.scale_format == user.inputs.scale_format:
+        return user
+    return dataclasses.replace(user, inputs=inputs, input_scale=user.input_scale.reciprocal())
 
 
 def _check_factors(packed: dict[str, WeightUser], layout: Layout) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,19 @@ from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, are_experts, weights_of
+from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
+from pt2mx.pt2e.checkpoints.layouts import Layout, inputs_text
+from pt2mx.pt2e.checkpoints.module_schemes import (
+    EMBEDDING,
+    EXPERTS,
+    LINEAR,
+    Module,
+    Scheme,
+    are_experts,
+    head_of,
+    weights_of,
+    with_head,
+)
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
@@ -47,6 +57,9 @@ class ConversionPlan:
         left: tensor of two or more dimensions -> the reason why it is not quantized.
         layout: the layout of the output.
         dtype: the dtype of tensors that are not quantized; None: their own.
+        quantized_head: True: quantize the head where no engine is known to load it, too.
+        changes: what the checkpoint states otherwise than the recipe, a line each.
+        engines: what each engine is known to do with it, as `engines_that_load` returns it.
     """
 
     config: dict[str, Any]
@@ -57,6 +70,9 @@ class ConversionPlan:
     transposed: set[str] = field(default_factory=set)
     parameters: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    quantized_head: bool = False
+    changes: list[str] = field(default_factory=list)
+    engines: dict[str, str] = field(default_factory=dict)
 
     @property
     def entries(self) -> dict[str, dict[str, Entry]]:
@@ -117,7 +133,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    source: Source, quantizer: MXQuantizer, layout: Layout, dtype: torch.dtype | None
+    source: Source, quantizer: MXQuantizer, layout: Layout, dtype: torch.dtype | None, quantized_head: bool = False
 ) -> ConversionPlan:
     """Decide about every tensor of a checkpoint without reading a weight.
 
@@ -126,10 +142,11 @@ def plan_conversion(
     """
     path, config, model, shards, *_ = source
     check_whole(path, model, [name for tensors in shards.entries.values() for name in tensors])
-    plan = ConversionPlan(config, shards, layout, dtype)
-    modules = _choose(plan, model, select_weights(model, quantizer))
+    plan = ConversionPlan(config, shards, layout, dtype, quantized_head=quantized_head)
+    modules = with_head(_choose(plan, model, select_weights(model, quantizer)), model)
     check_dtype(plan)
     check_compatibility(layout, modules, model)
+    plan.engines = engines_that_load(layout, modules, model)
     plan.config = {**config, "quantization_config": write_config(layout, modules), **model_fields(layout, modules)}
     if dtype is not None:
         plan.set_dtype(dtype)
@@ -155,7 +172,7 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
     Raises:
         MXError: where the layout lacks a format, or there is nothing to quantize.
     """
-    rename, kinds = renames_of(model), weights_of(model)
+    rename, kinds, head = renames_of(model), weights_of(model), head_of(model)
     modules: dict[str, Module] = {}
     for entries in plan.entries.values():
         for name, entry in entries.items():
@@ -168,12 +185,16 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
                         f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of "
                         f"{tuple(model.get_parameter(parameter).shape)}: give files that belong together"
                     )
-                specs = dataclasses.replace(specs, weight=_in_layout(specs.weight, plan.layout))
-                reason = _unfit(plan, model.get_submodule(path), name, entry, merged, specs)
+                layer = model.get_submodule(path)
+                wanted = specs.activation
+                specs = LayerSpecs(_in_layout(specs.weight, plan.layout), _stated(plan.layout, layer, wanted))
+                reason = _unfit(plan, layer, name, entry, merged, specs, is_head=path == head)
             if specs is not None and not reason:
                 scheme = Scheme(format_of(specs.weight), specs.activation)
+                if wanted is not None and wanted != specs.activation:
+                    _note_inputs(plan, wanted, specs.activation)
                 plan.chosen[name], plan.parameters[name] = specs.weight, parameter
-                if holds_columns(model.get_submodule(path)):
+                if holds_columns(layer):
                     plan.transposed.add(name)
             elif len(entry.shape) > 1:
                 plan.left[name] = reason
@@ -197,7 +218,27 @@ def _in_layout(spec: MXSpec, layout: Layout) -> MXSpec:
     return spec.replace(scale_format=scale_format) if spec.scale_format.tensor and scale_format.tensor else spec
 
 
-def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merged: bool, specs: LayerSpecs) -> str:
+def _stated(layout: Layout, layer: nn.Module, inputs: MXSpec | None) -> MXSpec | None:
+    """Return the spec of inputs that a checkpoint states for a layer that a recipe quantizes to another."""
+    return None if inputs is None or are_experts(layer) else layout.as_read(inputs)
+
+
+def _note_inputs(plan: ConversionPlan, wanted: MXSpec, stated: MXSpec | None) -> None:
+    text = "inputs of experts stay in high precision: no layout states their quantization"
+    line = text if stated is None else inputs_text(plan.layout, wanted, stated)
+    if line not in plan.changes:
+        plan.changes.append(line)
+
+
+def _unfit(
+    plan: ConversionPlan,
+    layer: nn.Module,
+    name: str,
+    entry: Entry,
+    merged: bool,
+    specs: LayerSpecs,
+    is_head: bool = False,
+) -> str:
     """Return the reason why a tensor of a selected weight is not quantized; "" for none.
 
     Raises:
@@ -215,6 +256,8 @@ def _unfit(plan: ConversionPlan, layer: nn.Module, name: str, entry: Entry, merg
     elif type(layer) is not nn.Linear:
         return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
     form = format_of(specs.weight)
+    if is_head and not plan.quantized_head and is_refused(layout.name, HEAD, form):
+        return f"no engine is known to load a quantized head in {layout.name} (--quantized-head quantizes it)"
     block = spec_of(form).block_size
     if columns % block and specs.weight.block_rows == 1:
         return f"its {columns} columns are no whole blocks of {block}"

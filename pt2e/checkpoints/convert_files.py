@@ -52,6 +52,8 @@ class ConversionReport:
         left: tensor of two or more dimensions that is not quantized -> the reason.
         kept: shards that an earlier, interrupted run had finished.
         bytes_before, bytes_after: the bytes of all tensors.
+        changes: what the checkpoint states otherwise than the recipe, a line each.
+        engines: engine with its version -> what it is known to do with the checkpoint, such as "loads it".
     """
 
     quantized: dict[str, str]
@@ -59,6 +61,8 @@ class ConversionReport:
     kept: list[str]
     bytes_before: int
     bytes_after: int
+    changes: list[str]
+    engines: dict[str, str]
 
 
 def convert_checkpoint(
@@ -70,6 +74,7 @@ def convert_checkpoint(
     weights: str | None = None,
     dtype: str | torch.dtype | None = None,
     statistics: Mapping[str, InputStatistics] | None = None,
+    quantized_head: bool = False,
     jobs: int = 1,
     finished: Callable[[str, int], None] = lambda shard, shards: None,
 ) -> ConversionReport:
@@ -77,8 +82,11 @@ def convert_checkpoint(
 
     The recipe selects linear layers, as it would in the exported model, and experts. Their weights are rounded to
     nearest, with the bytes of `quantize_mx`; GPTQ rounds weights with statistics of their inputs. Embeddings are not
-    quantized, nor heads that share their weight. A second call continues an interrupted run; it writes config.json
-    last.
+    quantized, nor heads that share their weight, nor heads in a layout of which no engine is known to load them. A
+    second call continues an interrupted run; it writes config.json last.
+
+    A checkpoint holds weights, and libraries quantize inputs as they run, by the scale mode of the layout: that is what
+    the configuration states, whatever mode the recipe names. Inputs of experts stay in high precision.
 
     Args:
         source: the folder of the checkpoint: config.json and safetensors, sharded or not; or a GGUF file.
@@ -91,6 +99,7 @@ def convert_checkpoint(
         dtype: the dtype of float tensors that are not quantized, such as "bfloat16"; None: their own.
         statistics: parameter of the model -> statistics of its inputs, from `collect_statistics` or `StatisticsFile`.
             GPTQ then needs memory for the weight and some copies of (K, K) floats. The recipe has its options.
+        quantized_head: True: quantize the head where no engine is known to load it, too.
         jobs: the number of shards to convert at a time.
         finished: called with each finished shard and the number of shards.
 
@@ -119,7 +128,8 @@ def convert_checkpoint(
     chosen = "mxfp4_weight_only" if recipe is None else recipe
     quantizer = chosen if isinstance(chosen, MXQuantizer) else MXQuantizer.from_recipe(chosen)
     check_weights_only(quantizer, () if statistics is None else (GPTQ,))
-    plan, checkpoint = _plan(path, quantizer, layout, _dtype(dtype), weights, recipe is None and statistics is None)
+    keep_codes = recipe is None and statistics is None
+    plan, checkpoint = _plan(path, quantizer, layout, _dtype(dtype), weights, keep_codes, quantized_head)
     _check_statistics(statistics, plan)
     formats = {name: str(spec) for name, spec in plan.chosen.items()}
     manifest = {
@@ -143,11 +153,17 @@ def convert_checkpoint(
         with _write_errors(output):
             _write_other_files(plan, path, output)
     before = sum(entry.nbytes for entries in plan.entries.values() for entry in entries.values())
-    return ConversionReport(formats, plan.left, kept, before, plan.size())
+    return ConversionReport(formats, plan.left, kept, before, plan.size(), plan.changes, plan.engines)
 
 
 def _plan(
-    path: Path, quantizer: MXQuantizer, layout: str, dtype: torch.dtype | None, weights: str | None, keep_codes: bool
+    path: Path,
+    quantizer: MXQuantizer,
+    layout: str,
+    dtype: torch.dtype | None,
+    weights: str | None,
+    keep_codes: bool,
+    quantized_head: bool,
 ) -> tuple[ConversionPlan, Source]:
     """Decide about every tensor, from the headers of the checkpoint."""
     if not path.is_dir() and gguf_in(path) is None:
@@ -163,7 +179,7 @@ def _plan(
         return plan_recoding(source, target, dtype, weights), source
     if weights is not None:
         raise MXError(f"weights={weights!r} (--weights) is for codes: give the float {str(path)!r} a recipe (--recipe)")
-    return plan_conversion(source, quantizer, target, dtype), source
+    return plan_conversion(source, quantizer, target, dtype, quantized_head), source
 
 
 def _check_statistics(statistics: object, plan: ConversionPlan) -> None:

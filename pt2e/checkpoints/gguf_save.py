@@ -40,7 +40,7 @@ def save_gguf(
         MXError: for a model that GGUF cannot hold, or that it would describe as another; nothing is written then.
     """
     check_output(path, (SUFFIX,))
-    tensors, _, _ = build_tensors(graph, model, GGUF, unpack)
+    tensors = build_tensors(graph, model, GGUF, unpack).tensors
     stored = file_tensors(model, TensorsInMemory(_tied_once(model, tensors)))
     header = header_of(model.config, stored, tokenizer)
     with whole_file(path) as file:

@@ -201,10 +201,29 @@ class Layout:
             raise MXError(f"{self.name} holds weights alone: leave the inputs of {module} in high precision")
         if not self.takes_inputs(inputs):
             able = " or ".join(layout.name for layout in LAYOUTS.values() if layout.takes_inputs(inputs))
+            read = self.as_read(inputs)
             raise MXError(
                 f"{self.name} cannot say that inputs of {module} are {inputs}: it has {self._inputs_text()}"
                 + f"; give the layout {able}" * bool(able)
+                + f"; or quantize them to {read}" * (read != inputs and self.takes_inputs(read))
             )
+
+    def as_read(self, inputs: MXSpec) -> MXSpec:
+        """Return the spec with which libraries quantize inputs that the layout states as this one's format.
+
+        A file that is made of float weights holds no value of an input: libraries quantize inputs at run time, by
+        their own scale mode. Scales of weights are decoded, whatever mode chose them.
+
+        Args:
+            inputs: a spec of inputs.
+
+        Returns:
+            The spec with the scale mode of the libraries; the spec itself where they take it, or have no such format.
+        """
+        modes = self.inputs.get(format_of(inputs), ())
+        if not modes or inputs.scale_mode in modes or inputs.scale_format.tensor:
+            return inputs
+        return inputs.replace(scale_mode=modes[0])
 
     def takes_inputs(self, inputs: MXSpec) -> bool:
         """Return whether libraries quantize inputs to this spec."""
@@ -274,6 +293,11 @@ LAYOUTS: dict[str, Layout] = {
         ),
     )
 }
+
+
+def inputs_text(layout: Layout, old: MXSpec, new: MXSpec) -> str:
+    """Return the line about inputs that a layout states in another spec."""
+    return f"inputs in {old} are stated as {new}, which is how libraries that load {layout.name} quantize them"
 
 
 def layout_named(name: object) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 from collections import Counter, defaultdict
@@ -44,11 +45,13 @@ class Module:
         kind: "Linear", "Embedding", or "Experts" for several weights in one tensor.
         scheme: its quantization; None: it is in high precision.
         pre_scaled: True where the checkpoint holds factors of its inputs, as AWQ computes them.
+        is_head: True for the module whose outputs are the logits of tokens, which engines build of a class of its own.
     """
 
     kind: str
     scheme: Scheme | None
     pre_scaled: bool = False
+    is_head: bool = False
 
 
 #: a predicate of the qualified name and the kind of a module
@@ -136,6 +139,23 @@ def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
 def are_experts(module: nn.Module) -> bool:
     """Return True for a module of transformers with the weights of all experts of a layer, (experts, ..., ...) each."""
     return hasattr(module, "is_transposed")
+
+
+def head_of(model: PreTrainedModel) -> str | None:
+    """Return the name of the module that computes the logits of tokens; None for a model without one."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None) if head else None
+
+
+def with_head(modules: Mapping[str, Module], model: PreTrainedModel) -> dict[str, Module]:
+    """Return modules, of which the head of a model is marked, under its name in the model and in the checkpoint."""
+    head = head_of(model)
+    if head is None:
+        return dict(modules)
+    return {
+        name: dataclasses.replace(module, is_head=f".{name}".endswith(f".{head}") or f".{head}".endswith(f".{name}"))
+        for name, module in modules.items()
+    }
 
 
 def is_transposed(model: nn.Module, weight: str) -> bool:

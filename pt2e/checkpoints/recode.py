@@ -11,6 +11,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
+from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
 from pt2mx.spec import MXSpec
 
@@ -34,6 +35,20 @@ def alike_form(form: str, stored: Container[str]) -> str | None:
         The format itself where the layout has it, or another one; None: the layout has none.
     """
     return next((one for one in (form, *_ALIKE.get(form, ())) if one in stored), None)
+
+
+def tensor_scaled_inputs(inputs: MXSpec, layout: Layout) -> MXSpec | None:
+    """Return the format with which libraries of a layout quantize inputs that have a tensor scale.
+
+    Args:
+        inputs: the format of the inputs; its tensor scale is a factor or a divisor.
+        layout: the layout.
+
+    Returns:
+        Its own format for the same elements and scales of blocks; None: it has none.
+    """
+    form = alike_form(format_of(inputs), [one for one in layout.inputs if spec_of(one).scale_format.tensor])
+    return None if form is None else spec_of(form).replace(scale_mode=layout.inputs[form][0])
 
 
 def recode(

@@ -13,10 +13,11 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_whole
+from pt2mx.pt2e.checkpoints.engines import engines_that_load
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
-from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of
-from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of, with_head
+from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
@@ -78,9 +79,11 @@ def plan_recoding(
         names |= {parameter, bias.name} if is_there else {parameter}
     check_whole(path, model, names)
     check_dtype(plan)
-    check_compatibility(layout, modules, model, bool(plan.unit_scales))
+    check_compatibility(layout, modules, model)
     others = {name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}
-    quantization = write_config(layout, {**others, **modules})
+    modules = with_head({**others, **modules}, model)
+    plan.engines = engines_that_load(layout, modules, model, bool(plan.unit_scales))
+    quantization = write_config(layout, modules)
     fields = {name: value for name, value in config.items() if name not in ("quantization_config", "expert_dtype")}
     plan.config = {**fields, "quantization_config": quantization, **model_fields(layout, modules)}
     if dtype is not None:
@@ -170,11 +173,12 @@ def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, E
     """Note how the tensor scale of inputs is written; return their spec in the new layout."""
     assert plan.source is not None
     old, new = plan.source.layout, plan.layout
-    form = alike_form(format_of(inputs), [one for one in new.inputs if spec_of(one).scale_format.tensor])
+    stated = tensor_scaled_inputs(inputs, new)
     name = f"{module}.{old.input_scale}"
-    if form is None or name not in shapes:
-        missing = f"the checkpoint holds no {name}" if form else f"{new.name} has no place for {name}"
+    if stated is None or name not in shapes:
+        missing = f"the checkpoint holds no {name}" if stated else f"{new.name} has no place for {name}"
         raise MXError(f"{missing}, the tensor scale of inputs")
-    changes = spec_of(form).scale_format.tensor != inputs.scale_format.tensor
-    plan.input_scales[name] = f"{module}.{new.input_scale}", changes
-    return spec_of(form).replace(scale_mode=new.inputs[form][0])
+    changes = stated.scale_format.tensor != inputs.scale_format.tensor
+    shape = new.stored[format_of(stated)].tensor_scale_shape
+    plan.input_scales[name] = f"{module}.{new.input_scale}", changes, shape
+    return stated

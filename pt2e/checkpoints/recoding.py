@@ -29,7 +29,7 @@ class RecodingPlan(ConversionPlan):
         weights: tensor of codes -> the weight, its format, and the new one.
         regroupings: first tensor of experts, or of their biases, that the two checkpoints divide differently.
         written_with_others: tensors, such as scales, that are written with codes.
-        input_scales: tensor scale of inputs -> its new name, and whether it becomes its reciprocal.
+        input_scales: tensor scale of inputs -> its new name, whether it becomes its reciprocal, and its new shape.
         unit_scales: weights whose tensor scale must be 1, because transformers would leave it out.
     """
 
@@ -39,7 +39,7 @@ class RecodingPlan(ConversionPlan):
     weights: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     regroupings: dict[str, Regrouping] = field(default_factory=dict)
     written_with_others: set[str] = field(default_factory=set)
-    input_scales: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    input_scales: dict[str, tuple[str, bool, tuple[int, ...]]] = field(default_factory=dict)
     unit_scales: set[str] = field(default_factory=set)
     _factors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -49,7 +49,8 @@ class RecodingPlan(ConversionPlan):
         if name in self.regroupings:
             return self._regrouped_outputs(self.regroupings[name], entry)
         if name in self.input_scales:
-            return {self.input_scales[name][0]: entry}
+            new_name, _, shape = self.input_scales[name]
+            return {new_name: Entry(entry.dtype, shape)}
         if name not in self.weights:
             return super().outputs(name, entry)
         weight, form, new = self.weights[name]
@@ -100,10 +101,9 @@ class RecodingPlan(ConversionPlan):
                     yield part, 0, cast(part, values, self.dtype_of(values.dtype))
             return
         if name in self.input_scales:
-            new_name, is_reciprocal = self.input_scales[name]
-            scale = self.tensors[name]
-            value = read_tensor_scale(name, scale)
-            yield new_name, 0, (value.reciprocal() if is_reciprocal else value).reshape(scale.shape)
+            new_name, is_reciprocal, shape = self.input_scales[name]
+            value = read_tensor_scale(name, self.tensors[name])
+            yield new_name, 0, (value.reciprocal() if is_reciprocal else value).reshape(shape)
             return
         weight, _, new = self.weights[name]
         packed = recode(weight, self._read(name), new, self.model_dtype(), self._factor(name))

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,20 @@ if TYPE_CHECKING:
 _SHARD = "5GB"
 
 
+@dataclass(frozen=True)
+class SaveReport:
+    """The outcome of `save_checkpoint`.
+
+    Args:
+        changes: what the checkpoint states otherwise than the converted model, a line each.
+        engines: engine with its version -> what it is known to do with the checkpoint, such as "loads it"; empty for
+            "gguf".
+    """
+
+    changes: list[str]
+    engines: dict[str, str]
+
+
 def save_checkpoint(
     converted: Any,
     model: PreTrainedModel,
@@ -42,12 +57,14 @@ def save_checkpoint(
     layout: str | None = None,
     *,
     unpack: Sequence[str] = (),
+    quantized_head: bool = False,
     tokenizer: Any = None,
     max_shard_size: int | str = _SHARD,
-) -> None:
-    """Write a converted model as a checkpoint that transformers, vLLM and other libraries load.
+) -> SaveReport:
+    """Write a converted model as a checkpoint that other libraries load, and say which are known to load it.
 
     Codes, scales and float tensors have the bits of the converted model. The folder appears complete or not at all.
+    The codes of a head become values in a layout of which no engine is known to load them ("quark").
 
     Args:
         converted: the result of `convert_pt2e`, the program exported from it, or a `LanguageModel`.
@@ -58,9 +75,13 @@ def save_checkpoint(
             these that has the formats of the weights and inputs. "gguf" is a file of llama.cpp with weights in MXFP4.
         unpack: regular expressions of modules, such as `".*embed_tokens"`, whose weights are written as dequantized
             values in the model's dtype, because the layout cannot hold their codes.
+        quantized_head: True: write the codes of the head where no engine is known to load them, too.
         tokenizer: the tokenizer to write, for "gguf" also a `GGUFFile` to copy it from; None: the tokenizer of a
             `LanguageModel`, if it has one.
         max_shard_size: the size of a file of tensors.
+
+    Returns:
+        What each engine is known to do with the checkpoint, and what the checkpoint states otherwise than the model.
 
     Raises:
         MXError: for anything that the layout or the libraries that load it do not support, before anything is written:
@@ -73,10 +94,12 @@ def save_checkpoint(
         >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
         >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
+        ...     report = pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
         ...     loaded = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/mxfp4")
         >>> loaded.config.quantization_config.quantization_config.format
         'mxfp4-pack-quantized'
+        >>> report.engines["transformers 5.24.0"]
+        'loads it'
     """
     transformers = import_extra("transformers", "hf")
     if not isinstance(model, transformers.PreTrainedModel):
@@ -85,9 +108,9 @@ def save_checkpoint(
     tokenizer = tokenizer or getattr(converted, "tokenizer", None)
     if layout == GGUF.name:
         save_gguf(graph, model, folder, unpack, tokenizer)
-        return
+        return SaveReport([], {})
     chosen = _default_layout(graph, model) if layout is None else layout_named(layout)
-    contents = build_contents(graph, model, chosen, unpack)
+    contents = build_contents(graph, model, chosen, unpack, quantized_head)
     with whole_folder(folder) as target:
         _write_tensors(contents.tensors, target, max_shard_size)
         generation = next(
@@ -96,6 +119,7 @@ def save_checkpoint(
         _write_configs(contents, generation, target)
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
+    return SaveReport(contents.changes, contents.engines)
 
 
 @contextmanager

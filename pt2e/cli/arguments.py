@@ -60,6 +60,9 @@ _FOLDER = argument("folder", help="the folder that `pt2mx quantize --model hf:..
 _EXPORT_DEVICE = argument("--device", help="cpu or cuda (default: the device of the export)")
 _REPORT = argument("--report", help="the report to write; its name ends in .json, .html or .htm")
 _FULL = flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR")
+_QUANTIZED_HEAD = flag(
+    "--quantized-head", "quantize the head in a layout, too, of which no engine is known to load one (quark)"
+)
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
 #: command -> its arguments
@@ -251,6 +254,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "modules whose weights are written as values, not codes, such as '.*embed_tokens'",
             metavar="REGEX",
         ),
+        _QUANTIZED_HEAD,
         argument("--max-shard-size", default="5GB", help="the size of a file of tensors (default: 5GB)"),
     ),
     "convert-checkpoint": (
@@ -268,6 +272,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         ),
         argument("--weights", help="the format for a quantized checkpoint's codes, such as nvfp4 (default: their own)"),
         argument("--dtype", choices=DTYPES, help="the dtype of tensors that stay in float (default: their own)"),
+        _QUANTIZED_HEAD,
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),

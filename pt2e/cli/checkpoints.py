@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
+from pt2mx.pt2e.checkpoints.engines import sentence
 from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
@@ -36,18 +38,27 @@ def run_save(options: argparse.Namespace) -> Result:
         model = _without_weights(options.float)
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
-            save_checkpoint(
+            report = save_checkpoint(
                 quantized,
                 model,
                 options.output,
                 options.layout,
                 unpack=options.unpack,
+                quantized_head=options.quantized_head,
                 tokenizer=_tokenizer(options),
                 max_shard_size=options.max_shard_size,
             )
+    for line in report.changes:
+        note(line)
     size = size_of(options.output)
-    text = f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}"
-    return Result(text, {"output": options.output, "bytes": size, "seconds": progress.times()})
+    text = [f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}", *_engines_line(report.engines)]
+    fields = {"output": options.output, "bytes": size, **asdict(report), "seconds": progress.times()}
+    return Result("\n".join(text), fields)
+
+
+def _engines_line(engines: Mapping[str, str]) -> list[str]:
+    """Return the line about engines; none of a layout without."""
+    return [sentence(engines)] if engines else []
 
 
 def _tokenizer(options: argparse.Namespace) -> GGUFFile | None:
@@ -82,6 +93,7 @@ def run_convert(options: argparse.Namespace) -> Result:
             layout=options.layout,
             weights=options.weights,
             dtype=options.dtype,
+            quantized_head=options.quantized_head,
             statistics=None if options.statistics is None else StatisticsFile(options.statistics),
             jobs=options.jobs,
             finished=finished,
@@ -92,6 +104,7 @@ def run_convert(options: argparse.Namespace) -> Result:
     text = [
         *(f"{spec}: {count} tensors" for spec, count in formats.items()),
         f"{options.output}: {after / 1e6:.1f} MB (the float checkpoint: {before / 1e6:.1f} MB); {progress.seconds()}",
+        *_engines_line(report.engines),
     ]
     return Result("\n".join(text), {"output": options.output, **asdict(report), "seconds": progress.times()})
 
@@ -99,6 +112,8 @@ def run_convert(options: argparse.Namespace) -> Result:
 def _note_unquantized(report: ConversionReport) -> None:
     if report.kept:
         note(f"kept {len(report.kept)} shards that an earlier run had finished")
+    for line in report.changes:
+        note(line)
     by_reason: dict[str, list[str]] = {}
     for name, reason in report.left.items():
         by_reason.setdefault(reason, []).append(name)

@@ -97,7 +97,7 @@ EXAMPLES = {
     ),
     "save-checkpoint": (
         (
-            "write a checkpoint for transformers and vLLM",
+            "write a checkpoint for other engines, and say which load it",
             "smollm2 --float HuggingFaceTB/SmolLM2-135M-Instruct --output smollm2-mxfp4",
         ),
     ),

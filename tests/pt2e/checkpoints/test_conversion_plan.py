@@ -9,8 +9,12 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.checkpoint_files import CheckpointTensors
+from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.load import load_packed_model
+from pt2mx.pt2e.checkpoints.weight_formats import format_of
+from pt2mx.pt2e.quantizer import recipe
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import tiny_decoder, transformers
 
@@ -89,10 +93,10 @@ def test_experts_that_readers_take_for_quantized(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "message"),
+    ("chosen", "options", "message"),
     [
         ("mxint8", {}, "compressed-tensors cannot hold .*_proj.weight in int8"),
-        ("mxfp8", {}, "cannot say that inputs of .* are mxfp8_e4m3"),
+        ("mxfp8", {"layout": "fp8"}, "fp8 holds weights alone: leave the inputs of"),
         (of_weights("mxfp4{16}"), {}, r"cannot hold .* in mxfp4_e2m1\{16\}: its blocks have 32 values"),
         ("mxfp4_decoder", {}, "which is not applied to weights"),
         ("no_such_recipe", {}, "no recipe 'no_such_recipe'"),
@@ -104,10 +108,63 @@ def test_experts_that_readers_take_for_quantized(tmp_path):
         (MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4", output="mxfp8")), {}, "a bias or an output"),
     ],
 )
-def test_settings_that_no_checkpoint_holds(llama, tmp_path, recipe, options, message):
+def test_settings_that_no_checkpoint_holds(llama, tmp_path, chosen, options, message):
     with pytest.raises(MXError, match=message):
-        convert_checkpoint(llama, tmp_path / "out", recipe, **options)
+        convert_checkpoint(llama, tmp_path / "out", chosen, **options)
     assert not (tmp_path / "out").exists()
+
+
+_CT, _QUARK, _MODELOPT = "compressed-tensors", "quark", "modelopt"
+#: shipped recipe of formats alone -> the layouts that have them, each with the inputs that it states
+_SHIPPED = {
+    "mxfp8": {_CT: "mxfp8(rceil)", _QUARK: "mxfp8", _MODELOPT: "mxfp8(rceil)"},
+    "mxfp6": {_CT: "mxfp6(even)", _QUARK: "mxfp6"},
+    "mxfp6_weights_mxfp8_activations": {_CT: "mxfp8(rceil)", _QUARK: "mxfp8"},
+    "mxfp4": {_CT: "mxfp4(even)", _QUARK: "mxfp4(even)"},
+    "mxfp4_first_last_mxfp8": {_CT: "mxfp4(even)", _QUARK: "mxfp4(even)"},
+    "mxfp4_weights_mxfp8_activations": {_CT: "mxfp8(rceil)", _QUARK: "mxfp8"},
+    "mxfp4_weight_only": {_CT: None, _QUARK: None},
+    "nvfp4_weight_only": {_CT: None, _MODELOPT: None},
+    "nvfp4": {},  # its inputs are calibrated
+    "mxint8": {},
+}
+
+
+def test_each_shipped_recipe_is_tried():
+    names = {name for name in recipe.names() if not MXQuantizer.from_recipe(name).algorithms}
+    assert names == _SHIPPED.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name, layouts in _SHIPPED.items() for layout in layouts]
+)
+def test_shipped_recipes(tmp_path, family, name, layout):
+    """Weights have the codes of the recipe, in any scale mode. Inputs have the mode of the layout, and the report says
+    so where that is not the recipe's."""
+    float_checkpoint(family, tmp_path / "float")
+    if (family, layout, name) == ("mixtral", _MODELOPT, "mxfp8"):
+        with pytest.raises(MXError, match=r"modelopt quantizes inputs too: quantize the inputs of .*experts"):
+            convert_checkpoint(tmp_path / "float", tmp_path / "out", name, layout=layout)
+        return
+    report = convert_checkpoint(tmp_path / "float", tmp_path / "out", name, layout=layout)
+    written, config = tensors(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    module = "model.layers.0.self_attn.o_proj"
+    stated = read_config(config["quantization_config"]).of(module)
+    inputs = _SHIPPED[name][layout]
+    assert stated.inputs == (None if inputs is None else pt2mx.parse(inputs))
+    asked = MXQuantizer.from_recipe(name).to_dict()[""].get("activation")
+    changed = asked is not None and pt2mx.parse(asked) != stated.inputs
+    line = f"inputs in {asked} are stated as {stated.inputs}, which is how libraries that load {layout} quantize them"
+    assert changed == (line in report.changes)
+    assert (family == "mixtral" and inputs is not None) == any("inputs of experts" in line for line in report.changes)
+    spec = pt2mx.parse(report.quantized[f"{module}.weight"])
+    if not spec.scale_format.tensor:  # a tensor scale is shared with other weights
+        scale, data = pt2mx.quantize_mx(tensors(tmp_path / "float")[f"{module}.weight"], spec)
+        names = LAYOUTS[layout].names(f"{module}.weight", format_of(spec))
+        codes, scales = (written[one].view(torch.uint8) for one in names)
+        assert torch.equal(codes, data) and torch.equal(scales, scale)
+        assert str(spec) == MXQuantizer.from_recipe(name).to_dict()[""]["weight"]
 
 
 def write(text, name="config.json"):

@@ -48,7 +48,7 @@ def fake_quantized(folder, recipe, but=("model.embed_tokens.weight",)):
 )
 def test_bytes_are_those_of_quantize_mx(llama, tmp_path, monkeypatch, layout, weight, names, rows):
     monkeypatch.setattr(safetensors_shards, "SLICE", rows * 128)  # rows of 64 bfloat16 values
-    report = convert_checkpoint(llama, tmp_path / "out", of_weights(weight), layout=layout)
+    report = convert_checkpoint(llama, tmp_path / "out", of_weights(weight), layout=layout, quantized_head=True)
     before, after = tensors(llama), tensors(tmp_path / "out")
     assert len(report.quantized) == 15 and set(report.left) == {"model.embed_tokens.weight"}
     for name, tensor in before.items():

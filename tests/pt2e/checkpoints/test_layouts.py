@@ -218,5 +218,7 @@ def test_the_error_of_inputs_names_the_layouts_that_hold_them():
     layout = LAYOUTS["compressed-tensors"]
     with pytest.raises(MXError, match=r"cannot say .* of fc are nvfp4.* nearest_flush; give the layout modelopt$"):
         layout.check_inputs("fc", "fp4_e2m1", pt2mx.parse("nvfp4"))
+    with pytest.raises(MXError, match=r"give the layout quark; or quantize them to mxfp8_e4m3\{32\}\(rceil\)$"):
+        layout.check_inputs("fc", "fp4_e2m1", pt2mx.parse("mxfp8"))
     with pytest.raises(MXError, match=r"cannot say that inputs of fc are mxint8.* with scale_mode nearest_flush$"):
         layout.check_inputs("fc", "fp4_e2m1", pt2mx.parse("mxint8"))

@@ -77,12 +77,12 @@ def test_inputs_with_tensor_scales_go_from_file_to_file(in_format, tmp_path):
     _calibrated(tmp_path / "nv")
     convert_checkpoint(tmp_path / "nv", tmp_path / "ct")
     written = tensors(tmp_path / "ct")
-    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(()))
+    assert written[f"{LAYER}.mlp.up_proj.input_global_scale"].equal(torch.tensor(0.01).reciprocal().reshape(1))
     group = json.loads((tmp_path / "ct" / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
     assert group["input_activations"]["dynamic"] == "local"
     convert_checkpoint(tmp_path / "ct", tmp_path / "back", layout="modelopt")
     back, first = tensors(tmp_path / "back"), tensors(tmp_path / "nv")
-    assert back.keys() == first.keys()
+    assert back.keys() == first.keys() and all(back[name].shape == first[name].shape for name in first)
 
 
 @pytest.mark.slow
@@ -131,6 +131,41 @@ def test_inputs_of_compressed_tensors(in_format, logits, tmp_path, monkeypatch):
     original = forward.forward_quantize
     monkeypatch.setattr(forward, "forward_quantize", lambda module, x, *args: original(module, x.float(), *args).to(x))
     assert torch.equal(layer(x), own(x)) and torch.equal(logits(theirs), logits(ours))
+
+
+def bits(tensor):
+    return tensor.dtype, tensor.shape, tensor.flatten().view(torch.uint8).tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("layout", "inputs"), [("compressed-tensors", NVFP4), ("modelopt", f"{FORM}(nearest_flush,e4m3_f32_divisor)")]
+)
+def test_inputs_of_the_other_layout(bf16, quantizer, tmp_path, layout, inputs):
+    """A program of ModelOpt's NVFP4 goes straight to compressed-tensors, as through a checkpoint of its own layout, and
+    the other way round; a scale mode that no library has does not."""
+    own = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}[layout]
+    float_one = bf16("llama")
+
+    def program(form):
+        settings = {".*embed_tokens": None, ".*": (NVFP4, form)}
+        prepared = pt2mx.prepare_pt2e(float_one.graph, without_activation_matmuls(quantizer(settings)))
+        prepared(**INPUTS)
+        return pt2mx.convert_pt2e(prepared)
+
+    converted = program(inputs)
+    report = save_checkpoint(converted, float_one.model, tmp_path / "straight", layout)
+    assert len(report.changes) == 1 and f"which is how libraries that load {layout} quantize" in report.changes[0]
+    assert save_checkpoint(converted, float_one.model, tmp_path / "own", own).changes == []
+    convert_checkpoint(tmp_path / "own", tmp_path / "through", layout=layout)
+    one, other = tensors(tmp_path / "straight"), tensors(tmp_path / "through")
+    assert one.keys() == other.keys() and any("input" in name for name in one)
+    assert all(bits(one[name]) == bits(other[name]) for name in one)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("straight", "through")]
+    assert len({json.dumps(config["quantization_config"]) for config in configs}) == 1
+    by_mse = program({NVFP4: f"{NVFP4}(mse)"}.get(inputs, inputs.replace("nearest_flush", "mse")))
+    with pytest.raises(MXError, match=r"cannot say that inputs of .* are"):
+        save_checkpoint(by_mse, float_one.model, tmp_path / "mode", layout)
 
 
 @torch.no_grad()

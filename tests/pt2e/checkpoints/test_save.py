@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from tests.engines.vllm import refusals
 from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import INPUTS
 
@@ -110,6 +111,7 @@ def test_transformers_reads_fp8(bf16, convert, logits, tmp_path, family):
     [
         ("llama", None, {".*head|.*o_proj": (E3M2, E3M2), ".*q_proj": (FP4, None)}, 3),
         ("mixtral", "quark", {".*experts": (E3M2, None), ".*k_proj": (FP8, None)}, 13),
+        ("mixtral", CT, {".*experts|.*k_proj": (FP8, None)}, 13),
         ("llama", "modelopt", {".*q_proj|.*down_proj": (FP8, FP8)}, 2),
         ("qwen2", "fp8", {".*mlp.*": (FP8, None)}, 3),
     ],
@@ -188,7 +190,6 @@ def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, lo
         ("llama", "awq", {".*q_proj": (FP8, FP8)}, "unknown layout 'awq'"),
         ("mixtral", None, {".*mlp.gate": (FP4, None)}, "weight of a MixtralTopKRouter"),
         ("mixtral", None, {".*experts": (FP4, FP4)}, "quantize no inputs of experts"),
-        ("mixtral", None, {".*experts": (FP8, None)}, "reads experts in FP8 with one scale a row"),
         ("mixtral", None, {".*q_proj": (FP4, None)}, "quantize experts too"),
         ("mixtral", "mxfp4", {".*experts": (FP4, None)}, "read for experts as gpt-oss has them alone"),
         ("gpt_oss", "quark", {".*experts": (FP4, None)}, "no place for model.layers.0.mlp.experts"),
@@ -270,6 +271,16 @@ def test_nothing_is_left_where_writing_fails(bf16, convert, tmp_path, monkeypatc
     with pytest.raises(MXError, match="No space left"):
         save_checkpoint(convert(float_one.graph, {".*q_proj": (FP4, None)}), float_one.model, tmp_path / "out")
     assert not files(tmp_path)
+
+
+@pytest.mark.parametrize(("layout", "form"), [(CT, FP8), (CT, "nvfp4"), ("modelopt", "nvfp4")])
+def test_experts_that_one_engine_alone_loads(bf16, convert, logits, tmp_path, layout, form):
+    float_one = bf16("mixtral")
+    converted = convert(float_one.graph, {**OTHERS, ALL: (form, None)})
+    report = save_checkpoint(converted, float_one.model, tmp_path / "out", layout)
+    assert report.engines["transformers 5.24.0"].startswith("does not load experts") == (layout == CT)
+    assert not report.engines["vLLM 0.26.0"].startswith("does not load") and refusals(tmp_path / "out") == []
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
 
 
 @pytest.mark.parametrize(("layout", "name"), [(CT, "weight_global_scale"), ("modelopt", "weight_scale_2")])

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import pt2mx
-from pt2mx import MXError, lower_to_inductor
+from pt2mx import lower_to_inductor
 from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
@@ -90,25 +90,25 @@ def test_tensor_scales_of_fused_layers():
     assert fused_with("e.0.w1.weight", weights) == {"e.0.w1.weight"}
 
 
-def test_experts_with_tensor_scales_of_their_own(in_format, logits, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "form", "suffixes"),
+    [
+        ("modelopt", NVFP4, ("", "_scale", "_scale_2")),
+        ("compressed-tensors", NVFP4_DIVISOR, ("_packed", "_scale", "_global_scale")),
+    ],
+)
+def test_experts_with_tensor_scales_of_their_own(in_format, tmp_path, layout, form, suffixes):
     """Experts keep a tensor scale each, in the program too, which writes the same files."""
     source = float_checkpoint("mixtral", tmp_path / "float")
-    with pytest.raises(MXError, match="transformers leaves out the tensor scales of experts"):
-        in_format(source, tmp_path / "ct", NVFP4, "compressed-tensors")
-    in_format(source, tmp_path / "modelopt", NVFP4, "modelopt")
-    model, written = load_packed_model(tmp_path / "modelopt"), tensors(tmp_path / "modelopt")
+    in_format(source, tmp_path / "out", NVFP4, layout)
+    model, written = load_packed_model(tmp_path / "out"), tensors(tmp_path / "out")
     experts = model.model.layers[0].mlp.experts
     names = [f"{LAYER}.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(4)]
-    expected = [
-        pt2mx.dequantize_mx(
-            written[name],
-            written[f"{name}_scale"].view(torch.uint8),
-            NVFP4,
-            target_dtype=torch.bfloat16,
-            tensor_scale=written[f"{name}_scale_2"],
-        )
-        for name in names
-    ]
+    expected = []
+    for name in names:
+        data, scale, tensor_scale = (written[name + suffix] for suffix in suffixes)
+        options = {"target_dtype": torch.bfloat16, "tensor_scale": tensor_scale.reshape(())}
+        expected.append(pt2mx.dequantize_mx(data, scale.view(torch.uint8), form, **options))
     assert torch.equal(experts.down_proj, torch.stack(expected))
     assert experts.down_proj_scale.dtype == torch.uint8 and experts.down_proj_tensor_scale.shape == (4,)
 

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import pt2mx
+from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from tests.language_models import FAMILIES, checkpoint, tiny_decoder, tokenizer_of_bytes, transformers
@@ -31,7 +32,8 @@ def tensors(folder):
 def test_codes_go_in_and_out_to_the_bit(place, capsys):
     arguments = ["save-checkpoint", str(place / "quantized"), "--float", str(place / "float"), "--output"]
     assert main([*arguments, str(place / "again")]) == 0
-    assert "again: 0.1 MB" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert "again: 0.1 MB" in printed[0] and printed[1] == f"{VLLM} loads it; {TRANSFORMERS} loads it"
     before, after = tensors(place / "mx"), tensors(place / "again")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     ids = torch.arange(40).reshape(2, 20)
@@ -90,9 +92,26 @@ def test_a_checkpoint_is_converted(llama, tmp_path, capsys):
     printed, notes = capsys.readouterr()
     assert printed.splitlines()[0] == "mxfp4_e2m1{32}(even,even): 15 tensors"
     assert printed.splitlines()[1].startswith(f"{out}: 0.1 MB (the float checkpoint: 0.2 MB); convert ")
+    assert printed.splitlines()[2] == f"{VLLM} loads it; {TRANSFORMERS} loads it"
     assert "in high precision: model.embed_tokens.weight: loaders of compressed-tensors keep" in notes
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert loaded(torch.arange(40)[None]).logits.isfinite().all()
+
+
+def test_the_command_says_what_it_chooses(llama, place, tmp_path, capsys):
+    """Inputs in the scale mode of the layout, a head that no engine loads, and what engines do."""
+    out = tmp_path / "out"
+    assert main(["convert-checkpoint", llama, str(out), "--recipe", "mxfp8"]) == 0
+    assert "pt2mx: inputs in mxfp8_e4m3{32} are stated as mxfp8_e4m3{32}(rceil), which is" in capsys.readouterr().err
+    save = ["save-checkpoint", str(place / "quantized"), "--float", str(place / "float"), "--layout", "quark"]
+    assert main([*save, "--output", str(tmp_path / "values")]) == 0
+    printed, notes = capsys.readouterr()
+    assert "pt2mx: lm_head is written as values: no engine is known to load its codes in quark" in notes
+    assert f"{VLLM} loads it; " in printed and "lm_head.weight_scale" not in tensors(tmp_path / "values")
+    assert main([*save, "--output", str(tmp_path / "codes"), "--quantized-head", "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["engines"][str(VLLM)].startswith("does not load the head in fp4_e2m1")
+    assert fields["changes"] == [] and "lm_head.weight_scale" in tensors(tmp_path / "codes")
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])

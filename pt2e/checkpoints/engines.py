@@ -1,0 +1,240 @@
+"""The engines that load checkpoints, and what happened when they ran on each layout.
+
+`READINGS` is data: one row for the weights that engines treat alike. A cell says that the engine loaded them, that it
+did not, or that it did not run. What has no row did not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
+from pt2mx.pt2e.checkpoints.layouts import Layout
+from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, is_transposed, weights_of
+from pt2mx.pt2e.checkpoints.weight_formats import FP8_BLOCKS, NVFP4, NVFP4_DIVISOR
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A library that loads checkpoints, in the version that ran.
+
+    Args:
+        name, version: the library.
+        where: the month and the machine.
+        fuses: True where it multiplies the weights of `fused_with` at once, in one format.
+    """
+
+    name: str
+    version: str
+    where: str
+    fuses: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+VLLM = Engine("vLLM", "0.26.0", "2026-11, NVIDIA H200", fuses=True)
+TRANSFORMERS = Engine("transformers", "5.24.0", "2026-11, CPU")
+#: in the order of the table
+ENGINES = (VLLM, TRANSFORMERS)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of loading weights with an engine.
+
+    Args:
+        loads: True or False where it ran; None: it did not run.
+        text: its kernel, or the reason why it does not load them.
+        inputs: what it does with inputs, where that is not what the checkpoint says.
+    """
+
+    loads: bool | None = None
+    text: str = ""
+    inputs: str = ""
+
+    def __str__(self) -> str:
+        words = {True: "yes", False: "**no**", None: "not run"}[self.loads]
+        return words + f": {self.text}" * bool(self.text) + f"; {self.inputs}" * bool(self.inputs)
+
+
+#: parts of a model that engines treat differently, next to the kinds of modules: the head; experts that a model has in
+#: one tensor and a checkpoint as linear layers; experts whose tensor scale is 1
+HEAD, SPLIT, UNIT = "Head", "Split experts", "Experts with tensor scale 1"
+_PARTS = {
+    LINEAR: "linear layers",
+    HEAD: "the head",
+    EMBEDDING: "the embedding",
+    EXPERTS: "experts",
+    UNIT: "experts with a tensor scale of 1",
+    SPLIT: "experts of gpt-oss as linear layers",
+}
+_NOT_RUN, _YES = Reading(), Reading(True)
+_ONE_TENSOR = "its loader takes one tensor a layer"
+_AS_MODELOPT = Reading(False, "it takes them for ModelOpt's MXFP8")
+_FLOAT_HEAD = Reading(None, "its code has heads in high precision alone")
+
+
+def _marlin(kernel: str) -> Reading:
+    return Reading(True, kernel, "inputs stay in high precision on Hopper")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The readings of weights.
+
+    Args:
+        layout: the name of the layout.
+        part: a key of `_PARTS`.
+        forms: the formats of weights.
+        readings: in the order of `ENGINES`.
+    """
+
+    layout: str
+    part: str
+    forms: tuple[str, ...]
+    readings: tuple[Reading, ...]
+
+
+_CT, _FP4, _FP6, _FP8 = "compressed-tensors", "fp4_e2m1", "fp6_e2m3", "fp8_e4m3"
+_TILES, _FLOAT_TILES = "fp8_e4m3{128x128}", FP8_BLOCKS
+
+READINGS = (
+    Row(_CT, LINEAR, (_FP4,), (_marlin("MarlinMxFp4"), _YES)),
+    Row(_CT, LINEAR, (_FP8,), (_marlin("MarlinMxfp8"), _YES)),
+    Row(_CT, LINEAR, (NVFP4_DIVISOR,), (_marlin("MarlinNvFp4"), _YES)),
+    Row(_CT, LINEAR, (_FP6,), (Reading(False, "its compressed-tensors 0.17 takes 8 bits alone"), _YES)),
+    Row(_CT, HEAD, (_FP4,), (_marlin("MarlinMxFp4"), _YES)),
+    Row(_CT, HEAD, (_FP8, NVFP4_DIVISOR, _FP6), (_NOT_RUN, _YES)),
+    Row(_CT, EMBEDDING, (_FP8,), (Reading(None, "its code takes embeddings in integers alone"), _YES)),
+    Row(_CT, EXPERTS, (_FP4,), (Reading(True, "Marlin experts"), _YES)),
+    Row(_CT, EXPERTS, (_FP6,), (_NOT_RUN, _YES)),
+    Row(_CT, EXPERTS, (_FP8,), (_NOT_RUN, Reading(False, "it takes one scale a row"))),
+    Row(_CT, EXPERTS, (NVFP4_DIVISOR,), (_NOT_RUN, Reading(False, "its values are wrong: it ignores tensor scales"))),
+    Row(_CT, UNIT, (NVFP4_DIVISOR,), (_NOT_RUN, _YES)),
+    Row(_CT, SPLIT, (_FP4,), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
+    Row(_CT, SPLIT, (_FP6, _FP8, NVFP4_DIVISOR), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
+    Row("mxfp4", EXPERTS, (_FP4,), (Reading(True, "Triton experts"), _YES)),
+    Row("quark", LINEAR, (_FP4, _FP6), (Reading(True, "emulated, with amd-quark"), _NOT_RUN)),
+    Row("quark", LINEAR, (_FP8,), (Reading(False, "it has no scheme for them"), _NOT_RUN)),
+    Row("quark", HEAD, (_FP4, _FP6, "fp6_e3m2", _FP8), (Reading(False, "it has heads in high precision"), _NOT_RUN)),
+    Row("modelopt", LINEAR, (_FP8,), (_marlin("MarlinMxfp8"), _NOT_RUN)),
+    Row("modelopt", LINEAR, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
+    Row("modelopt", HEAD, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
+    Row("modelopt", EXPERTS, (NVFP4,), (Reading(True, "Marlin experts"), _NOT_RUN)),
+    Row("modelopt", SPLIT, (NVFP4,), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
+    Row("fp8", LINEAR, (_FP8,), (_AS_MODELOPT, _YES)),
+    Row("fp8", HEAD, (_FP8,), (_AS_MODELOPT, _YES)),
+    Row("fp8", LINEAR, (_TILES,), (Reading(True, "Cutlass", "it rounds inputs to FP8"), _YES)),
+    Row("fp8", LINEAR, (_FLOAT_TILES,), (_NOT_RUN, _YES)),
+    Row("fp8", HEAD, (_TILES, _FLOAT_TILES), (_FLOAT_HEAD, _NOT_RUN)),
+    Row("fp8", EXPERTS, (_FP8, _FP4), (_NOT_RUN, _YES)),
+)
+
+
+def readings_of(layout: str, part: str, form: str) -> tuple[Reading, ...]:
+    """Return the readings of weights, in the order of `ENGINES`.
+
+    Args:
+        layout: the name of a layout.
+        part: a kind of modules, or one of `HEAD`, `SPLIT`, `UNIT`.
+        form: a format of weights.
+    """
+    rows = (row for row in READINGS if (row.layout, row.part) == (layout, part) and form in row.forms)
+    return next((row.readings for row in rows), (_NOT_RUN,) * len(ENGINES))
+
+
+def is_refused(layout: str, part: str, form: str) -> bool:
+    """Return whether an engine does not load weights, and none is known to load them."""
+    loads = {reading.loads for reading in readings_of(layout, part, form)}
+    return False in loads and True not in loads
+
+
+def engines_that_load(
+    layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel, unit_scales: bool = False
+) -> dict[str, str]:
+    """Return what each engine is known to do with a checkpoint.
+
+    Args:
+        layout: its layout.
+        modules: its modules by their names in the model, the head marked; other names are ignored.
+        model: the model, on any device, also meta.
+        unit_scales: True where the tensor scales of experts are 1.
+
+    Returns:
+        Engine with its version -> a predicate, such as "loads it"; empty for a layout that none ran with (GGUF).
+    """
+    if layout.name not in {row.layout for row in READINGS}:
+        return {}
+    of_weights = {weight: modules.get(weight.rpartition(".")[0]) for weight in weights_of(model)}
+    schemes = {weight: None if module is None else module.scheme for weight, module in of_weights.items()}
+    parts = {
+        (_part(layout, module, is_transposed(model, weight), unit_scales), module.scheme.form): None
+        for weight, module in of_weights.items()
+        if module is not None and module.scheme is not None
+    }
+    any_inputs = not layout.inputs or any(scheme and scheme.inputs for scheme in schemes.values())
+    mixed = _fused_in_several(schemes)
+    return {
+        str(engine): _predicate(
+            {part: readings_of(layout.name, *part)[i] for part in parts}, any_inputs, mixed if engine.fuses else []
+        )
+        for i, engine in enumerate(ENGINES)
+    }
+
+
+def _part(layout: Layout, module: Module, transposed: bool, unit_scales: bool) -> str:
+    if module.kind == EXPERTS:
+        return SPLIT if transposed and not layout.only_experts else UNIT if unit_scales else EXPERTS
+    return HEAD if module.is_head else module.kind
+
+
+def _fused_in_several(schemes: Mapping[str, Scheme | None]) -> list[str]:
+    """Return the layers of the first group that engines fuse and that have several formats; empty for none."""
+    for name in schemes:
+        group = sorted(fused_with(name, schemes))
+        if any(schemes[other] != schemes[name] for other in group):
+            return [other.split(".")[-2] for other in group]
+    return []
+
+
+def _predicate(readings: Mapping[tuple[str, str], Reading], any_inputs: bool, mixed: list[str]) -> str:
+    refused, open_ones = (
+        [_words(*part, reading) for part, reading in readings.items() if reading.loads is loads]
+        for loads in (False, None)
+    )
+    if refused:
+        return f"does not load {', '.join(refused)}"
+    open_ones += [f"{', '.join(mixed)} in several formats (its code takes one)"] * bool(mixed)
+    if open_ones:
+        return f"was not tried with {', '.join(open_ones)}"
+    notes = dict.fromkeys(reading.inputs for reading in readings.values() if reading.inputs and any_inputs)
+    return "loads it" + f" ({', '.join(notes)})" * bool(notes)
+
+
+def _words(part: str, form: str, reading: Reading) -> str:
+    return f"{_PARTS[part]} in {_named(form)}" + f" ({reading.text})" * bool(reading.text)
+
+
+def _named(form: str) -> str:
+    return NVFP4 if form == NVFP4_DIVISOR else form
+
+
+def sentence(engines: Mapping[str, str]) -> str:
+    """Return the result of `engines_that_load` as one line."""
+    return "; ".join(f"{engine} {predicate}" for engine, predicate in engines.items())
+
+
+def table() -> str:
+    """Return `READINGS` as a table in Markdown."""
+    head = ["layout", "weights", *(f"{engine} ({engine.where})" for engine in ENGINES)]
+    lines: list[list[object]] = [[*head], ["---"] * len(head)]
+    for row in READINGS:
+        forms = ", ".join(f"`{_named(form)}`" for form in row.forms)
+        lines.append([f"`{row.layout}`", f"{_PARTS[row.part]} in {forms}", *row.readings])
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
