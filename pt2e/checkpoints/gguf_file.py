@@ -159,7 +159,7 @@ class GGUFFile:
             if name in entries:
                 raise MXError(f"{str(self.path)!r} holds {name} twice: convert the model to GGUF again")
             nbytes, begin = math.prod(shape) // block * block_bytes, start + offset
-            # as llama.cpp demands: tensors follow each other in the order of the table
+            # tensors follow each other in the order of the table, as every writer writes them
             if begin != expected or begin + nbytes > self._length:
                 raise MXError(
                     f"{name} in {str(self.path)!r} has its bytes at {begin} to {begin + nbytes}, the tensor before it "
@@ -222,7 +222,7 @@ class _Cursor:
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY:  # of numbers or strings, as in llama.cpp
+        if kind == _ARRAY:  # of numbers or strings, never of arrays
             kind, count = self.scalars("IQ")
             if kind in _SCALARS:
                 width = struct.calcsize("<" + _SCALARS[kind])

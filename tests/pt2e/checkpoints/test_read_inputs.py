@@ -114,7 +114,8 @@ def test_impossible_scales_of_inputs(in_format, tmp_path, value, text):
 
 
 def test_weights_alone(in_format, tmp_path):
-    """vLLM since August 2026: NVFP4 whose groups quantize no inputs is W4A16_NVFP4, and holds no scales of inputs."""
+    """NVFP4 whose groups quantize no inputs is W4A16_NVFP4, and holds no scales of inputs. So says vLLM's pull request
+    54427, merged in August 2026; vLLM was not run."""
     in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
     path = tmp_path / "nv" / "config.json"
     config = json.loads(path.read_text())
