@@ -6,7 +6,7 @@ SCHEMAS := tests/torchvision_schemas
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sweep neighbours lint types bench wheel docs clean
+.PHONY: demo test sanitize sweep neighbours lint types bench wheel docs clean
 
 # run a command, with a line every 10 seconds
 define with_progress
@@ -36,6 +36,10 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+# the C++ kernels, built with GCC's sanitizers of addresses and undefined behaviour, under their tests
+sanitize: $(VENV)/.installed
+	$(BIN)/python -m tests.sanitize build/sanitize
 
 # `make sweep COMPILE=all` compiles every architecture; processes of one thread each
 COMPILE ?= some

@@ -8,6 +8,7 @@ from typing import Literal
 from zipfile import BadZipFile, ZipFile
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.user_errors import user_errors
 
 #: how the names of the files in each kind of archive begin, below its root
 _KINDS = {"data/aotinductor/": "package", "models/": "program"}
@@ -49,8 +50,12 @@ def record_names(path: object) -> list[str]:
 
 
 def add_records(path: object, records: dict[str, bytes]) -> None:
-    """Add files to an archive, by their names below its root."""
-    with _opened(path, mode="a") as archive:
+    """Add files to an archive, by their names below its root.
+
+    Raises:
+        MXError: for a file that is no archive, and where it cannot be written.
+    """
+    with user_errors(f"write {str(path)!r}"), _opened(path, mode="a") as archive:
         root = archive.namelist()[0].partition("/")[0]
         for name, content in records.items():
             archive.writestr(f"{root}/{name}", content)

@@ -94,7 +94,7 @@ def _parsed(content: bytes) -> Provenance | None:
     """Return the provenance in a record, which may hold more; None where it is broken."""
     try:
         record = dict(json.loads(content))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
     values = {field.name: record.get(field.name) for field in fields(Provenance)}
     return Provenance(**values) if all(isinstance(value, str | None) for value in values.values()) else None

@@ -97,7 +97,7 @@ def headers_of(folder: Path) -> dict[str, Header]:
     else:
         raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
     shards = sorted(set(shard_of.values())) if index.is_file() else [WHOLE]
-    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+    if missing := [shard for shard in shards if not os.path.isfile(folder / shard)]:
         raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
     headers = {}
     for shard in shards:
@@ -143,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise MXError(f"{str(path.parent)!r} holds no {path.name}: give the folder of a checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MXError(f"cannot read {str(path)!r}: {error}") from None
     if not isinstance(content, dict):
         raise MXError(f"cannot read {str(path)!r}: it holds no JSON object")
@@ -173,18 +173,18 @@ def files_of(name: str | os.PathLike[str]) -> list[Path]:
     return []
 
 
-def sizes_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, int]:
-    """Return the number of values of each floating-point tensor, and of each tensor of codes.
+def entries_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, Entry]:
+    """Return the dtype and the shape of each tensor.
 
     Args:
         files: files of safetensors or of `torch.save`; their values are not read.
     """
-    shapes: dict[str, tuple[torch.dtype, int]] = {}
+    entries: dict[str, Entry] = {}
     for file in map(Path, files):
         if file.suffix == ".safetensors":
             with ShardReader(file) as reader:
-                shapes |= {name: (entry.dtype, entry.values) for name, entry in reader.entries.items()}
+                entries |= reader.entries
         else:
             state = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-            shapes |= {name: (tensor.dtype, tensor.numel()) for name, tensor in state.items()}
-    return {name: size for name, (dtype, size) in shapes.items() if dtype.is_floating_point or dtype == torch.uint8}
+            entries |= {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    return entries

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.module_schemes import (
     EXPERTS,
@@ -25,6 +26,8 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: dtypes whose numbers are values; those of others need a scale
+_VALUES = (*HIGH_PRECISION, torch.float64)
 #: tensor of a checkpoint -> the rows of a parameter that it holds
 Parts = Mapping[str, Tensor]
 #: experts that transformers (5.17) turns into linear layers before it loads weights of compressed-tensors
@@ -136,6 +139,18 @@ def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
         return renamed, pattern is not None
 
     return rename
+
+
+def no_values(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Return the tensors that a model takes for float values, although their dtype is that of codes or of integers.
+
+    Args:
+        model: the model, on any device, also meta.
+        dtypes: tensor of the checkpoint -> its dtype.
+    """
+    rename, state = renames_of(model), model.state_dict()
+    targets = {name: rename(name)[0] for name, dtype in dtypes.items() if dtype not in _VALUES}
+    return [name for name, target in targets.items() if target in state and state[target].dtype in _VALUES]
 
 
 def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
-from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, renames_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, no_values, renames_of
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
 from pt2mx.pt2e.checkpoints.layouts import Layout, inputs_text
@@ -141,7 +141,9 @@ def plan_conversion(
         MXError: for a folder that is no float checkpoint of transformers; for a tensor that the layout cannot hold.
     """
     path, config, model, shards, *_ = source
-    check_whole(path, model, [name for tensors in shards.entries.values() for name in tensors])
+    entries = {name: entry for tensors in shards.entries.values() for name, entry in tensors.items()}
+    check_whole(path, model, entries)
+    check_values(path, model, entries)
     plan = ConversionPlan(config, shards, layout, dtype, quantized_head=quantized_head)
     modules = with_head(_choose(plan, model, select_weights(model, quantizer)), model)
     check_dtype(plan)
@@ -163,6 +165,29 @@ def check_whole(source: Path, model: PreTrainedModel, names: Iterable[str]) -> N
         )
 
 
+def check_values(source: Path, model: PreTrainedModel, entries: Mapping[str, Entry]) -> None:
+    """Raise an `MXError` for tensors that are no values of the model: of another shape, or codes without a scale.
+
+    Args:
+        source: the checkpoint.
+        model: its model, on any device, also meta.
+        entries: the tensors that stand for values.
+    """
+    rename, state = renames_of(model), model.state_dict()
+    for name, entry in entries.items():
+        parameter, merged = rename(name)
+        if not merged and parameter in state and entry.shape != tuple(state[parameter].shape):
+            raise MXError(
+                f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of {tuple(state[parameter].shape)}: "
+                "give files that belong together"
+            )
+    if codes := no_values(model, {name: entry.dtype for name, entry in entries.items()}):
+        raise MXError(
+            f"{str(source)!r} holds {codes[0]} in {entries[codes[0]].dtype}, which are codes, and its {CONFIG} says "
+            f"that they are values: fetch it again, or name their quantization in {CONFIG}"
+        )
+
+
 def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) -> dict[str, Module]:
     """Choose a format for each tensor of the checkpoint, or note the reason why it is not quantized.
 
@@ -180,11 +205,6 @@ def _choose(plan: ConversionPlan, model: PreTrainedModel, selection: Selection) 
             specs, path = selection.chosen.get(parameter), parameter.rpartition(".")[0]
             scheme, reason = None, selection.left.get(parameter, "no linear layer holds it")
             if specs is not None:
-                if not merged and entry.shape != tuple(model.get_parameter(parameter).shape):
-                    raise MXError(
-                        f"the checkpoint has {name} of shape {entry.shape}, its {CONFIG} of "
-                        f"{tuple(model.get_parameter(parameter).shape)}: give files that belong together"
-                    )
                 layer = model.get_submodule(path)
                 wanted = specs.activation
                 specs = LayerSpecs(_in_layout(specs.weight, plan.layout), _stated(plan.layout, layer, wanted))

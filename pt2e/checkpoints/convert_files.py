@@ -30,7 +30,7 @@ from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.sources import Source, read_source
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
-from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.language.folder import load_tokenizer, save_part
 from pt2mx.pt2e.output import check_output, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
@@ -243,7 +243,7 @@ def _write_other_files(plan: ConversionPlan, source: Path, output: Path) -> None
         }
         write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", output / INDEX)
     if gguf_in(source) is not None and (tokenizer := load_tokenizer(source)) is not None:
-        tokenizer.save_pretrained(output)
+        save_part(tokenizer, output)
     for path in _others(source, output):
         (output / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, output / path)

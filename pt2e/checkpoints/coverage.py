@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.checkpoints.checkpoint_names import renames_of
+from pt2mx.pt2e.checkpoints.checkpoint_names import no_values, renames_of
 from pt2mx.pt2e.checkpoints.module_schemes import tied_names
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,11 +41,13 @@ class Coverage:
         modules: top-level module -> its share.
         lost: top-level module -> the tensors that are left out, except unused heads.
         read: the tensors of the model that the program reads.
+        codes: tensors that are not held, because the model takes their codes or integers for values.
     """
 
     modules: Mapping[str, Share]
     lost: Mapping[str, list[str]]
     read: frozenset[str] = frozenset()
+    codes: frozenset[str] = frozenset()
 
     @property
     def values(self) -> int:
@@ -68,17 +71,23 @@ class Coverage:
         return f"{text}: " + ", ".join(f"{name} {_percent(*share[:2])}" for name, share in self.modules.items())
 
     def check(self, part: str | None, allow_partial: bool) -> None:
-        """Raise an `MXError` if other parts than unused heads are left out.
+        """Raise an `MXError` if other parts than unused heads are left out, or codes are taken for values.
 
         Args:
             part: a top-level module that must be held; all others may be left out.
-            allow_partial: True: any part may be left out.
+            allow_partial: True: any part may be left out, and codes may be taken for values.
 
         Raises:
             MXError: with the shares, the first tensor that is left out, and the options that allow it.
         """
         if part is not None and part not in self.modules:
             raise MXError(f"the model has no top-level module {part!r}: {nearest(part, self.modules)}")
+        if self.codes and not allow_partial:
+            raise MXError(
+                f"the checkpoint holds codes or integers of {min(self.codes)}, which its configuration calls "
+                "unconverted: taken for values they are another model; fetch it again, or give --allow-partial "
+                "(allow_partial=True) to take them for values"
+            )
         lost = dict(self.lost)
         if part is not None:  # it may be an unused head, which `lost` leaves out
             lost = {part: lost.get(part, [part])} if part in lost or not self.modules[part].held else {}
@@ -101,25 +110,32 @@ class CheckpointValues:
 
     Args:
         model: the model that loads the checkpoint, on any device, also meta.
-        sizes: tensor of the checkpoint -> its number of values; None: the parameters of the model.
+        entries: tensor of the checkpoint -> its dtype and shape; None: the parameters of the model.
     """
 
-    def __init__(self, model: PreTrainedModel, sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, entries: Mapping[str, Entry] | None = None) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
         self._tied, self._prefix = tied_names(model), f"{model.base_model_prefix}."
         patterns = [*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
         self._sizes: dict[str, int] = defaultdict(int)
-        if sizes is None:
+        self._rename = renames_of(model)
+        self._codes: frozenset[str] = frozenset()
+        if entries is None:
             self._sizes |= {name: parameter.numel() for name, parameter in model.named_parameters()}
             return
-        rename = renames_of(model)
-        for name, size in sizes.items():
-            renamed = rename(name)[0]
+        codes = no_values(model, {name: entry.dtype for name, entry in entries.items()})
+        self._codes = frozenset(self._rename(name)[0] for name in codes)
+        for name, entry in entries.items():
+            renamed = self._rename(name)[0]
             # the buffers of a model are no weights: a program may compute them itself
             if renamed in parameters or renamed not in self._known:
-                self._sizes[renamed] += size
+                self._sizes[renamed] += entry.values
+
+    def is_known(self, name: str) -> bool:
+        """Return True for a tensor of the checkpoint that the model has, under this name or another."""
+        return self._rename(name)[0] in self._known
 
     def top_level(self, name: str) -> str:
         """Return the top-level module of a tensor: a child of the base model where there is one, or of the model."""
@@ -132,7 +148,7 @@ class CheckpointValues:
             read: the model's names of the tensors that the program reads; None: all tensors of the model.
         """
         read = frozenset(self._known if read is None else read)
-        held = {name for name in self._sizes if read & {name, *self._tied.get(name, ())}}
+        held = {name for name in self._sizes.keys() - self._codes if read & {name, *self._tied.get(name, ())}}
         modules: dict[str, Share] = {}
         for name, size in self._sizes.items():
             before = modules.get(self.top_level(name), Share(0, 0, 0))
@@ -143,7 +159,7 @@ class CheckpointValues:
         for name in self._sizes.keys() - held:
             if not self._may_be_unused(name, held_paths):
                 lost[self.top_level(name)].append(name)
-        return Coverage(modules, {name: sorted(names) for name, names in lost.items()}, read)
+        return Coverage(modules, {name: sorted(names) for name, names in lost.items()}, read, self._codes)
 
     def _may_be_unused(self, name: str, held_paths: set[str]) -> bool:
         """Return True for a tensor of an unused head, and for one that transformers ignores for this model.

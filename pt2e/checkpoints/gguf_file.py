@@ -27,6 +27,8 @@ _VERSIONS = (2, 3)
 _ALIGNMENT, _DEFAULT_ALIGNMENT = "general.alignment", 32
 #: longest table of dimensions
 _DIMENSIONS = 4
+#: letters of a damaged name to show
+_NAMED = 64
 #: type of a metadata value -> its format in `struct`
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -48,6 +50,7 @@ class GGUFFile:
 
     Args:
         path: the file.
+        length: the bytes that the file will have, where only its first tensors are written; None: its own.
 
     Attributes:
         metadata: key -> value: a number, a bool, a str, or a list of these.
@@ -58,7 +61,7 @@ class GGUFFile:
             type that the package `gguf` does not know.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], length: int | None = None) -> None:
         self.path = Path(path)
         try:
             with open(path, "rb") as opened:
@@ -66,15 +69,16 @@ class GGUFFile:
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise MXError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._length = len(self._bytes) if length is None else length
         cursor = _Cursor(self.path, self._bytes)
         tensors, values = cursor.header()
         self.metadata: dict[str, Any] = {}
         for _ in range(values):
-            key = cursor.string()
+            key = cursor.name()
             (kind,) = cursor.scalars("I")
             self.metadata[key] = cursor.value(kind, key)
         self.entries = self._entries([cursor.tensor() for _ in range(tensors)], cursor.position)
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 1) not in (0, 1):
             raise MXError(
                 f"{str(path)!r} is one of {self.metadata['split.count']} files of a model: merge them with "
                 "`llama-gguf-split --merge`"
@@ -136,9 +140,9 @@ class GGUFFile:
         """Return the tensors by name, after checks of their types and bytes."""
         gguf, entries = import_extra("gguf", "gguf"), {}
         alignment = self.metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-            raise MXError(f"{str(self.path)!r} has {_ALIGNMENT} {alignment!r}: it must be a multiple of 8")
-        start = math.ceil(end / alignment) * alignment
+        if type(alignment) is not int or alignment < 8 or alignment.bit_count() > 1:
+            raise MXError(f"{str(self.path)!r} has {_ALIGNMENT} {alignment!r}: it must be a power of two, at least 8")
+        start = expected = _padded(end, alignment)
         for name, shape, number, offset in table:
             if number not in gguf.GGMLQuantizationType._value2member_map_:
                 raise MXError(
@@ -147,21 +151,34 @@ class GGUFFile:
                 )
             kind = gguf.GGMLQuantizationType(number)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            if shape[-1] % block:
+            if 0 in shape or shape[-1] % block:
                 raise MXError(
-                    f"{name} in {str(self.path)!r} has rows of {shape[-1]} values, no multiple of the {block} values "
-                    f"in a block of {kind.name}: convert the model to GGUF again"
-                )
-            nbytes, begin = math.prod(shape) // block * block_bytes, start + offset
-            if offset % alignment or begin + nbytes > len(self._bytes):
-                raise MXError(
-                    f"{name} in {str(self.path)!r} has its bytes at {begin} to {begin + nbytes}, the file ends at "
-                    f"{len(self._bytes)}: it is truncated or damaged, fetch it again"
+                    f"{name} in {str(self.path)!r} is {shape}: its rows must be whole blocks of {kind.name}, of "
+                    f"{block} values; convert the model to GGUF again"
                 )
             if name in entries:
                 raise MXError(f"{str(self.path)!r} holds {name} twice: convert the model to GGUF again")
+            nbytes, begin = math.prod(shape) // block * block_bytes, start + offset
+            # tensors follow each other in the order of the table, as every writer writes them
+            if begin != expected or begin + nbytes > self._length:
+                raise MXError(
+                    f"{name} in {str(self.path)!r} has its bytes at {begin} to {begin + nbytes}, the tensor before it "
+                    f"ends at {expected}, the file at {self._length}: it is truncated or damaged, fetch it again"
+                )
+            expected = begin + _padded(nbytes, alignment)
             entries[name] = Entry(kind.name, shape, begin, nbytes)
+        # otherwise the table is not whole, and its end not where the first tensor begins
+        if self._length > expected:
+            raise MXError(
+                f"{str(self.path)!r} has its last tensor end at {expected}, and ends at {self._length}: it is "
+                "damaged, fetch it again"
+            )
         return entries
+
+
+def _padded(size: int, alignment: int) -> int:
+    """Return the next multiple of the alignment."""
+    return -(-size // alignment) * alignment
 
 
 class _Cursor:
@@ -195,22 +212,30 @@ class _Cursor:
         # some tokens are no complete UTF-8
         return bytes(self._take(length)).decode("utf-8", errors="surrogateescape")
 
+    def name(self) -> str:
+        """Return the name of a value or of a tensor."""
+        name = self.string()
+        if not name.isprintable():
+            raise MXError(f"{str(self._path)!r} holds the name {name[:_NAMED]!r}: it is damaged, fetch it again")
+        return name
+
     def value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self.string()
-        if kind == _ARRAY:
+        if kind == _ARRAY:  # of numbers or strings, never of arrays
             kind, count = self.scalars("IQ")
             if kind in _SCALARS:
                 width = struct.calcsize("<" + _SCALARS[kind])
                 return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * width)))
-            return [self.value(kind, key) for _ in range(self._count(count))]
+            if kind == _STRING:
+                return [self.string() for _ in range(self._count(count))]
         if kind not in _SCALARS:
             raise MXError(f"{key} in {str(self._path)!r} has a value of the unknown type {kind}: fetch the file again")
         return self.scalars(_SCALARS[kind])[0]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Return the name of a tensor, its shape in torch's order, the number of its type, and its offset."""
-        name = self.string()
+        name = self.name()
         (dimensions,) = self.scalars("I")
         if not 0 < dimensions <= _DIMENSIONS:
             raise MXError(f"{name} in {str(self._path)!r} has {dimensions} dimensions: fetch the file again")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,9 +113,9 @@ def rope_tensors(config: Any) -> dict[str, Tensor]:
     return {name: torch.as_tensor(values, dtype=torch.float32) for name, values in factors.items()}
 
 
-def check_config(path: Path, config: Any) -> None:
+def check_config(file: GGUFFile, config: Any) -> None:
     """Raise an `MXError` where a file describes another model than a configuration."""
-    ours, theirs = config.to_dict(), config_of(GGUFFile(path)).to_dict()
+    ours, theirs = config.to_dict(), config_of(file).to_dict()
     for key, value in ours.items():
         if key == "head_dim":
             value = _head(config)

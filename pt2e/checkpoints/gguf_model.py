@@ -13,6 +13,7 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.checkpoints.build_model import check_counts
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, SUFFIX, GGUFFile
 from pt2mx.pt2e.user_errors import user_errors
@@ -126,9 +127,17 @@ def config_of(file: GGUFFile) -> Any:
     Raises:
         MXError: for an architecture, or a scaling of RoPE, that is not supported.
     """
-    transformers = import_extra("transformers", "hf")
     import_extra("gguf", "gguf")
-    row, name = architecture_of(file), file.text(ARCHITECTURE)
+    row = architecture_of(file)
+    with user_errors(f"read the configuration in {str(file.path)!r}"):
+        config = _config(file, row)
+        config.dtype = _dtype(file)
+    return config
+
+
+def _config(file: GGUFFile, row: Architecture) -> Any:
+    transformers = import_extra("transformers", "hf")
+    name = file.text(ARCHITECTURE)
     values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     # tokens that the file has not are none of the model, whatever the defaults of its configuration
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -147,10 +156,8 @@ def config_of(file: GGUFFile) -> Any:
         fields["query_pre_attn_scalar"] = fields["hidden_size"] // fields["num_attention_heads"] if is_wide else head
     if (scaling := _rope_scaling(file, values, head, fields.get("rope_theta"))) is not None:
         fields["rope_scaling"] = scaling | (row.yarn if scaling["rope_type"] == "yarn" else {})
-    with user_errors(f"read the configuration in {str(file.path)!r}"):
-        config = transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
-    config.dtype = _dtype(file)
-    return config
+    check_counts(fields, [entry.shape for entry in file.entries.values()], str(file.path))
+    return transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
 def tokenizer_of(path: Path) -> Any:
@@ -165,9 +172,9 @@ def tokenizer_of(path: Path) -> Any:
     """
     transformers = import_extra("transformers", "hf")
     file = GGUFFile(path)
-    if _TOKENS not in file.metadata or not _reads_tokenizer(file):
-        return None
     with user_errors(f"read the tokenizer in {str(path)!r}"):
+        if _TOKENS not in file.metadata or not _reads_tokenizer(file):
+            return None
         return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 

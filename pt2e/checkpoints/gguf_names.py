@@ -30,6 +30,7 @@ class Source:
     Args:
         name: the tensor of the file.
         parameter: the parameter of the model that the tensor is, or is a part of.
+        shape: the shape of the part.
         expert: its index along the first dimension; None: the tensor itself.
         rows: row i of the model is row `rows[i]` of the file; None: the same order.
         offset: what the file adds to the values.
@@ -37,6 +38,7 @@ class Source:
 
     name: str
     parameter: str
+    shape: tuple[int, ...]
     expert: int | None = None
     rows: Tensor | None = None
     offset: float = 0.0
@@ -79,7 +81,9 @@ def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) 
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sources = {}
     for name in names:
-        parts = linear_parts(model, name) if is_transposed(model, name) else parts_of(model, [name])[name]
+        transposed, shape = is_transposed(model, name), tuple(model.get_parameter(name).shape)
+        parts = linear_parts(model, name) if transposed else parts_of(model, [name])[name]
+        columns = shape[1:-1] if transposed else shape[-1:]  # of transposed experts (E, K, N), or of their bias (E, N)
         for part, part_rows in parts.items():
             expert = _EXPERT.search(part)
             whole = _EXPERT.sub(".experts.", part)
@@ -91,9 +95,11 @@ def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) 
             if stored is None:
                 raise MXError(f"gguf has no name for {name} in models of the architecture {architecture!r}")
             stored, rows = f"{stored}.{suffix}", None
+            of_part = (len(part_rows), *columns) if transposed or len(shape) > 1 else shape
             if row.permuted and (kind := _ROTATED.search(stored)):
-                count = len(part_rows) if suffix == "weight" else model.get_parameter(name).shape[0]
-                rows = torch.arange(count).view(heads[kind[1]], -1, 2).transpose(1, 2).flatten()
+                if of_part[0] % (2 * heads[kind[1]]):
+                    raise MXError(f"{name} has {of_part[0]} rows, no pairs of rows for each of {heads[kind[1]]} heads")
+                rows = torch.arange(of_part[0]).view(heads[kind[1]], -1, 2).transpose(1, 2).flatten()
             offset = row.norm_offset if stored.endswith("norm.weight") else 0.0
-            sources[part] = Source(stored, name, None if expert is None else int(expert[1]), rows, offset)
+            sources[part] = Source(stored, name, of_part, None if expert is None else int(expert[1]), rows, offset)
     return sources

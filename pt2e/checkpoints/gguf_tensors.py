@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -96,9 +96,18 @@ class GGUFTensors(StoredTensors):
     def _check(self, model: str) -> None:
         entries, path = self._file.entries, str(self._file.path)
         read = {name for source in self._sources.values() for name in (source.name, *source.scales)}
+        pieces = Counter(source.name for source in self._sources.values())
         for part, source in self._sources.items():
             if source.name not in entries:
                 raise MXError(f"{path!r} lacks {source.name}, which the model has as {part}: convert it again")
+            experts = () if source.expert is None else (pieces[source.name],)
+            expected = {source.name: (*experts, *source.shape), **dict.fromkeys(source.scales, experts or (1,))}
+            for name in expected.keys() & entries.keys():
+                if entries[name].shape != expected[name]:
+                    raise MXError(
+                        f"{path!r} has {name} of shape {entries[name].shape}, its metadata of {expected[name]}: fetch "
+                        "it again"
+                    )
         if unknown := sorted(entries.keys() - read - {*ROPE_TENSORS}):
             raise MXError(f"{path!r} holds {unknown[0]}, which {model} has not: give the checkpoint of Hugging Face")
 
@@ -190,12 +199,11 @@ def has_codes(path: Path) -> bool:
     return any(entry.type in BLOCK_TYPES for entry in GGUFFile(path).entries.values())
 
 
-def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict[str, int]]:
-    """Return the model without its weights, and of the file its schemes, its tensors and their numbers of values."""
+def packed_gguf(path: Path) -> tuple[PreTrainedModel, Schemes, GGUFTensors, dict[str, Entry]]:
+    """Return the model without its weights, and of the file its schemes, its tensors, and their dtypes and shapes."""
     file, skeleton = open_gguf(path)
     tensors = GGUFTensors(file, skeleton, lambda parameter, form: True)
-    sizes = {name: entry.values for name, entry in tensors.entries.items()}
-    return skeleton, schemes_of(tensors), tensors, sizes
+    return skeleton, schemes_of(tensors), tensors, tensors.entries
 
 
 def schemes_of(tensors: GGUFTensors) -> Schemes:
@@ -228,4 +236,4 @@ def open_gguf(path: Path) -> tuple[GGUFFile, PreTrainedModel]:
     """Return a file, and its model on the meta device."""
     file = GGUFFile(path)
     architecture_of(file)
-    return file, skeleton_of(config_of(file), str(path))
+    return file, skeleton_of(config_of(file), [entry.shape for entry in file.entries.values()], str(path))

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX
+from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX, GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_metadata import add_metadata, architecture_named, check_config
 from pt2mx.pt2e.checkpoints.gguf_model import ROPE_TENSORS
 from pt2mx.pt2e.checkpoints.gguf_tokenizer import add_tokenizer
+from pt2mx.pt2e.user_errors import user_errors
 
 #: tensors begin at multiples of so many bytes
 _ALIGNMENT = 32
@@ -61,10 +62,10 @@ def header_of(config: Any, tensors: Mapping[str, FileTensor], tokenizer: Any) ->
         tokenizer: the tokenizer, or a `GGUFFile` to copy it from; None: the file has no vocabulary.
 
     Raises:
-        MXError: for a configuration that the header cannot state.
+        MXError: for a configuration that the header cannot state, and where the temporary folder holds no header.
     """
     gguf = _gguf()
-    with tempfile.TemporaryDirectory() as folder:
+    with user_errors("make the header of a GGUF file"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"header{SUFFIX}"
         writer = gguf.GGUFWriter(path, architecture_named(config))
         try:
@@ -86,8 +87,7 @@ def header_of(config: Any, tensors: Mapping[str, FileTensor], tokenizer: Any) ->
         # the configuration is read back before any weight is written
         with path.open("wb") as file:
             write_tensors(file, header, {name: tensors[name] for name in ROPE_TENSORS if name in tensors})
-            file.truncate(len(header) + sum(tensor.padded for tensor in tensors.values()))
-        check_config(path, config)
+        check_config(GGUFFile(path, len(header) + sum(tensor.padded for tensor in tensors.values())), config)
     return header
 
 

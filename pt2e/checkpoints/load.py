@@ -12,13 +12,15 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
+from pt2mx.pt2e.checkpoints.build_model import check_counts, skeleton_of, with_tensors
 from pt2mx.pt2e.checkpoints.checkpoint_files import (
+    CONFIG,
     CheckpointTensors,
     StoredTensors,
+    entries_in,
     files_of,
     quantization_of,
-    sizes_in,
+    read_json,
 )
 from pt2mx.pt2e.checkpoints.checkpoint_names import stored_parts
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
@@ -39,6 +41,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
 from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
 from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
 from pt2mx.pt2e.user_errors import user_errors
@@ -109,14 +112,15 @@ def load_checkpoint(
         device: the device to export the model on.
         stage: called with the name of each stage as it begins.
         part: the top-level module to put into the program, such as "language_model"; the others may be left out.
-        allow_partial: True: the program may leave out any part that text does not reach.
+        allow_partial: True: the program may leave out any part that text does not reach, and take codes for values in
+            modules that the configuration calls unconverted.
 
     Returns:
         A model that generates and can be saved; its `coverage` is the share of the checkpoint's values that it holds.
 
     Raises:
         MXError: for a checkpoint that cannot be read or holds other formats; for a checkpoint whose program leaves out
-            other parts than unused heads.
+            other parts than unused heads; for codes in a module that the configuration calls unconverted.
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
@@ -178,7 +182,7 @@ def _load_packed(
 ) -> tuple[PreTrainedModel, CheckpointValues]:
     """Load the model, and the sizes of the checkpoint's tensors."""
     file = gguf_in(folder)
-    skeleton, schemes, tensors, sizes = _of_folder(folder) if file is None else packed_gguf(file)
+    skeleton, schemes, tensors, entries = _of_folder(folder) if file is None else packed_gguf(file)
     dtype = skeleton.dtype
     packed = packed_weights(skeleton, schemes, tensors)
     if not packed:
@@ -190,13 +194,14 @@ def _load_packed(
     biases = _linear_biases(skeleton, packed)
     merged = {part for bias in biases for part in bias.sources}
     elsewhere = {*packed_names, *merged}
-    floats = {name: size for name, size in sizes.items() if name not in elsewhere}
-    whole = {name: skeleton.get_parameter(name).numel() for name in (*packed, *(bias.name for bias in biases))}
+    floats = {name: entry for name, entry in entries.items() if name not in elsewhere}
+    whole = {
+        name: Entry(dtype, tuple(skeleton.get_parameter(name).shape))
+        for name in (*packed, *(bias.name for bias in biases))
+    }
     values = CheckpointValues(skeleton, {**floats, **whole})
-    coverage = values.held_by()
-    coverage.check(part, allow_partial)
-    left_out = {name for name, share in coverage.modules.items() if not share.held}
-    kept = [name for name in tensors if name not in elsewhere and values.top_level(name) not in left_out]
+    values.held_by().check(part, allow_partial)
+    kept = [name for name in floats if values.is_known(name)]
     state = {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
     state |= {name: tensors[name] for name in kept}
     state |= {name: values for bias in biases for name, values in bias.bias(tensors).items()}
@@ -219,18 +224,21 @@ def _load_packed(
     return model, values
 
 
-def _of_folder(folder: Path) -> tuple[PreTrainedModel, Schemes, CheckpointTensors, dict[str, int]]:
-    """Return the model without its weights; of the checkpoint its schemes, its tensors and their numbers of values."""
+def _of_folder(folder: Path) -> tuple[PreTrainedModel, Schemes, CheckpointTensors, dict[str, Entry]]:
+    """Return the model without its weights; of the checkpoint its schemes, its tensors, and their dtypes and shapes."""
     quantization = quantization_of(folder)
     if quantization is None:
         raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
     transformers = import_extra("transformers", "hf")
-    schemes, tensors, source = read_config(quantization), CheckpointTensors(folder), str(folder / "config.json")
-    with user_errors(f"build the model of {source!r}"):
+    schemes, tensors, source = read_config(quantization), CheckpointTensors(folder), folder / CONFIG
+    entries = entries_in(files_of(folder))
+    shapes = [entry.shape for entry in entries.values()]
+    check_counts(read_json(source), shapes, str(source))
+    with user_errors(f"build the model of {str(source)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return skeleton_of(config, source), schemes, tensors, sizes_in(files_of(folder))
+    return skeleton_of(config, shapes, str(source)), schemes, tensors, entries
 
 
 def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: StoredTensors) -> dict[str, Packed]:

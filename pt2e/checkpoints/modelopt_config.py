@@ -82,14 +82,16 @@ def read(config: Mapping[str, Any]) -> Rules:
         raise MXError("the checkpoint quantizes its cache, which is not read: take the entry out")
     excluded = [*(inner.get("exclude_modules") or ()), *(inner.get("ignore") or ())]
     rules: Rules = [(by_wildcard(name), None) for name in excluded]
+    groups = (inner.get("config_groups") or config.get("config_groups") or {}).values()
+    weights_alone = bool(groups) and not any(group.get("input_activations") for group in groups)
     if inner.get("quant_algo") != _MIXED:
-        return [*rules, (always, _scheme("the checkpoint", inner))]
+        return [*rules, (always, _scheme("the checkpoint", inner, weights_alone))]
     layers: Mapping[str, Mapping[str, Any]] = inner.get("quantized_layers") or {}
     if not layers:
         raise MXError(f"{_MIXED} of the checkpoint has no quantized_layers: fetch its hf_quant_config.json")
     named: dict[Scheme, list[str]] = {}
     for name, fields in layers.items():
-        named.setdefault(_scheme(name, fields), []).append(name)
+        named.setdefault(_scheme(name, fields, weights_alone), []).append(name)
     return [*rules, *((_inside(names), scheme) for scheme, names in named.items())]
 
 
@@ -104,8 +106,13 @@ def _inside(names: Iterable[str]) -> Matches:
     return matches
 
 
-def _scheme(name: str, fields: Mapping[str, Any]) -> Scheme:
+def _scheme(name: str, fields: Mapping[str, Any], weights_alone: bool) -> Scheme:
     """Return the scheme of an algorithm.
+
+    Args:
+        name, fields: the layer, and what the configuration says of it.
+        weights_alone: True where no group of the configuration quantizes inputs. NVFP4 is W4A16_NVFP4 then: the
+            checkpoint holds no scales of inputs.
 
     Raises:
         MXError: for one that is not known, and for other blocks than its own.
@@ -119,6 +126,7 @@ def _scheme(name: str, fields: Mapping[str, Any]) -> Scheme:
             f"quant_algo {algorithm!r} of {name} in groups of {fields.get('group_size')}: expected {_MIXED}, {allowed}"
         )
     form, has_inputs, _ = _ALGORITHMS[algorithm]
+    has_inputs = has_inputs and not (weights_alone and spec_of(form).scale_format.tensor)
     (mode,) = LAYOUTS["modelopt"].inputs.get(form, ("",))
     return Scheme(form, spec_of(form).replace(scale_mode=mode) if has_inputs else None)
 

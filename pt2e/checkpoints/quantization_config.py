@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import sizes_in
+from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_layer
 from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
@@ -52,7 +52,8 @@ class PT2MXConfig(QuantizationConfigMixin):
         modules_to_not_convert: names or patterns of modules to skip, as for other quantizers of transformers.
         part: the top-level module of the checkpoint that the model holds, such as "language_model"; the others may be
             left out.
-        allow_partial: True: the model may leave out any part of the checkpoint.
+        allow_partial: True: the model may leave out any part of the checkpoint, and take codes without a scale for
+            values.
         quant_method: "pt2mx", the value in config.json.
 
     Raises:
@@ -154,7 +155,7 @@ class MXHfQuantizer(HfQuantizer):
     ) -> None:
         config = self.quantization_config
         if checkpoint_files and not self.pre_quantized:  # codes come from a complete model
-            CheckpointValues(model, sizes_in(checkpoint_files)).held_by().check(config.part, config.allow_partial)
+            CheckpointValues(model, entries_in(checkpoint_files)).held_by().check(config.part, config.allow_partial)
         patterns = self.get_modules_to_not_convert(
             model, config.modules_to_not_convert or [], model._keep_in_fp32_modules
         )

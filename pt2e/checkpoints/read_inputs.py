@@ -48,7 +48,10 @@ def read_inputs(
     ):
         values = [tensors[f"{module}.{suffix}"] for module in modules if f"{module}.{suffix}" in tensors]
         if required and len(values) < len(modules):
-            raise MXError(f"the checkpoint holds no {min(modules)}.{suffix}, which changes its inputs")
+            raise MXError(
+                f"the checkpoint holds no {min(modules)}.{suffix}, which changes its inputs: fetch it again; where it "
+                "quantizes weights alone, its configuration says so (input_activations null, quant_algo W4A16_NVFP4)"
+            )
         if any(not tensor.equal(values[0]) for tensor in values[1:]):
             raise MXError(f"{suffix} of the parts of {name} differ, and the model multiplies the same inputs with them")
         read.append(values[0] if values else None)

@@ -12,7 +12,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
-from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_whole
+from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_values, check_whole
 from pt2mx.pt2e.checkpoints.engines import engines_that_load
 from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
@@ -78,6 +78,7 @@ def plan_recoding(
         is_there = bias.name in shapes or shapes.keys() >= bias.sources.keys()
         names |= {parameter, bias.name} if is_there else {parameter}
     check_whole(path, model, names)
+    check_values(path, model, kept)
     check_dtype(plan)
     check_compatibility(layout, modules, model)
     others = {name.rpartition(".")[0]: Module(kind, None) for name, kind in kinds.items()}

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ _METADATA = "__metadata__"
 _LENGTH = 8
 #: longest header that the reference implementation accepts
 _LONGEST = 100_000_000
+#: values that torch can count
+_MOST_VALUES = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -167,20 +169,44 @@ def _header(file: io.FileIO, path: Path) -> tuple[dict[str, Entry], dict[str, st
     try:
         if not 2 <= length <= min(size - _LENGTH, _LONGEST):
             raise ValueError("no header of that length")
-        content = json.loads(file.read(length))
-        metadata = content.pop(_METADATA, None) or {}
-        entries = {}
-        for name, fields in content.items():
-            begin, end = fields["data_offsets"]
-            entry = Entry(DTYPES[fields["dtype"]], tuple(fields["shape"]), _LENGTH + length + begin)
-            if end - begin != entry.nbytes or _LENGTH + length + end > size:
-                raise ValueError(f"{name} is not whole")
-            entries[name] = entry
+        content = json.loads(file.read(length).decode())
+        stated = content.pop(_METADATA, None)
+        metadata = {} if stated is None else stated
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError(f"{_METADATA} must map names to strings")
+        parsed = {name: _entry(name, fields, _LENGTH + length) for name, fields in content.items()}
     except KeyError as error:
         raise MXError(f"{str(path)!r} has a dtype or an entry that is not known: {error}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise MXError(f"{str(path)!r} is no whole file of safetensors: {error}; fetch it again") from None
-    return entries, metadata
+    ordered = sorted(parsed.items(), key=lambda item: (item[1].begin, item[1].nbytes))
+    begins = [(f"{name} begins", entry.begin, entry.nbytes) for name, entry in ordered]
+    end = _LENGTH + length
+    for what, begin, nbytes in (*begins, ("the file ends", size, 0)):
+        if begin != end:
+            raise MXError(
+                f"{str(path)!r} is no whole file of safetensors: {what} at byte {begin}, the part before it ends at "
+                f"{end}; fetch it again"
+            )
+        end += nbytes
+    return parsed, metadata
+
+
+def _entry(name: str, fields: Mapping[str, Any], start: int) -> Entry:
+    """Return the entry of a tensor, whose bytes come after byte `start`.
+
+    Raises:
+        KeyError: for an unknown dtype or a field that is not there.
+        ValueError, TypeError: for fields that contradict each other.
+    """
+    shape, (begin, end) = fields["shape"], fields["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"{name} has the shape {shape} and the offsets {[begin, end]}, no sizes")
+    entry = Entry(DTYPES[fields["dtype"]], tuple(shape), start + begin)
+    # the sizes of an empty tensor, too, must be those of one that memory could address
+    if end - begin != entry.nbytes or math.prod(filter(None, shape)) > _MOST_VALUES:
+        raise ValueError(f"{name} is not whole: {fields['dtype']} {shape} in {end - begin} bytes")
+    return entry
 
 
 def _read(file: io.FileIO, position: int, buffer: Tensor, path: Path) -> None:

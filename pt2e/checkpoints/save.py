@@ -26,9 +26,11 @@ from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardWriter
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
+from pt2mx.pt2e.language.folder import save_part
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.output import whole_file, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,7 +120,7 @@ def save_checkpoint(
         )
         _write_configs(contents, generation, target)
         if tokenizer is not None:
-            tokenizer.save_pretrained(target)
+            save_part(tokenizer, target)
     return SaveReport(contents.changes, contents.engines)
 
 
@@ -210,7 +212,6 @@ def _supported(layout: Layout) -> str:
 
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
     """Write tensors to one file, or to several with an index if they exceed the size of one."""
-    safetensors = import_extra("safetensors.torch", "hf")
     hub = import_extra("huggingface_hub", "hf")
     pattern = "model{suffix}.safetensors"
     try:
@@ -218,15 +219,18 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int
     except ValueError as error:
         raise MXError(f"max_shard_size={max_shard_size!r} must be a number of bytes, such as '5GB': {error}") from None
     for file, names in split.filename_to_tensors.items():
-        shard = {name: tensors[name].contiguous() for name in names}
-        safetensors.save_file(shard, folder / file, metadata={"format": "pt"})
+        entries = {name: Entry(tensors[name].dtype, tuple(tensors[name].shape)) for name in names}
+        with whole_file(folder / file) as opened:
+            writer = ShardWriter(opened, entries, {"format": "pt"})
+            for name in names:
+                writer.write(name, 0, tensors[name].detach().cpu())
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", folder / INDEX)
 
 
 def _write_configs(contents: Contents, generation_config: Any, folder: Path) -> None:
-    contents.config.save_pretrained(folder)
+    save_part(contents.config, folder)
     quantization = contents.config.quantization_config
     if quantization["quant_method"] == "modelopt":
         write_text(json.dumps(modelopt_config.file_of(quantization), indent=2) + "\n", folder / MODELOPT)

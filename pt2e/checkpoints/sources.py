@@ -136,8 +136,10 @@ def read_source(path: Path, layout: Layout, keep_codes: bool) -> Source:
         return _gguf_source(file, layout, keep_codes and has_codes(file))
     config, quantization = read_json(path / CONFIG), quantization_of(path)
     schemes = read_config(quantization) if quantization else None
-    model = model_on_meta(path, {**config, "quantization_config": None} if quantization else config)
-    return Source(path, config, model, FolderShards(path), schemes, CheckpointTensors(path))
+    shards = FolderShards(path)
+    shapes = [entry.shape for entries in shards.entries.values() for entry in entries.values()]
+    model = model_on_meta(path, {**config, "quantization_config": None} if quantization else config, shapes)
+    return Source(path, config, model, shards, schemes, CheckpointTensors(path))
 
 
 def _gguf_source(path: Path, layout: Layout, keep_codes: bool) -> Source:

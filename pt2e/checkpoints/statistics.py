@@ -135,7 +135,7 @@ class StatisticsFile(Mapping[str, InputStatistics]):
             try:
                 self._rows: dict[str, int] = json.loads(reader.metadata[_ROWS])
                 wrong = self._rows.keys() != reader.entries.keys()
-            except (KeyError, ValueError, AttributeError):
+            except (KeyError, ValueError, AttributeError, RecursionError):
                 wrong = True
             if wrong:
                 raise MXError(f"{str(path)!r} holds no statistics: give what save_statistics wrote")

@@ -36,7 +36,10 @@ _ALLOW_NAN = flag("--allow-nan", "warn of NaN or Inf in weights or batches and g
 _DTYPE = argument("--dtype", choices=DTYPES, help="for a checkpoint: the dtype to load it in (default: its own)")
 _CHECKPOINT = (
     argument("--part", metavar="NAME", help="for a checkpoint: the module to keep whole; others may be left out"),
-    flag("--allow-partial", "for a checkpoint: let the program leave out any part"),
+    flag(
+        "--allow-partial",
+        "for a checkpoint: leave out any part, and take codes without a scale for values",
+    ),
     _DTYPE,
 )
 _EVALUATED_MODEL = (

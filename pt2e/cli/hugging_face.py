@@ -14,11 +14,13 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.build_model import check_counts
+from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in, files_of
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.batches import IMAGES, RECORDINGS, read_audio, read_image
+from pt2mx.pt2e.language.folder import save_part
 from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def from_pretrained(
 
     if (file := gguf_in(name)) is not None:
         return load_float_gguf(file, None if dtype is None else getattr(torch, dtype))
-    _refuse_remote_code(name)
+    _check_buildable(name)
     logging.disable_progress_bar()
     return architecture.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=False).eval()
 
@@ -81,13 +83,15 @@ def from_pretrained(
 def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
     """Return the values of the checkpoint from which a model was loaded; without files on disk, the values of the
     model."""
-    return CheckpointValues(model, None if gguf_in(name) else sizes_in(files_of(name)) or None)
+    return CheckpointValues(model, None if gguf_in(name) else entries_in(files_of(name)) or None)
 
 
-def _refuse_remote_code(name: str | os.PathLike[str]) -> None:
-    """Raise an `MXError` where transformers itself lacks the model."""
+def _check_buildable(name: str | os.PathLike[str]) -> None:
+    """Raise an `MXError` where transformers itself lacks the model, or the files do not hold it."""
     transformers = import_extra("transformers", "hf")
     fields, _ = transformers.PretrainedConfig.get_config_dict(name)
+    if entries := entries_in(files_of(name)):
+        check_counts(fields, [entry.shape for entry in entries.values()], str(name))
     remote = fields.get("auto_map")
     known = fields.get("model_type") in transformers.CONFIG_MAPPING
     if remote and not (known and all(hasattr(transformers, name) for name in fields.get("architectures") or ())):
@@ -181,7 +185,7 @@ class FeatureExtractor:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the extractor to a folder, from which it can be loaded."""
-        self._extractor.save_pretrained(folder)
+        save_part(self._extractor, folder)
 
     def noise(self) -> np.ndarray:
         """Return a second of noise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in, tokenizer_of
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.output import whole_file
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
@@ -88,7 +88,7 @@ def save_folder(
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
             for part in parts:
                 if part is not None and writes_parts:
-                    part.save_pretrained(temporary)
+                    save_part(part, temporary)
             if encoder is not None and writes_parts:
                 save_program(encoder, Path(temporary) / ranks.ENCODER, recipe)
             overwrites = writes_parts and is_quantized(folder)
@@ -107,6 +107,16 @@ def save_folder(
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
     except ValueError as error:  # a generation config that contradicts itself
         raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
+
+
+def save_part(part: Any, folder: Folder) -> None:
+    """Write a tokenizer, a processor or a configuration of transformers to a folder.
+
+    Raises:
+        MXError: where it cannot be written: tokenizers raise errors of no class of their own.
+    """
+    with user_errors(f"write the {type(part).__name__}"):
+        part.save_pretrained(folder)
 
 
 def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, ExportedProgram | None]:
@@ -150,10 +160,15 @@ def load_processor(folder: Folder) -> Any:
 
 def copy_processor(folder: Folder, to: Folder) -> None:
     """Copy the configurations of a processor that `to` lacks, such as the one of a feature extractor: a model does not
-    load it."""
+    load it.
+
+    Raises:
+        MXError: where one cannot be written.
+    """
     for name in _PROCESSOR:
         if (Path(folder) / name).is_file() and not (Path(to) / name).exists():
-            shutil.copyfile(Path(folder) / name, Path(to) / name)
+            with whole_file(Path(to) / name) as file:
+                file.write((Path(folder) / name).read_bytes())
 
 
 def load_tokenizer(folder: Folder) -> Any:

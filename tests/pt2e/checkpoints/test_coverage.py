@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, PT2MXConfig
-from pt2mx.pt2e.checkpoints.checkpoint_files import files_of, sizes_in
+from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in, files_of
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.models import load_model
+from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import FAMILIES, tiny_decoder, transformers
 from tests.vision_language_models import vision_language_checkpoint
 
@@ -20,7 +21,7 @@ _RECIPE = "mxfp4_weight_only"
 
 
 def values_of(model, folder):
-    return CheckpointValues(model, sizes_in(files_of(folder)))
+    return CheckpointValues(model, entries_in(files_of(folder)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +104,7 @@ def test_a_language_model_with_a_tower(tmp_path):
     state = load_file(tmp_path / "vlm" / "model.safetensors")
     names = {name.replace("model.", f"{tower}.", 1): tensor for name, tensor in text.state_dict().items()}
     save_file({**state, **{name: tensor.clone() for name, tensor in names.items()}}, tmp_path / "more.safetensors")
-    coverage = CheckpointValues(text, sizes_in([tmp_path / "more.safetensors"])).held_by()
+    coverage = CheckpointValues(text, entries_in([tmp_path / "more.safetensors"])).held_by()
     assert tower in coverage.lost
 
 
@@ -155,6 +156,52 @@ def test_eager_loading(llama):
     for allowed in ({"part": "layers"}, {"allow_partial": True}):
         loaded = load(folder, quantization_config=PT2MXConfig(_RECIPE, **allowed))
         assert loaded.lm_head.weight_packed.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("module", "keeps_scale"),
+    [("model.layers.0.mlp.down_proj", True), ("model.layers.0.mlp.down_proj", False), ("lm_head", False)],
+)
+@pytest.mark.parametrize(
+    ("layout", "form", "ignored", "scale"),
+    [
+        ("fp8", "mxfp8", "modules_to_not_convert", "weight_scale_inv"),
+        ("compressed-tensors", "mxfp8(rceil)", "ignore", "weight_scale"),
+    ],
+)
+def test_codes_in_an_unconverted_module(layout, form, ignored, scale, module, keeps_scale, tmp_path):
+    """They are values only where the caller says so, with their scale or without."""
+    source, out = float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "mx"
+    pt2mx.convert_checkpoint(source, out, of_weights(form), layout=layout)
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"][ignored] = [*config["quantization_config"].get(ignored, ()), module]
+    (out / "config.json").write_text(json.dumps(config))
+    state = load_file(out / "model.safetensors")
+    codes, scales = state[f"{module}.weight"], state.pop(f"{module}.{scale}")
+    if keeps_scale:
+        state[f"{module}.{scale}"] = scales
+    save_file(state, out / "model.safetensors", {"format": "pt"})
+    for options in ({}, {"part": "embed_tokens"}):
+        with pytest.raises(MXError, match=rf"codes or integers of {module}\.weight.* give --allow-partial"):
+            pt2mx.load_checkpoint(out, **options)
+    with pytest.raises(MXError, match=rf"holds {module}\.weight in torch\.float8_e4m3fn, which are codes"):
+        pt2mx.convert_checkpoint(out, tmp_path / "again")
+    loaded = pt2mx.load_checkpoint(out, allow_partial=True)
+    values = next(tensor for name, tensor in loaded.program.state_dict.items() if name.endswith(f"{module}.weight"))
+    assert torch.equal(values, codes.to(values.dtype))
+    lost = codes.numel() + (scales.numel() if keeps_scale else 0)
+    assert loaded.coverage.values - loaded.coverage.held == lost and "100% of" not in str(loaded.coverage)
+
+
+def test_codes_in_a_float_checkpoint(llama):
+    folder = llama()
+    state = load_file(folder / "model.safetensors")
+    state["model.norm.weight"] = state["model.norm.weight"].to(torch.float8_e4m3fn)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.raises(MXError, match=r"holds codes or integers of model\.norm\.weight, which its configuration calls"):
+        load(folder, quantization_config=PT2MXConfig(_RECIPE))
+    load(folder, quantization_config=PT2MXConfig(_RECIPE, allow_partial=True))
 
 
 def test_a_checkpoint_of_codes(llama, tmp_path):

@@ -95,6 +95,7 @@ def test_files_that_are_no_gguf(tmp_path):
         b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0): "ends within its header",
         b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 13): "k in .* has a value of the unknown type 13",
         b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 1 << 61): "ends within its header",
+        b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 0): "k in .* has a value of the unknown type 9",
         b"GGUF" + struct.pack("<IQQQ1sI", 3, 1, 0, 1, b"w", 9): "w in .* has 9 dimensions",
     }.items():
         (tmp_path / "file").write_bytes(content)
@@ -132,13 +133,18 @@ def test_tensors_that_do_not_fit(tmp_path):
         ({"kind": 4}, "^w in .* has the unknown type 4:"),
         (
             {"dims": (33,), "kind": 39},
-            "^w in .* has rows of 33 values, no multiple of the 32 values in a block of MXFP4",
+            r"^w in .* is \(33,\): its rows must be whole blocks of MXFP4, of 32 values",
         ),
-        ({"offset": 32}, "^w in .* has its bytes at 96 to 224, the file ends at 192: it is truncated or damaged"),
+        ({"dims": (32, 0)}, r"^w in .* is \(0, 32\): its rows must be whole blocks of F32, of 1 values"),
+        (
+            {"offset": 32},
+            "^w in .* has its bytes at 96 to 224, the tensor before it ends at 64, the file at 192: it is truncated or",
+        ),
+        ({"data": 160}, "has its last tensor end at 192, and ends at 224: it is damaged, fetch it again"),
         ({"offset": 1}, "it is truncated or damaged"),
         ({"dims": (1 << 40, 1 << 20)}, "it is truncated or damaged"),
         ({"count": 2}, "holds w twice"),
-        ({"metadata": alignment, "values": 1}, "has general.alignment 12: it must be a multiple of 8"),
+        ({"metadata": alignment, "values": 1}, "has general.alignment 12: it must be a power of two, at least 8"),
         ({"metadata": split, "values": 1}, "is one of 3 files of a model: merge them with `llama-gguf-split --merge`"),
     ):
         _with_tensor(path, **changes)

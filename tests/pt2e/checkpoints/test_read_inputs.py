@@ -17,7 +17,7 @@ from pt2mx.pt2e.checkpoints.weight_formats import NVFP4
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
 from tests.float_checkpoints import float_checkpoint, tensors
 from tests.language_models import transformers
-from tests.pt2e.checkpoints.conftest import INPUTS
+from tests.pt2e.checkpoints.conftest import IDS, INPUTS
 
 LAYER = "model.layers.0"
 DOWN = f"{LAYER}.mlp.down_proj.weight"
@@ -37,6 +37,8 @@ def _calibrated(folder, change=lambda tensors: None, method="modelopt", **fields
     change(held)
     save_file(held, path, {"format": "pt"})
     config["quantization_config"].update(quant_algo="NVFP4", **fields)
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -109,6 +111,24 @@ def test_impossible_scales_of_inputs(in_format, tmp_path, value, text):
     _calibrated(tmp_path / "nv", lambda held: held.pop(name) if value is None else held.update({name: value}))
     with pytest.raises(MXError, match=text):
         load_checkpoint(tmp_path / "nv")
+
+
+def test_weights_alone(in_format, tmp_path):
+    """NVFP4 whose groups quantize no inputs is W4A16_NVFP4, and holds no scales of inputs. So says vLLM's pull request
+    54427, merged in August 2026; vLLM was not run."""
+    in_format(float_checkpoint("llama", tmp_path / "float", shard="1GB"), tmp_path / "nv", NVFP4, "modelopt")
+    path = tmp_path / "nv" / "config.json"
+    config = json.loads(path.read_text())
+    expected = load_packed_model(tmp_path / "nv")
+    assert config["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
+    for groups in ({"group_0": {"input_activations": None}}, {"group_0": {}, "group_1": {"input_activations": None}}):
+        config["quantization_config"].update(quant_algo="NVFP4", config_groups=groups)
+        path.write_text(json.dumps(config))
+        loaded = load_packed_model(tmp_path / "nv")
+        assert torch.equal(loaded(IDS).logits, expected(IDS).logits)
+        convert_checkpoint(tmp_path / "nv", tmp_path / f"of {len(groups)}", layout="modelopt")
+        written = json.loads((tmp_path / f"of {len(groups)}" / "config.json").read_text())
+        assert written["quantization_config"]["quant_algo"] == "W4A16_NVFP4"
 
 
 @pytest.mark.slow

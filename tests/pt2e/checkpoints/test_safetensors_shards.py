@@ -1,11 +1,13 @@
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints import safetensors_shards
 from pt2mx.pt2e.checkpoints.safetensors_shards import DTYPES, Entry, ShardReader, ShardWriter
 from pt2mx.pt2e.output import whole_file
+from tests.damaged_files import damaged
 
 
 def tensors():
@@ -75,7 +77,18 @@ def test_bytes_are_those_that_safetensors_writes(tmp_path):
         (b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}', "dtype or an entry that is not known: 'F4'"),
         (b'{"a": {"shape": [2], "data_offsets": [0, 1]}}', "not known: 'dtype'"),
         (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}', "a is not whole"),
-        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "a is not whole"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "the file ends at byte 68, the part before"),
+        (b'{"a": {"dtype": "U8", "shape": [2.0], "data_offsets": [0, 2]}}', r"the shape \[2.0\] and the offsets"),
+        (b'{"a": {"dtype": "U8", "shape": [-1, -2], "data_offsets": [0, 2]}}', r"the shape \[-1, -2\] and the"),
+        (b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [-1, -1]}}', r"the offsets \[-1, -1\], no sizes"),
+        (
+            b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [1, 1]}}',
+            "a begins at byte 69, the part before it ends",
+        ),
+        (b'{"a": {"dtype": "U8", "shape": [0, %d], "data_offsets": [0, 0]}}' % (1 << 63), "a is not whole: U8"),
+        (b'{"__metadata__": ["pt"]}', "__metadata__ must map names to strings"),
+        (b'{"__metadata__": {"format": 1}}', "__metadata__ must map names to strings"),
+        (b"[" * 100_000, "recursion"),
     ],
 )
 def test_damaged_files(tmp_path, header, message):
@@ -83,6 +96,38 @@ def test_damaged_files(tmp_path, header, message):
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(MXError, match=message):
         ShardReader(path)
+
+
+def _stored(path):
+    """Return the dtype, the shape and the bytes of each tensor, and the metadata, as safetensors itself reads them."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        return {name: _facts(tensor) for name, tensor in tensors.items()}, file.metadata() or {}
+
+
+def _facts(tensor):
+    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_a_damaged_header_is_read_as_safetensors_reads_it(tmp_path):
+    """safetensors accepts exactly the same files, with the same tensors."""
+    path, accepted = tmp_path / "a.safetensors", 0
+    few = {name: torch.randn(shape) for name, shape in {"a": (3, 4), "b": (4, 3), "c": (), "d": (0, 2)}.items()}
+    save_file({**few, "e": torch.ones(12).half()}, path, {"format": "pt"})
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    for damage in damaged(content, 0, end, 1000):
+        path.write_bytes(damage)
+        try:
+            with ShardReader(path) as reader:
+                read = {name: _facts(reader.tensor(name)) for name in reader.entries}, reader.metadata
+        except MXError:
+            with pytest.raises((SafetensorError, AttributeError, ValueError)):
+                _stored(path)
+        else:
+            assert read == _stored(path)
+            accepted += 1
+    assert 10 < accepted < 100
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -54,7 +54,7 @@ def test_it_is_written_and_overwritten(program, tmp_path):
     [
         (OSError(28, "No space left on device"), MXError),
         (KeyboardInterrupt(), KeyboardInterrupt),
-        (RuntimeError("of a tokenizer"), RuntimeError),
+        (Exception("of a tokenizer"), MXError),
     ],
 )
 def test_what_fails_leaves_what_was_there(error, raised, program, tmp_path, monkeypatch):

@@ -30,7 +30,8 @@ inline int32_t code_of(float value, const FloatScale& s) {
   if (s.dtype == BF16) return narrow_bfloat(value);
   const int32_t shift = 23 - s.mantissa_bits, lowest = (s.emin + kBias) << 23;
   const int32_t binade = std::max(int32_t(bits_of(value)) & kInf, lowest);
-  const float rounder = from_bits(binade + (shift << 23));  // a unit in its last place is one quantum
+  // a unit in its last place is one quantum; of Inf and NaN, whose result is discarded, the sum is beyond int32
+  const float rounder = from_bits(u32(binade) + (u32(shift) << 23));
   const int32_t quanta = int32_t(bits_of(value + rounder) - bits_of(rounder));
   return std::min(((binade - lowest) >> shift) + quanta, s.max_code);
 }

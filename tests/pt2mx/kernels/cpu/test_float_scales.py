@@ -1,12 +1,17 @@
 """Quantization with scales that have a significand, by the C++ kernels: equal to the definition to the bit."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.cpp_builder import get_cpp_compiler
 
 from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.cpu.build import SOURCES
 from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from tests.cpu_kernels import DTYPES, assert_same, check_cpu, environment, random_specs
@@ -90,3 +95,28 @@ print(torch.backends.cpu.get_cpu_capability())
 """
     printed = run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
     assert printed.strip().lower().splitlines()[-1] in (capability, "default", "no avx")
+
+
+#: a program whose arithmetic traps where it overflows; only the first code is used
+DEFINED = """
+#include <cmath>
+#include "float_scale.h"
+
+int main() {
+  FloatScale e4m3{};
+  e4m3.dtype = BYTE, e4m3.mantissa_bits = 3, e4m3.bias = 7, e4m3.emin = -6, e4m3.max_code = 126;
+  volatile float values[] = {1, INFINITY, NAN};
+  volatile int32_t codes[3];
+  for (int i = 0; i < 3; ++i) codes[i] = code_of(values[i], e4m3);
+  return codes[0] != 0x38;
+}
+"""
+
+
+def test_codes_of_inf_and_nan_are_defined(tmp_path):
+    """They are not used, but an overflow would be undefined; `make sanitize` checks all kernels like this."""
+    (tmp_path / "codes.cpp").write_text(DEFINED)
+    options = ("-std=c++17", "-O1", "-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error")
+    command = [get_cpp_compiler(), *options, f"-I{Path(SOURCES[0]).parent}", "codes.cpp", "-o", "codes"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert subprocess.run([tmp_path / "codes"]).returncode == 0
