@@ -1,6 +1,7 @@
 # `make demo` and `make test` need Python >= 3.10 and a C++ compiler, nothing else.
 PYTHON ?= python3
-VENV ?= .venv
+# where the path of this folder has a space, the environment is in the user's cache: torch 2.13 cannot link there
+VENV ?= $(if $(word 2,$(CURDIR)),$(HOME)/.cache/pt2mx/venv-$(firstword $(shell pwd | cksum)),.venv)
 BIN := $(VENV)/bin
 SCHEMAS := tests/torchvision_schemas
 # where it is set, every process compiles every module anew

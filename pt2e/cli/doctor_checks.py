@@ -74,6 +74,15 @@ def _compiler() -> str:
     return f"{done.stdout.splitlines()[0]}, {shutil.which(command)}"
 
 
+def _linker() -> str:
+    import torch
+
+    (folder,) = torch.__path__
+    if len(folder.split()) > 1:
+        raise RuntimeError(f"the path of torch has a space, where torch {torch.__version__} cannot link: {folder}")
+    return f"links with {folder}"
+
+
 def _cpu_kernels() -> str:
     import torch
 
@@ -174,6 +183,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "machine": (
         Check("C++ compiler", _compiler, "`pt2mx compile`, torch.compile, the CPU kernels of a checkout", COMPILER),
+        Check("linker", _linker, "`pt2mx compile`, torch.compile", "python -m venv in a path without a space"),
         Check("CPU kernels", _cpu_kernels, "speed (without them torch's operators run)", COMPILER),
         Check("GPU", _gpu, "--device cuda", "pip install --force-reinstall torch"),
         Check("Triton", _triton, "speed on a GPU", "pip install triton"),
