@@ -63,21 +63,34 @@ class Reading:
         return words + f": {self.text}" * bool(self.text) + f"; {self.inputs}" * bool(self.inputs)
 
 
-#: parts of a model that engines treat differently, next to the kinds of modules: the head; experts that a model has in
-#: one tensor and a checkpoint as linear layers; experts whose tensor scale is 1
-HEAD, SPLIT, UNIT = "Head", "Split experts", "Experts with tensor scale 1"
+#: parts of a model that engines treat differently, next to the kinds of modules: the head; a head that vLLM builds in
+#: high precision, of gpt-oss and of others; experts that a model has in one tensor and a checkpoint as linear layers;
+#: experts whose tensor scale is 1
+HEAD, GPT_OSS_HEAD, FLOAT_HEAD = "Head", "Head of gpt-oss", "Head in high precision"
+SPLIT, UNIT = "Split experts", "Experts with tensor scale 1"
 _PARTS = {
     LINEAR: "linear layers",
     HEAD: "the head",
+    GPT_OSS_HEAD: "the head of gpt-oss",
+    FLOAT_HEAD: "the head of Bloom, Jamba, Mamba, OPT, Qwen3-Next and others",
     EMBEDDING: "the embedding",
     EXPERTS: "experts",
     UNIT: "experts with a tensor scale of 1",
     SPLIT: "experts of gpt-oss as linear layers",
 }
+#: `model_type` -> its head: gpt-oss ran, of the others vLLM's code was read
+_HEADS = {
+    "gpt_oss": GPT_OSS_HEAD,
+    **dict.fromkeys(("bloom", "chameleon", "falcon_h1", "jamba", "mamba", "mamba2"), FLOAT_HEAD),
+    **dict.fromkeys(("opt", "plamo2", "plamo3", "qwen3_next", "step3_text", "zamba2"), FLOAT_HEAD),
+}
 _NOT_RUN, _YES = Reading(), Reading(True)
 _ONE_TENSOR = "its loader takes one tensor a layer"
 _AS_MODELOPT = Reading(False, "it takes them for ModelOpt's MXFP8")
 _FLOAT_HEAD = Reading(None, "its code has heads in high precision alone")
+_GPT_OSS_HEAD = Reading(False, "it has this head in high precision")
+_READ_HEAD = Reading(None, "its code has this head in high precision")
+_EXPERTS = Reading(True, "Marlin experts")
 
 
 def _marlin(kernel: str) -> Reading:
@@ -110,12 +123,16 @@ READINGS = (
     Row(_CT, LINEAR, (NVFP4_DIVISOR,), (_marlin("MarlinNvFp4"), _YES)),
     Row(_CT, LINEAR, (_FP6,), (Reading(False, "its compressed-tensors 0.17 takes 8 bits alone"), _YES)),
     Row(_CT, HEAD, (_FP4,), (_marlin("MarlinMxFp4"), _YES)),
-    Row(_CT, HEAD, (_FP8, NVFP4_DIVISOR, _FP6), (_NOT_RUN, _YES)),
+    Row(_CT, HEAD, (_FP8,), (_marlin("MarlinMxfp8"), _YES)),
+    Row(_CT, HEAD, (NVFP4_DIVISOR,), (_marlin("MarlinNvFp4"), _YES)),
+    Row(_CT, HEAD, (_FP6,), (_NOT_RUN, _YES)),
+    Row(_CT, GPT_OSS_HEAD, (_FP4, _FP8, NVFP4_DIVISOR, _FP6), (_GPT_OSS_HEAD, _YES)),
+    Row(_CT, FLOAT_HEAD, (_FP4, _FP8, NVFP4_DIVISOR, _FP6), (_READ_HEAD, _YES)),
     Row(_CT, EMBEDDING, (_FP8,), (Reading(None, "its code takes embeddings in integers alone"), _YES)),
-    Row(_CT, EXPERTS, (_FP4,), (Reading(True, "Marlin experts"), _YES)),
+    Row(_CT, EXPERTS, (_FP4,), (_EXPERTS, _YES)),
     Row(_CT, EXPERTS, (_FP6,), (_NOT_RUN, _YES)),
-    Row(_CT, EXPERTS, (_FP8,), (_NOT_RUN, Reading(False, "it takes one scale a row"))),
-    Row(_CT, EXPERTS, (NVFP4_DIVISOR,), (_NOT_RUN, Reading(False, "its values are wrong: it ignores tensor scales"))),
+    Row(_CT, EXPERTS, (_FP8,), (_EXPERTS, Reading(False, "it takes one scale a row"))),
+    Row(_CT, EXPERTS, (NVFP4_DIVISOR,), (_EXPERTS, Reading(False, "its values are wrong: it ignores tensor scales"))),
     Row(_CT, UNIT, (NVFP4_DIVISOR,), (_NOT_RUN, _YES)),
     Row(_CT, SPLIT, (_FP4,), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
     Row(_CT, SPLIT, (_FP6, _FP8, NVFP4_DIVISOR), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
@@ -125,8 +142,11 @@ READINGS = (
     Row("quark", HEAD, (_FP4, _FP6, "fp6_e3m2", _FP8), (Reading(False, "it has heads in high precision"), _NOT_RUN)),
     Row("modelopt", LINEAR, (_FP8,), (_marlin("MarlinMxfp8"), _NOT_RUN)),
     Row("modelopt", LINEAR, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
+    Row("modelopt", HEAD, (_FP8,), (_marlin("MarlinMxfp8"), _NOT_RUN)),
     Row("modelopt", HEAD, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
-    Row("modelopt", EXPERTS, (NVFP4,), (Reading(True, "Marlin experts"), _NOT_RUN)),
+    Row("modelopt", GPT_OSS_HEAD, (_FP8, NVFP4), (Reading(None, _GPT_OSS_HEAD.text), _NOT_RUN)),
+    Row("modelopt", FLOAT_HEAD, (_FP8, NVFP4), (_READ_HEAD, _NOT_RUN)),
+    Row("modelopt", EXPERTS, (NVFP4,), (_EXPERTS, _NOT_RUN)),
     Row("modelopt", SPLIT, (NVFP4,), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
     Row("fp8", LINEAR, (_FP8,), (_AS_MODELOPT, _YES)),
     Row("fp8", HEAD, (_FP8,), (_AS_MODELOPT, _YES)),
@@ -142,10 +162,11 @@ def readings_of(layout: str, part: str, form: str) -> tuple[Reading, ...]:
 
     Args:
         layout: the name of a layout.
-        part: a kind of modules, or one of `HEAD`, `SPLIT`, `UNIT`.
+        part: a kind of modules, or another key of `_PARTS`. A head without a row is read like any other.
         form: a format of weights.
     """
-    rows = (row for row in READINGS if (row.layout, row.part) == (layout, part) and form in row.forms)
+    parts = (part, HEAD) if part in (GPT_OSS_HEAD, FLOAT_HEAD) else (part,)
+    rows = (row for name in parts for row in READINGS if (row.layout, row.part) == (layout, name) and form in row.forms)
     return next((row.readings for row in rows), (_NOT_RUN,) * len(ENGINES))
 
 
@@ -174,7 +195,7 @@ def engines_that_load(
     of_weights = {weight: modules.get(weight.rpartition(".")[0]) for weight in weights_of(model)}
     schemes = {weight: None if module is None else module.scheme for weight, module in of_weights.items()}
     parts = {
-        (_part(layout, module, is_transposed(model, weight), unit_scales), module.scheme.form): None
+        (_part(layout, module, model, weight, unit_scales), module.scheme.form): None
         for weight, module in of_weights.items()
         if module is not None and module.scheme is not None
     }
@@ -188,10 +209,12 @@ def engines_that_load(
     }
 
 
-def _part(layout: Layout, module: Module, transposed: bool, unit_scales: bool) -> str:
+def _part(layout: Layout, module: Module, model: PreTrainedModel, weight: str, unit_scales: bool) -> str:
+    if module.kind == EXPERTS and is_transposed(model, weight) and not layout.only_experts:
+        return SPLIT
     if module.kind == EXPERTS:
-        return SPLIT if transposed and not layout.only_experts else UNIT if unit_scales else EXPERTS
-    return HEAD if module.is_head else module.kind
+        return UNIT if unit_scales else EXPERTS
+    return _HEADS.get(model.config.model_type, HEAD) if module.is_head else module.kind
 
 
 def _fused_in_several(schemes: Mapping[str, Scheme | None]) -> list[str]:

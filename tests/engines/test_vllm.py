@@ -104,11 +104,23 @@ def test_a_head_with_a_format_of_its_own(floats, tmp_path, head):
     assert refusals(tmp_path / "out") == [] and _loads(report)
 
 
+def test_a_head_that_vllm_builds_in_high_precision(floats, tmp_path):
+    quantizer = _quantizer("mxfp4(even)", experts=None)
+    report = convert_checkpoint(floats / "gpt_oss", tmp_path / "out", quantizer)
+    expected = "does not load the head of gpt-oss in fp4_e2m1 (it has this head in high precision)"
+    assert report.engines[_VLLM] == expected and report.engines[str(engines.TRANSFORMERS)] == "loads it"
+    assert refusals(tmp_path / "out") == ["lm_head: it has weight, the checkpoint weight_packed, weight_scale"]
+    jamba = engines.readings_of("compressed-tensors", engines.FLOAT_HEAD, "fp4_e2m1")
+    assert [reading.loads for reading in jamba] == [None, True]
+    of_quark = [engines.readings_of("quark", head, "fp4_e2m1") for head in (engines.HEAD, engines.GPT_OSS_HEAD)]
+    assert of_quark[0] == of_quark[1]
+
+
 @pytest.mark.parametrize(
     ("family", "form"), [("gpt_oss", "mxfp4(even)"), ("gpt_oss", "mxfp8(rceil)"), ("mixtral", "mxfp8(rceil)")]
 )
 def test_experts_in_high_precision_are_ignored(floats, tmp_path, family, form):
-    convert_checkpoint(floats / family, tmp_path / "out", _quantizer(form, experts=None))
+    convert_checkpoint(floats / family, tmp_path / "out", _quantizer(form, experts=None, lm_head=None))
     assert refusals(tmp_path / "out") == []
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert stock(torch.arange(8)[None]).logits.isfinite().all()

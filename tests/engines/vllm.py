@@ -29,6 +29,7 @@ class Family:
         mapper: part of the names that a configuration states -> in vLLM; patterns are not mapped.
         gate: the name of a router that is built with the configuration, as a linear layer; "" for none.
         one_tensor: True where it loads experts as one tensor a layer.
+        float_head: True where its head is built without the configuration.
     """
 
     fused: Mapping[str, tuple[str, ...]]
@@ -36,6 +37,7 @@ class Family:
     mapper: tuple[str, str] = ("", "")
     gate: str = ""
     one_tensor: bool = False
+    float_head: bool = False
 
 
 _QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -45,7 +47,7 @@ FAMILIES = {
     "qwen2": Family(_DENSE),
     "qwen3_moe": Family(_DENSE, gate="gate"),
     "mixtral": Family(_QKV, names=(".mlp.", ".block_sparse_moe.")),
-    "gpt_oss": Family(_QKV, (".self_attn.", ".attn."), (".self_attn.", ".attn."), one_tensor=True),
+    "gpt_oss": Family(_QKV, (".self_attn.", ".attn."), (".self_attn.", ".attn."), one_tensor=True, float_head=True),
 }
 
 #: the classes of modules; those of linear layers contain "Linear"
@@ -78,7 +80,8 @@ def refusals(folder: Path) -> list[str]:
     reasons = []
     for module in modules_of(config, family, stored):
         try:
-            expected = METHODS[quantization["quant_method"]](quantization, family, module)
+            is_plain = module.kind == HEAD and family.float_head
+            expected = FLOAT if is_plain else METHODS[quantization["quant_method"]](quantization, family, module)
             if module.kind == EXPERTS and family.one_tensor:
                 _check_one_tensor(module, expected, stored)
             else:
