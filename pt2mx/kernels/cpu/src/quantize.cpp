@@ -159,7 +159,8 @@ void Tile::each_chunk(bool values, Step step) {
   i64 rows;
   for (i64 row = 0; row < rows_; row += rows) {
     rows = cut_.flat ? std::min(cut_.chunk_rows, rows_ - row) : 1;
-    Chunk c;
+    Chunk c{};
+    c.random = random_;  // every rounding computes its address, one reads it
     c.n = rows * w_;
     c.run = 0;
     i64 b = row / block;
