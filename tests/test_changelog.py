@@ -7,7 +7,7 @@ import pt2mx
 from pt2mx.ops.contract import OPERATORS
 
 TEXT = (Path(__file__).parent.parent / "CHANGELOG.md").read_text("utf-8")
-RELEASES = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
+RELEASES = [part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:] if not part.startswith("[Unreleased]\n")]
 
 
 def test_the_newest_release_is_the_version():
