@@ -280,9 +280,10 @@ def _passed(model: GraphModule) -> dict[Node, list[object]]:
     returns."""
     passed = captured_operands(model)
     for call in (call for graph in graph_modules(model) for call in hop_calls(graph)):
-        returned: list[Any] = [graph.graph.output_node().args[0] for _, graph in call.graphs]
+        outputs: list[Any] = [graph.graph.output_node().args[0] for _, graph in call.graphs]
+        returned = [values for values in outputs if not isinstance(values, Node)]  # without the condition of a loop
         items = [user for user in call.node.users if user.target is operator.getitem]
-        passed |= {item: [values[item.args[1]] for values in returned] for item in items}
+        passed |= {item: [one for values in returned for one in values[item.args[1] :][:1]] for item in items}
     return passed
 
 
