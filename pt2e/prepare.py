@@ -155,14 +155,14 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
     finally:
         torchao_pt2e.forget_models()
     graphs = graph_modules(model)
-    training = to_train_eval_modules(graphs)
+    training = to_train_eval_modules(model)
     if training and not for_training:
         warnings.warn(
             f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
             "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
             stacklevel=4,
         )
-    if names := random_operators(graphs, bool(training)):
+    if names := random_operators(model, bool(training)):
         warnings.warn(
             f"{listed(names)} of the exported model draw random numbers in evaluation and in the converted model too, "
             "because no argument of theirs sets the mode: if they belong to training (noise, a decomposed "
@@ -193,7 +193,7 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     model = copy_sharing_tensors(model)
     model.meta[FLOAT_SIZE_KEY] = size
     if for_training:
-        mark_followers(graph_modules(model))
+        mark_followers(model)
     for graph in graph_modules(model):
         graph.graph.eliminate_dead_code(has_effect)
     if not for_training:

@@ -73,6 +73,20 @@ class StochasticDepth(nn.Module):
         return x + (y * y.new_empty(len(y), 1).bernoulli_(0.7).div_(0.7) if self.training else y)
 
 
+class NormOften(nn.Module):
+    """One batch norm, called twice and once more in a subgraph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        y = self.norm(self.layer(x))
+        with torch.no_grad():
+            z = self.norm(x)
+        return self.norm(y * 2) + z
+
+
 class Recurrent(nn.Module):
     """Two layers with dropout between them."""
 
@@ -97,6 +111,7 @@ WITH_MODES = {
     "rrelu in place": (nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True), nn.Linear(8, 8)), (4, 8)),
     "instance_norm": (nn.Sequential(nn.Conv1d(6, 8, 3), nn.InstanceNorm1d(8, track_running_stats=True)), (4, 6, 9)),
     "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
+    "batch_norm often": (NormOften(), (4, 8)),
     "attention": (Attention(), (2, 4, 8, 16)),
     "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
     "gru": (Recurrent(nn.GRU), (3, 5, 8)),

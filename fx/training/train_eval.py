@@ -7,6 +7,7 @@ mode.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
+from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect, mode_of, writes_in_evaluation
 from pt2mx.fx.graph.node import (
     OPERATOR_KEY,
@@ -26,9 +28,9 @@ from pt2mx.fx.graph.node import (
     make_positional,
     model_of,
     name_of,
-    named_args,
     node_arg,
     operator_of,
+    set_value,
 )
 from pt2mx.fx.graph.tensors import delete_unused_modules
 from pt2mx.ops.step_variance import in_backward_pass
@@ -114,13 +116,14 @@ class Mask(TrainEvalOp):
         return aten.ones_like.default(args[0])
 
 
-def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
-    """Make every operator that depends on the mode a `TrainEvalOp`, and return the names of those in training.
+def to_train_eval_modules(model: GraphModule) -> list[str]:
+    """Make every operator that depends on the mode a `TrainEvalOp`, in subgraphs too, and return the names of those in
+    training.
 
     If the model was exported in training mode, operators that evaluated there (a frozen batch norm) keep evaluating. If
-    it was exported in evaluation mode, all of them follow the mode. Changes the graph modules.
+    it was exported in evaluation mode, all of them follow the mode. Changes `model`.
     """
-    by_mode = _by_mode(graph_modules)
+    by_mode = _by_mode(model)
     training = [node.name for node, setting in by_mode.items() if _trains(node, setting)]
     for node in _followers(by_mode):
         position, evaluation, statistics = by_mode[node]
@@ -131,20 +134,20 @@ def to_train_eval_modules(graph_modules: list[GraphModule]) -> list[str]:
         replace_by_module(node, f"{node.name}_by_mode", module, draw.args, node.meta)
         if draw is not node:
             draw.graph.erase_node(draw)
-    for model in {model_of(node.graph) for node in by_mode}:
-        model.recompile()
+    for graph in {model_of(node.graph) for node in by_mode}:
+        graph.recompile()
     return training
 
 
-def random_operators(graph_modules: list[GraphModule], trains: bool) -> list[str]:
+def random_operators(model: GraphModule, trains: bool) -> list[str]:
     """Return the names of the nodes that draw random numbers in both modes.
 
     Args:
-        graph_modules: the graphs.
+        model: the graph; its subgraphs count too.
         trains: True for a model exported in training mode, where such draws usually belong to training (noise).
             Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
     """
-    nodes = [node for model in graph_modules for node in model.graph.nodes if _is_random(node)]
+    nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if _is_random(node)]
     return [node.name for node in nodes if trains or "bernoulli" in operator_of(node)._schema.name]
 
 
@@ -153,10 +156,10 @@ def _is_random(node: Node) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags and not mode_of(target)
 
 
-def mark_followers(graph_modules: list[GraphModule]) -> None:
+def mark_followers(model: GraphModule) -> None:
     """Mark the operators that `to_train_eval_modules` will replace: exported in evaluation, they write nothing (a
     dropout in place), and they may in training. Changes the meta of their nodes."""
-    for node in _followers(_by_mode(graph_modules)):
+    for node in _followers(_by_mode(model)):
         node.meta[OPERATOR_KEY] = node.target
 
 
@@ -183,8 +186,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
     """Replace `TrainEvalModule` modules by the operators that they call in evaluation. Changes `model`."""
     module_calls = list(train_eval_modules(model))
     for node, module in module_calls:
-        with model.graph.inserting_before(node):
-            result = _recorded(module, node)
+        result = _recorded(module, node)
         result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
         node.replace_all_uses_with(result)
         model.graph.erase_node(node)
@@ -204,13 +206,22 @@ def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModu
 
 
 def _recorded(module: TrainEvalModule, call: Node) -> Node:
-    """Insert the operators that a module calls in evaluation into the graph, and return the last one."""
-    tracer = GraphAppendingTracer(call.graph)
+    """Insert the operators that a module calls in evaluation before its call, and return the last one.
+
+    They have their values: an operator of unknown operands may return any of them, so that what writes its result (an
+    activation in place) would write its weight.
+    """
+    tracer, before = GraphAppendingTracer(call.graph), call.prev
 
     def proxy(argument: Any) -> Any:
         return Proxy(argument, tracer) if isinstance(argument, Node) else argument
 
-    result: Any = module.in_evaluation(*map_aggregate(call.args, proxy))  # a proxy, since it gets proxies
+    with call.graph.inserting_before(call):
+        result: Any = module.in_evaluation(*map_aggregate(call.args, proxy))  # a proxy, since it gets proxies
+    node = before.next
+    while node is not call:
+        set_value(node)
+        node = node.next
     return result.node
 
 
@@ -222,17 +233,17 @@ class _Setting(NamedTuple):
     statistics: tuple[int, ...]
 
 
-def _by_mode(graph_modules: list[GraphModule]) -> dict[Node, _Setting]:
-    """Return the calls whose results depend on the mode."""
-    settings = {node: _setting(node) for model in graph_modules for node in model.graph.nodes}
+def _by_mode(model: GraphModule) -> dict[Node, _Setting]:
+    """Return the calls whose results depend on the mode, of a graph and its subgraphs."""
+    every = (node for graph in graph_modules(model) for node in graph.graph.nodes)
+    nodes = [node for node in every if node.op == "call_function"]
+    passed = _passed(model)
+    counters = {node for node in nodes if node.target in _COUNTERS and _counts_batches(model, node, passed)}
+    settings = {node: _Setting(1, 0, (0,)) if node in counters else _setting(node) for node in nodes}
     return {node: setting for node, setting in settings.items() if setting is not None}
 
 
 def _setting(node: Node) -> _Setting | None:
-    if node.op != "call_function":
-        return None
-    if node.target in _COUNTERS:
-        return _Setting(1, 0, (0,)) if _counts_batches(node.args[0]) else None
     if node.target in _DIVISIONS:
         return _Setting(1, None, ()) if _is_mask(node) else None
     if (mode := mode_of(node.target)) is None:
@@ -264,14 +275,32 @@ def _is_mask(division: Node) -> bool:
     return args_of(draw)[1] == probability and len(draw.users) == len(node_arg(draw).users) == 1
 
 
-def _counts_batches(counter: object) -> bool:
-    """Return whether a counter is the `num_batches_tracked` of a module whose running mean a batch norm of the graph
-    reads."""
-    if not isinstance(counter, Node) or counter.op != "get_attr":
-        return False
-    path, _, attribute = name_of(counter).rpartition(".")
-    if attribute != "num_batches_tracked":
-        return False
-    siblings = [n for n in counter.graph.find_nodes(op="get_attr") if name_of(n).rpartition(".")[0] == path]
-    norms = [(user, n) for n in siblings for user in n.users if mode_of(user.target) is not None]
-    return any(named_args(user).get("running_mean") is n for user, n in norms)
+def _passed(model: GraphModule) -> dict[Node, list[object]]:
+    """Map each placeholder of a subgraph to its operands, and each result of a subgraph's call to what the subgraph
+    returns."""
+    passed = captured_operands(model)
+    for call in (call for graph in graph_modules(model) for call in hop_calls(graph)):
+        outputs: list[Any] = [graph.graph.output_node().args[0] for _, graph in call.graphs]
+        returned = [values for values in outputs if not isinstance(values, Node)]  # without the condition of a loop
+        items = [user for user in call.node.users if user.target is operator.getitem]
+        passed |= {item: [one for values in returned for one in values[item.args[1] :][:1]] for item in items}
+    return passed
+
+
+def _counts_batches(model: GraphModule, counter: Node, passed: dict[Node, list[object]]) -> bool:
+    """Return whether a node increments the `num_batches_tracked` of modules with a running mean."""
+    paths = [name.rpartition(".") for name in _tensors(counter.args[0], passed)]
+    return bool(paths) and all(
+        name == "num_batches_tracked" and hasattr(model.get_submodule(path), "running_mean") for path, _, name in paths
+    )
+
+
+def _tensors(value: object, passed: dict[Node, list[object]]) -> set[str]:
+    """Return the names of the tensors of a model that a value is, in all calls of its graph, before or after
+    increments."""
+    if not isinstance(value, Node):
+        return set()
+    if value.op == "get_attr":
+        return {name_of(value)}
+    read = value.args[:1] if value.target in _COUNTERS else passed.get(value, [])
+    return set[str]().union(*(_tensors(one, passed) for one in read))

@@ -29,6 +29,8 @@ from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
 from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
 
+#: of the thread that has replaced torch's function in `exact_lengths`
+_solving = threading.RLock()
 #: the record of a PT2 archive for the example inputs of an export
 _EXAMPLE = "data/sample_inputs/model.pt"
 _LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
@@ -132,7 +134,8 @@ def exact_lengths() -> Iterator[None]:
     """Make AOTInductor compute the lengths behind its inputs' sizes by integers.
 
     Where a size is 49 times a length, torch (2.13) writes `int64_t length = (1.0/49.0)*size;`, which is one too small
-    for most lengths: the package loses a row.
+    for most lengths: the package loses a row. One thread compiles at a time, so that the last one leaves torch's own
+    function behind.
     """
 
     def solve(equation: Any, symbol: sympy.Symbol, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +146,10 @@ def exact_lengths() -> Iterator[None]:
         numerator, denominator = sympy.fraction(sympy.together(length))
         return relation, FloorDiv(numerator, denominator) if denominator.is_Integer and denominator != 1 else length
 
-    solve_by_fractions = torch_solve.try_solve
-    with mock.patch.object(torch_solve, "try_solve", solve):
-        yield
+    with _solving:
+        solve_by_fractions = torch_solve.try_solve
+        with mock.patch.object(torch_solve, "try_solve", solve):
+            yield
 
 
 def _probed_sizes(

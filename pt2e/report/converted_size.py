@@ -13,7 +13,7 @@ from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
 from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
-from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, computed_bias
+from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.observer import MXObserver, observed_value
 from pt2mx.pt2e.packed_weights import packed_bytes
@@ -84,7 +84,7 @@ class Conversion:
             return [n for n in node.all_input_nodes if n is not bias]
         if isinstance(module, NormalizedLayer):
             mean = node_arg(node, 5).meta["val"]
-            self._made[self._key(node, 0)] = mean.nbytes
+            self._made[f"{node} of {id(model)}"] = mean.nbytes  # its bias
             return [n for n in node.args[:2] if isinstance(n, Node)]
         return node.all_input_nodes
 
@@ -108,10 +108,18 @@ class Conversion:
         elif not node.all_input_nodes:
             identity = (id(node.graph), node.name)
         else:
-            module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
-            target = (module.spec, module.spec.axis) if isinstance(module, MXObserver) else node.target
-            identity = target, torch.fx.map_arg((node.args, node.kwargs), lambda n: self._key(n, number))
+            identity = _computation(node), torch.fx.map_arg((node.args, node.kwargs), lambda n: self._key(n, number))
         return self._names.setdefault(repr(identity), f"%{len(self._names)}")
+
+
+def _computation(node: Node) -> object:
+    """Return what a node computes from its arguments; equal for layers that share a weight and its batch norm."""
+    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    if isinstance(module, MXObserver):
+        return module.spec, module.spec.axis
+    if isinstance(module, ScaledWeight):
+        return "scaled", module.rank, module.eps, module.transposed, module.groups
+    return node.target
 
 
 def _has_effect(node: Node, constants: set[Node]) -> bool:

@@ -116,6 +116,19 @@ def test_a_decomposed_dropout_evaluates(name):
     torch.testing.assert_close(pt2mx.convert_pt2e(prepared)(x), model(x), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("name", WITH_MODES)
+def test_evaluation_writes_nothing(name):
+    model, shape = WITH_MODES[name]
+    x = torch.randn(shape)
+    prepared = pt2mx.prepare_qat_pt2e(torch.export.export(copy.deepcopy(model).train(), (x,)).module(), QUANTIZER)
+    prepared(x)
+    pt2mx.disable_fake_quant(prepared.eval())
+    for evaluated in (prepared, pt2mx.convert_pt2e(prepared)):
+        before = {key: value.clone() for key, value in evaluated.state_dict().items()}
+        evaluated(x)
+        assert not [key for key, value in evaluated.state_dict().items() if not torch.equal(value, before[key])]
+
+
 def test_torchaos_switches_do_the_same():
     from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 
@@ -131,7 +144,7 @@ def test_operators_of_the_graph_before_and_after():
     model = torch.export.export(
         nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(4)).train(), (torch.randn(2, 4),)
     ).module()
-    assert to_train_eval_modules([model])
+    assert to_train_eval_modules(model)
     kinds = [type(m) for m in model.children() if isinstance(m, TrainEvalOp)]
     assert kinds == [TrainEvalOp, Counter, TrainEvalOp]
     to_evaluation(model)

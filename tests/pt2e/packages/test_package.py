@@ -1,4 +1,5 @@
 import os
+import threading
 
 import pytest
 import sympy
@@ -270,6 +271,25 @@ def test_lengths_behind_sizes_are_exact():
                 _, solved = torch_solve.try_solve(sympy.Eq(factor * length + offset, size), length)
                 assert all(solved.subs(size, factor * n + offset) == n for n in (0, 1, 2, 6, 48, 49, 50, 10**6 + 1))
                 assert not solved.has(sympy.Rational) or not solved.atoms(sympy.Rational) - solved.atoms(sympy.Integer)
+    assert torch_solve.try_solve is before
+
+
+def test_torch_s_function_is_back_after_all_threads():
+    """Also after the thread that began first has ended first, and after an error."""
+    before, inside, leave = torch_solve.try_solve, threading.Event(), threading.Event()
+
+    def other_thread():
+        with exact_lengths():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other_thread)
+    with pytest.raises(ZeroDivisionError), exact_lengths():
+        thread.start()
+        inside.wait(0.2)
+        raise ZeroDivisionError
+    leave.set()
+    thread.join()
     assert torch_solve.try_solve is before
 
 

@@ -120,6 +120,35 @@ def test_reports_agree_with_files(forward, training):
         assert [(r.bytes_before, r.bytes_after) for r in reports] == [(before, after)] * 2
 
 
+class Normalized(nn.Module):
+    """Convolutions with batch norms and activations in place, a row of them between two that share their tensors."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.shared = nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU(inplace=True))
+        blocks = (nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)) for _ in range(length))
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x):
+        return self.shared(self.blocks(self.shared(x)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "length", [2, 80]
+)  # of 80 the inputs of a node, and their inputs, are deeper than Python calls
+def test_a_report_of_fused_batch_norms_agrees_with_the_file(length, training):
+    x = torch.linspace(-1, 1, 32 * 4).reshape(1, 32, 2, 2)
+    program = torch.export.export(Normalized(length).train(training), (x,))
+    prepared = pt2mx.prepare_qat_pt2e(program.module(), QUANTIZER).eval()
+    with torch.no_grad():
+        prepared(x)
+        converted = pt2mx.convert_pt2e(prepared)
+        after = saved_bytes(torch.export.export(converted, (x,)))
+    assert not [name for name in converted.state_dict() if name.endswith(("running_mean", "running_var"))]
+    assert [pt2mx.quantization_report(model).bytes_after for model in (prepared, converted)] == [after] * 2
+
+
 def test_a_report_names_what_conversion_computes():
     exported = torch.export.export(Layers(product_of_parameters), (X,)).module()
     prepared = pt2mx.prepare_pt2e(exported, QUANTIZER)
