@@ -22,16 +22,16 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **recurrence.
 def with_functions(model: nn.Module, cache: Any) -> Iterator[None]:
     """Replace functions of transformers in the modules that a model comes from, for a call with this cache."""
     original: list[tuple[Any, str, Callable[..., Any]]] = []
-    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
-        for path, function in FUNCTIONS.items():
-            *parent, name = path.split(".")
-            owner: Any = module
-            for part in parent:
-                owner = getattr(owner, part, None)
-            if hasattr(owner, name):
-                original.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, _before(cache, function))
     try:
+        for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+            for path, function in FUNCTIONS.items():
+                *parent, name = path.split(".")
+                owner: Any = module
+                for part in parent:
+                    owner = getattr(owner, part, None)
+                if hasattr(owner, name):
+                    original.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, _before(cache, function))
         yield
     finally:
         for owner, name, replaced in original:

@@ -1,20 +1,40 @@
+import math
+from unittest import mock
+
 import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language import functions
+from pt2mx.pt2e.language import decoder_check, functions
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, error_of, windows_of
 from pt2mx.pt2e.language.layers import layers_of
 from tests.language_models import tiny_decoder, transformers
 
 
-@pytest.mark.parametrize("window", [8, 256])
-def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, monkeypatch):
+@pytest.mark.parametrize(("window", "dtype"), [(8, "float32"), (8, "bfloat16"), (256, "float32"), (256, "bfloat16")])
+def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, dtype, monkeypatch):
     """GPT-Neo's own attention counts its window from the end of the cache."""
     monkeypatch.delitem(functions.FUNCTIONS, "GPTNeoSelfAttention._attn")
     with pytest.raises(MXError, match="gives other logits than with its own"):
-        export_decoder(tiny_decoder("gpt_neo", window_size=window))
+        export_decoder(tiny_decoder("gpt_neo", window_size=window, dtype=dtype))
+
+
+def test_experts_that_rounding_chooses_are_no_error():
+    """In bfloat16 transformers itself chooses other experts for some tokens, if it reads them in another order."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "num_local_experts": 16, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    export_decoder(transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes)).bfloat16().eval())
+
+
+def test_logits_that_are_zero_or_no_numbers():
+    model = tiny_decoder("llama", tie_word_embeddings=False)
+    model.lm_head.weight.data.zero_()
+    program, layers = export_decoder(model), layers_of(model)
+    assert error_of(model, program, layers, None) == 0
+    with mock.patch.object(decoder_check, "_errors", side_effect=[[0.1], [math.nan]]):
+        assert math.isnan(error_of(model, program, layers, None))
 
 
 @pytest.mark.parametrize("window", [199, 201, 256, None])
@@ -70,6 +90,7 @@ def test_padding_that_changes_a_text_is_an_error(monkeypatch):
 def test_windows_of_configurations():
     assert windows_of(transformers.MistralConfig(sliding_window=4096)) == [4096]
     assert windows_of(transformers.LlamaConfig()) == []
+    assert windows_of(transformers.Qwen2Config(max_window_layers=28)) == []  # a number of layers
     assert windows_of(transformers.GPTNeoConfig(window_size=256)) == [256]
     assert 8192 in windows_of(transformers.Llama4TextConfig(attention_chunk_size=8192))
     assert 128 in windows_of(transformers.ModernBertDecoderConfig(local_attention=128))
