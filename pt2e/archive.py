@@ -8,7 +8,6 @@ from typing import Literal
 from zipfile import BadZipFile, ZipFile
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.user_errors import user_errors
 
 #: how the names of the files in each kind of archive begin, below its root
 _KINDS = {"data/aotinductor/": "package", "models/": "program"}
@@ -55,10 +54,13 @@ def add_records(path: object, records: dict[str, bytes]) -> None:
     Raises:
         MXError: for a file that is no archive, and where it cannot be written.
     """
-    with user_errors(f"write {str(path)!r}"), _opened(path, mode="a") as archive:
-        root = archive.namelist()[0].partition("/")[0]
-        for name, content in records.items():
-            archive.writestr(f"{root}/{name}", content)
+    try:
+        with _opened(path, mode="a") as archive:
+            root = archive.namelist()[0].partition("/")[0]
+            for name, content in records.items():
+                archive.writestr(f"{root}/{name}", content)
+    except OSError as error:
+        raise MXError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def _records(archive: ZipFile) -> dict[str, str]:

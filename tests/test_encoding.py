@@ -99,10 +99,11 @@ def test_texts_in_a_locale_of_ascii(tmp_path):
     (tmp_path / "config.json").write_text(f'{{"name": "{TEXT[:-1]}\\n"}}', encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(f"description: {TEXT}global: {{weight: mxfp8}}\n", encoding="utf-8")
     names = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
-    # without `site`, which stops at a path file of an editable install that this locale cannot decode
+    # by a path that this locale can decode, and without `site`, which would read that of an editable install
+    (tmp_path / "root").symlink_to(ROOT)
+    env = {**os.environ, **names, "PYTHONPATH": os.pathsep.join([str(tmp_path / "root"), *sys.path])}
     command = [sys.executable, "-S", "-c", READS, str(tmp_path)]
-    env = {**os.environ, **names, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, encoding="ascii", env=env)
+    done = subprocess.run(command, capture_output=True, encoding="ascii", env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "again.txt").read_bytes() == TEXT.encode()
     assert TEXT.strip().encode("ascii", "backslashreplace").decode() in done.stdout
