@@ -29,6 +29,7 @@ _WRITTEN = [
     *(("quark", form, None) for form in (_FP4, _FP6, _FP8)),
     *(("quark", *forms) for forms in ((_FP4, "mxfp4(floor)"), (_FP6, _FP6), (_FP4, "mxfp8(ceil)"))),
     ("modelopt", _NV, None),
+    ("modelopt", _FP8, _FP8),
     *(("fp8", form, None) for form in (_FP4, _FP8)),
 ]
 
