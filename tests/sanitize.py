@@ -10,6 +10,7 @@ Python. torch and Python are not checked, and neither are leaks, of which Python
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ TESTS = ("tests/pt2mx/kernels/cpu", "tests/pt2mx/ops", "-k", "not inductor and n
 def runtimes(compiler: str) -> list[str]:
     """Return the paths of the compiler's run-time libraries."""
     paths = []
+    if shutil.which(compiler) is None:
+        sys.exit(f"there is no {compiler}: name a g++ with its sanitizers in CXX")
     for name in RUNTIMES:
         command = [compiler, f"-print-file-name={name}"]
         paths.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())

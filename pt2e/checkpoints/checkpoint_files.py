@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -185,6 +186,7 @@ def entries_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, Entry]:
             with ShardReader(file) as reader:
                 entries |= reader.entries
         else:
-            state = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+            # torch maps no file of its format before 1.6
+            state = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)
             entries |= {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     return entries

@@ -45,11 +45,13 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
     groups = {}
     for number, scheme in enumerate(schemes):
         kinds = {name: module.kind for name, module in modules.items() if module.scheme == scheme}
-        heads = [rf"re:.*{re.escape(name)}$" for name in kinds if modules[name].is_head]
+        heads = [name for name in kinds if modules[name].is_head]
+        # compressed-tensors warns of a target all of whose modules an earlier one matched, such as a longer name
+        shortest = [name for name in heads if not any(name.endswith(f".{other}") for other in heads)]
         named = [name for name, kind in kinds.items() if kind == EMBEDDING or (kind == LINEAR and number)]
         targets = [
             *[_EXPERTS] * (EXPERTS in kinds.values()),
-            *heads,  # compressed-tensors warns of a target all of whose modules an earlier one matched
+            *(rf"re:.*{re.escape(name)}$" for name in shortest),
             *[LINEAR] * (number == 0 and LINEAR in kinds.values()),
             *(name for name in named if not modules[name].is_head),
         ]

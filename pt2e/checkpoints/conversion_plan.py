@@ -264,18 +264,19 @@ def _unfit(
     Raises:
         MXError: where the layout lacks its formats.
     """
-    layout = plan.layout
+    layout, form = plan.layout, format_of(specs.weight)
     columns = entry.shape[-2 if holds_columns(layer) else -1]
     if are_experts(layer):
         if merged == layout.only_experts:
             return f"{layout.name} has no place for " + ("experts apart" if merged else "experts in one tensor")
+        if form in layout.always_inputs:
+            return f"{layout.name} has no weights in {form} with inputs in high precision, which experts have"
     elif merged:
         return "loading merges it with others"
     elif layout.only_experts:
         return f"{layout.name} has experts alone"
     elif type(layer) is not nn.Linear:
         return f"loaders of {layout.name} keep layers of type {type(layer).__name__} in high precision"
-    form = format_of(specs.weight)
     if is_head and not plan.quantized_head and is_refused(layout.name, HEAD, form):
         return f"no engine is known to load a quantized head in {layout.name} (--quantized-head quantizes it)"
     block = spec_of(form).block_size

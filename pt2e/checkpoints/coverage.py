@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError, nearest
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 _HEADS_OF_LAYERS = ("mtp", "mtp_layers")
 #: buffers that older versions of transformers saved and every model now computes
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+#: dtypes of masks and of indices, which some checkpoints hold next to the weights
+_NO_WEIGHTS = (torch.bool, torch.int64)
 
 
 class Share(NamedTuple):
@@ -130,7 +133,7 @@ class CheckpointValues:
         for name, entry in entries.items():
             renamed = self._rename(name)[0]
             # the buffers of a model are no weights: a program may compute them itself
-            if renamed in parameters or renamed not in self._known:
+            if renamed in parameters or (renamed not in self._known and entry.dtype not in _NO_WEIGHTS):
                 self._sizes[renamed] += entry.values
 
     def is_known(self, name: str) -> bool:

@@ -17,6 +17,7 @@ from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from tests.engines.vllm import refusals
 from tests.float_checkpoints import of_weights
 from tests.language_models import tiny_decoder, transformers
+from tests.vision_language_models import vision_language_checkpoint
 
 _VLLM = str(engines.VLLM)
 _MODELS = ("llama", "mixtral", "qwen3_moe", "gpt_oss")
@@ -29,6 +30,7 @@ _WRITTEN = [
     *(("quark", form, None) for form in (_FP4, _FP6, _FP8)),
     *(("quark", *forms) for forms in ((_FP4, "mxfp4(floor)"), (_FP6, _FP6), (_FP4, "mxfp8(ceil)"))),
     ("modelopt", _NV, None),
+    ("modelopt", _FP8, _FP8),
     *(("fp8", form, None) for form in (_FP4, _FP8)),
 ]
 
@@ -92,6 +94,15 @@ def test_a_quantized_head_is_found_by_its_name(floats, tmp_path):
     assert refusals(tmp_path / "out") == []
     _rewrite(tmp_path / "out", _only_classes)
     assert refusals(tmp_path / "out") == ["lm_head: it has weight, the checkpoint weight_packed, weight_scale"]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_a_head_is_named_once(kind, tmp_path):
+    """Also where its name in the checkpoint is longer than in the model: a second target would match nothing."""
+    vision_language_checkpoint(kind, tmp_path / "float")
+    convert_checkpoint(tmp_path / "float", tmp_path / "out", of_weights("mxfp4(even)"), dtype="bfloat16")
+    (group,) = _config(tmp_path / "out")["quantization_config"]["config_groups"].values()
+    assert group["targets"] == ["re:.*lm_head$", "Linear"]
 
 
 @pytest.mark.parametrize("head", ["mxfp8(rceil)", "mxfp4(even)", None])

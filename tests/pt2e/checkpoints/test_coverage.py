@@ -146,6 +146,26 @@ def test_what_a_model_has_no_place_for(name, fits, llama):
     assert fits or [name] in coverage.lost.values()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_masks_and_indices_are_no_weights(dtype, llama):
+    """Checkpoints that are years old hold the masks of attention."""
+    folder = llama()
+    state = load_file(folder / "model.safetensors")
+    state["model.layers.0.self_attn.mask"] = torch.ones(8, 8, dtype=dtype)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    coverage = values_of(tiny_decoder("llama"), folder).held_by()
+    assert coverage.held == coverage.values and not coverage.lost
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_both_formats_of_torch_save(zipped, llama, tmp_path):
+    folder = llama()
+    state = load_file(folder / "model.safetensors")
+    torch.save(state, tmp_path / "model.bin", _use_new_zipfile_serialization=zipped)
+    assert entries_in([tmp_path / "model.bin"]).keys() == state.keys()
+    assert all(entry.shape == tuple(state[name].shape) for name, entry in entries_in([tmp_path / "model.bin"]).items())
+
+
 def test_eager_loading(llama):
     folder = llama("score.weight")
     load = transformers.AutoModelForCausalLM.from_pretrained
