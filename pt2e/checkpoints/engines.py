@@ -27,18 +27,21 @@ class Engine:
         name, version: the library.
         where: the month and the machine.
         fuses: True where it multiplies the weights of `fused_with` at once, in one format.
+        families: the `model_type`s that it ran with; empty where the suite runs it with many.
     """
 
     name: str
     version: str
     where: str
     fuses: bool = False
+    families: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
 
-VLLM = Engine("vLLM", "0.26.0", "2026-11, NVIDIA H200", fuses=True)
+_FAMILIES = frozenset({"llama", "qwen2", "mixtral", "qwen3_moe", "gpt_oss"})
+VLLM = Engine("vLLM", "0.26.0", "2026-11, NVIDIA H200", fuses=True, families=_FAMILIES)
 TRANSFORMERS = Engine("transformers", "5.24.0", "2026-11, CPU")
 #: in the order of the table
 ENGINES = (VLLM, TRANSFORMERS)
@@ -200,13 +203,17 @@ def engines_that_load(
         if module is not None and module.scheme is not None
     }
     any_inputs = not layout.inputs or any(scheme and scheme.inputs for scheme in schemes.values())
-    mixed = _fused_in_several(schemes)
-    return {
-        str(engine): _predicate(
-            {part: readings_of(layout.name, *part)[i] for part in parts}, any_inputs, mixed if engine.fuses else []
-        )
-        for i, engine in enumerate(ENGINES)
-    }
+    mixed, family = _fused_in_several(schemes), model.config.model_type
+    predicates = {}
+    for i, engine in enumerate(ENGINES):
+        untried = []
+        if engine.families and family not in engine.families:
+            untried.append(f"the architecture {family}")
+        if engine.fuses and mixed:
+            untried.append(f"{', '.join(mixed)} in several formats (its code takes one)")
+        readings = {part: readings_of(layout.name, *part)[i] for part in parts}
+        predicates[str(engine)] = _predicate(readings, any_inputs, untried)
+    return predicates
 
 
 def _part(layout: Layout, module: Module, model: PreTrainedModel, weight: str, unit_scales: bool) -> str:
@@ -226,14 +233,14 @@ def _fused_in_several(schemes: Mapping[str, Scheme | None]) -> list[str]:
     return []
 
 
-def _predicate(readings: Mapping[tuple[str, str], Reading], any_inputs: bool, mixed: list[str]) -> str:
+def _predicate(readings: Mapping[tuple[str, str], Reading], any_inputs: bool, untried: list[str]) -> str:
     refused, open_ones = (
         [_words(*part, reading) for part, reading in readings.items() if reading.loads is loads]
         for loads in (False, None)
     )
     if refused:
         return f"does not load {', '.join(refused)}"
-    open_ones += [f"{', '.join(mixed)} in several formats (its code takes one)"] * bool(mixed)
+    open_ones += untried
     if open_ones:
         return f"was not tried with {', '.join(open_ones)}"
     notes = dict.fromkeys(reading.inputs for reading in readings.values() if reading.inputs and any_inputs)

@@ -115,6 +115,14 @@ def test_a_head_with_a_format_of_its_own(floats, tmp_path, head):
     assert refusals(tmp_path / "out") == [] and _loads(report)
 
 
+def test_an_architecture_that_did_not_run(tmp_path):
+    tiny_decoder("phi3", num_hidden_layers=1).bfloat16().save_pretrained(tmp_path / "float")
+    quantizer = _quantizer("mxfp4(even)", lm_head=None, embed_tokens=None)
+    report = convert_checkpoint(tmp_path / "float", tmp_path / "out", quantizer)
+    assert report.engines[_VLLM] == "was not tried with the architecture phi3"
+    assert report.engines[str(engines.TRANSFORMERS)] == "loads it"
+
+
 def test_a_head_that_vllm_builds_in_high_precision(floats, tmp_path):
     quantizer = _quantizer("mxfp4(even)", experts=None)
     report = convert_checkpoint(floats / "gpt_oss", tmp_path / "out", quantizer)
