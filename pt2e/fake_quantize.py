@@ -68,9 +68,7 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
         if self.anchor is not None:
             x = node_arg(node)
             x.meta["val"] = observed_value(node)
-            call = FakeQuantize(x, *self.anchor.quantize_args(), None, "identity").with_scales(
-                *self.anchor.scale_args(), None
-            )
+            call = FakeQuantize(x, self.anchor, None, "identity")
             node.replace_input_with(x, insert_before(node, ops.fake_quantize_mx, *call.args))
         super().convert(model, node)
 

@@ -99,5 +99,5 @@ def _specs(candidates: object) -> list[MXSpec]:
     if not specs:
         raise MXError(f"candidates={candidates!r} names no format: give some, for example ('mxfp4', 'mxfp8')")
     for spec in specs:
-        spec.quantize_args()  # raises for a spec that no operator supports
+        spec.check_operators()
     return specs

@@ -178,7 +178,7 @@ def _read(node: Node) -> _Read | None:
     if node.target is ops.dequantize_mx:
         call, rank = Dequantize.expect(node), len(shape_of(node) or ())
         length = call.length if isinstance(call.length, int) else None
-        axis = call.axis % rank - rank
+        axis = call.spec.axis % rank - rank
         return _Read(call.codes, call.scale, spec_of_dequantize(node), axis, length, call.tensor_scale)
     if node.target in _MATMULS:
         args = named_args(node)

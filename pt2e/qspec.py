@@ -4,6 +4,7 @@ torchao shares one observer between the users of a tensor whose specs agree on d
 ch_axis. MX specs differ in element, block, axis, modes and scale format instead, so `qscheme` contains all of those.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 
 _TAG = "mx"
-#: the gradient estimator, `MXSpec.scale_args`, and the key of `TENSOR_SCALES`, where a `qscheme` ends before them
+#: gradient estimator, scale format, rows and tensor scale of older versions, where a `qscheme` ends before them
 _DEFAULTS = ("identity", None, None, "dynamic")
 
 
@@ -75,10 +76,10 @@ def mx_qspec(
 
 
 def mx_qscheme(spec: MXSpec, ste: str = "identity", tensor_scale: str = "dynamic") -> tuple:
-    """Return the spec, the gradient estimator and, of scales other than E8M0 ones of one row, their format, rows and
-    choice of the tensor scale as a tuple; torchao shares observers with equal tuples."""
-    scales = *spec.scale_args(), tensor_scale if spec.scale_format.tensor else "dynamic"
-    return (_TAG, *spec.quantize_args(), ste, *(scales if scales != _DEFAULTS[1:] else ()))
+    """Return the spec, the gradient estimator and the choice of the tensor scale as a tuple; torchao shares observers
+    with equal tuples. The spec is a text: torchao makes dictionaries of dataclasses."""
+    spec.check_operators()
+    return _TAG, str(spec), spec.axis, ste, tensor_scale if spec.scale_format.tensor else "dynamic"
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:
@@ -92,24 +93,29 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
             f"qscheme={str(qscheme)[:60]!r} is no MX spec: annotate with pt2mx.mx_qspec(spec, observer), which writes "
             "it, or pass pt2mx.pt2e.qspec.mx_qscheme(spec)"
         )
-    _, scale_format, block_rows, _ = _trailing(qscheme)
-    element, block_size, axis, scale_mode, rounding = qscheme[1:6]
-    return MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", block_rows or 1)
+    return _parts(qscheme)[0]
 
 
 def ste_of_qscheme(qscheme: tuple) -> str:
     """Return the gradient estimator in a `qscheme`, "identity" by default."""
-    return _trailing(qscheme)[0]
+    return _parts(qscheme)[1]
 
 
 def tensor_scale_of_qscheme(qscheme: tuple) -> str:
     """Return the choice of the tensor scale in a `qscheme`, "dynamic" by default."""
-    return _trailing(qscheme)[3]
+    return _parts(qscheme)[2]
 
 
-def _trailing(qscheme: tuple) -> tuple:
-    given = qscheme[6:]
-    return *given, *_DEFAULTS[len(given) :]
+@functools.lru_cache(maxsize=1024)
+def _parts(qscheme: tuple) -> tuple[MXSpec, str, str]:
+    if len(qscheme) == 5:
+        text, axis, ste, tensor_scale = qscheme[1:]
+        return parse(text, axis=axis), ste, tensor_scale
+    # prepared models that an older version pickled hold the fields of the spec
+    element, block_size, axis, scale_mode, rounding = qscheme[1:6]
+    ste, scale_format, block_rows, tensor_scale = qscheme[6:] + _DEFAULTS[len(qscheme) - 6 :]
+    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", block_rows or 1)
+    return spec, ste, tensor_scale
 
 
 def mx_spec(qspec: object) -> MXSpec | None:

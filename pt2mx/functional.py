@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.formats import parse_element
 from pt2mx.kernels import reference_chunked
-from pt2mx.ops.checks import check_length, check_seed, check_spec, check_ste, check_tensor_scale, check_tensors
+from pt2mx.ops.checks import check_input, check_length, check_seed, check_ste, check_tensor_scale, check_tensors
 from pt2mx.ops.memory_format import with_memory_format_of
+from pt2mx.ops.quantization import Dequantize, FakeQuantize, Quantize
 from pt2mx.ops.stochastic import seed_of
+from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.scale_formats import parse_scale_format
 from pt2mx.spec import MXSpec, parse
 
@@ -68,7 +69,7 @@ def quantize_mx(
     check_tensors(x=x)
     spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
     _check_tensor_scale(tensor_scale, spec, x)
-    return ops.quantize_mx(x.detach(), *spec.quantize_args(), _seed(seed), *spec.scale_args(), tensor_scale)
+    return Quantize(x.detach(), spec, _seed(seed), tensor_scale).call()
 
 
 def dequantize_mx(
@@ -118,9 +119,7 @@ def dequantize_mx(
         scale = scale.view(torch.uint8)
     if tensor_scale is not None:
         check_tensors(tensor_scale=tensor_scale)
-    element, block_size, axis, *_ = spec.quantize_args()
-    scales = *spec.scale_args(), tensor_scale
-    return ops.dequantize_mx(data, scale, element, block_size, target_dtype, axis, length, *scales)
+    return Dequantize(data, scale, spec, target_dtype, length, tensor_scale).call()
 
 
 def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None) -> Tensor:
@@ -150,7 +149,7 @@ def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None
     spec = _spec(elem_dtype, scale_mode=scale_mode)
     if not spec.scale_format.tensor:
         raise MXError(f"{spec} has no tensor scale: {spec.scale_format} scales are all that it has")
-    return ops.tensor_scale_mx(x.detach(), spec.element.name, spec.scale_mode, spec.scale_format.name)
+    return TensorScale(x.detach(), spec).call()
 
 
 def fake_quantize_mx(
@@ -210,8 +209,8 @@ def fake_quantize_mx(
         y = fake_quantize_mx(primal, spec, seed=seed, tensor_scale=tensor_scale)
         return forward_ad.make_dual(y, tangent)
     if not spec.has_operators:
-        return _OtherWidth.apply(x, check_spec(x, spec), _seed(seed), ste)
-    return ops.fake_quantize_mx(x, *spec.quantize_args(), _seed(seed), ste, *spec.scale_args(), tensor_scale)
+        return _OtherWidth.apply(x, check_input(x, spec), _seed(seed), ste)
+    return FakeQuantize(x, spec, _seed(seed), ste, tensor_scale).call()
 
 
 class _OtherWidth(torch.autograd.Function):

@@ -15,7 +15,7 @@ from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import is_packed, pack, unpack
-from pt2mx.ops.checks import check_spec, check_tensors
+from pt2mx.ops.checks import check_input, check_tensors
 from pt2mx.scale_formats import parse_scale_format
 from pt2mx.spec import MXSpec, parse
 
@@ -293,7 +293,7 @@ class Preset:
 
 def _fill_blocks(x: Tensor, spec: MXSpec, where: Callable[[Tensor], Tensor], value: float) -> Tensor:
     """Fill the blocks of x for whose largest magnitude `where` is true with `value`."""
-    axis, rows = check_spec(x, spec).axis, torch.atleast_1d(x)
+    axis, rows = check_input(x, spec).axis, torch.atleast_1d(x)
     if not rows.numel():
         return x
     parts = [b.masked_fill(where(b.abs().amax(axis, keepdim=True)), value) for b in rows.split(spec.block_size, axis)]

@@ -135,62 +135,21 @@ class MXSpec:
             )
         return rows
 
-    def op_args(self) -> tuple[str, int, int, str, str]:
-        """Return `quantize_args` for operators `torch.ops.pt2mx.*` and files without a scale format.
-
-        Returns:
-            The element's name, block size, axis, scale mode and rounding.
-
-        Raises:
-            MXError: for scales that are not E8M0, and for blocks of several rows.
-
-        Example:
-            >>> import pt2mx
-            >>> pt2mx.parse("mxfp4{16}").op_args()
-            ('fp4_e2m1', 16, -1, 'floor', 'even')
-        """
+    def check_plain_scale(self) -> None:
+        """Raise an `MXError` for other scales than E8M0 of one row, for what takes these alone."""
         if not self.has_plain_scale:
             raise MXError(
                 f"{self}: this takes E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) of one row only; quantize_mx, "
                 "dequantize_mx, fake_quantize_mx and weights of linear layers take other scale formats and block_rows"
             )
-        return self.quantize_args()
 
-    def quantize_args(self) -> tuple[str, int, int, str, str]:
-        """Return the first arguments that operators with a scale format take of this spec; `scale_args` are the last.
-
-        Returns:
-            The element's name, block size, axis, scale mode and rounding.
-
-        Raises:
-            MXError: for E8M0 scales of other widths than 8 bits of exponent.
-
-        Example:
-            >>> import torch, pt2mx
-            >>> spec, x = pt2mx.parse("fp8_e4m3{4}(f32)"), torch.full((4,), 448.0)
-            >>> scale, data = torch.ops.pt2mx.quantize_mx(x, *spec.quantize_args(), None, *spec.scale_args())
-        """
+    def check_operators(self) -> None:
+        """Raise an `MXError` for E8M0 scales of other widths than 8 bits of exponent, which no operator supports."""
         if not self.has_operators:
             raise MXError(
                 f"{self}: only eager calls of fake_quantize_mx take E8M0 scales of other widths than scale_exp_bits=8 "
                 "and scale_sig_bits=0"
             )
-        return self.element.name, self.block_size, self.axis, self.scale_mode, self.rounding
-
-    def scale_args(self) -> tuple[str | None, int | None]:
-        """Return the trailing arguments of operators with a scale format.
-
-        Returns:
-            The name of the scale format, None for E8M0, and the rows of a block, None for one. In calls the tensor
-            scale follows.
-
-        Example:
-            >>> import pt2mx
-            >>> pt2mx.parse("nvfp4").scale_args(), pt2mx.parse("mxfp4").scale_args()
-            (('e4m3_f32', None), (None, None))
-        """
-        name = self.scale_format.name
-        return None if name == "e8m0" else name, None if self.block_rows == 1 else self.block_rows
 
     @property
     def has_e8m0_scale(self) -> bool:

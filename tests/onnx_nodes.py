@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, helper
 from torch import Tensor
 
 import pt2mx
+from pt2mx.ops.quantization import Dequantize
 from pt2mx.pt2e.onnx.function_bodies import add_bodies
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
 from tests.compare import differing
@@ -82,8 +83,7 @@ def operator(node: FakeQuantizeMX | DequantizeMX, *inputs: Tensor) -> Tensor:
         return pt2mx.fake_quantize_mx(x, node.spec, tensor_scale=next(iter(tensor_scale), None))
     dtype, length = DTYPES[node.dtype], None if node.length == -1 else node.length
     codes, scale, *tensor_scale = inputs
-    scales = *node.spec.scale_args(), next(iter(tensor_scale), None)
-    return torch.ops.pt2mx.dequantize_mx(codes, scale, node.element, node.block_size, dtype, node.axis, length, *scales)
+    return Dequantize(codes, scale, node.spec, dtype, length, next(iter(tensor_scale), None)).call()
 
 
 def _tensor(array: np.ndarray) -> Tensor:

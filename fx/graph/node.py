@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.ops import decoding, hadamard, linear, quantization
+from pt2mx.ops import attention, decoding, hadamard, linear, quantization, rope
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ def written_count(node: Node) -> int:
 
 
 def _written_count(names: list[str]) -> int:
-    """Return the number of arguments without the trailing ones of scales (`pt2mx.ops.arguments.ScaleArguments`), whose
-    default is E8M0 for good."""
+    """Return the number of arguments without the trailing ones of scales (`pt2mx.ops.arguments.SCALES`), whose default
+    is E8M0 for good."""
     return names.index("scale_format") if "scale_format" in names else len(names)
 
 
@@ -161,7 +161,7 @@ class OperatorCall(Operator[Node]):
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments as a graph writes them out: without trailing ones of scales that are None."""
-        args, count = type(self)._getter(self), _written_count([argument.name for argument in self.arguments])
+        args, count = super().args, _written_count([argument.name for argument in self.arguments])
         while len(args) > count and args[-1] is None:
             args = args[:-1]
         return args
@@ -176,7 +176,7 @@ class OperatorCall(Operator[Node]):
         """Return the arguments of a node that is known to call the operator."""
         if node.target is not cls.overload:
             raise TypeError(f"{node} does not call {cls.overload}")
-        return cls(*named_args(node).values())
+        return cls.from_args(*named_args(node).values())
 
     @classmethod
     def calls_in(cls, graph: Graph) -> Iterator[tuple[Node, Self]]:
@@ -196,6 +196,14 @@ class FakeQuantize(OperatorCall, quantization.FakeQuantize[Node]):
 
 class Dequantize(OperatorCall, quantization.Dequantize[Node]):
     """A call of `dequantize_mx`."""
+
+
+class AttentionMX(OperatorCall, attention.AttentionMX[Node]):
+    """A call of `attention_mx`."""
+
+
+class RotateQuantizeAndStore(OperatorCall, rope.RotateQuantizeAndStore[Node]):
+    """A call of `rotate_quantize_and_store`."""
 
 
 class LinearMX(OperatorCall, linear.LinearMX[Node]):

@@ -19,6 +19,8 @@ from pt2mx.fx.graph.node import (
     shape_of,
 )
 from pt2mx.kernels.packing import is_packed
+from pt2mx.ops.checks import from_front
+from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -49,16 +51,14 @@ def insert_quantize_dequantize(
     `consumer` (or of x): a pair belongs to the operator whose operand it quantizes.
     """
     graph, value = x.graph, x.meta["val"]
-    axis = spec.axis % value.dim()
-    spec_args, created = spec.replace(axis=axis).quantize_args(), []
+    spec, created = from_front(spec, value), []
     if spec.scale_format.tensor and tensor_scale is None:
         with graph.inserting_after(x if amax is None else max(x, amax)):
-            args = (x if amax is None else amax, spec.element.name, spec.scale_mode, spec.scale_format.name)
-            tensor_scale = graph.call_function(ops.tensor_scale_mx, args)
+            of_tensor = TensorScale(x if amax is None else amax, spec)
+            tensor_scale = graph.call_function(ops.tensor_scale_mx, of_tensor.args)
         created.append(tensor_scale)
-    scales = *spec.scale_args(), tensor_scale
     with graph.inserting_after(tensor_scale if created else x):
-        quantize = graph.call_function(ops.quantize_mx, Quantize(x, *spec_args).with_scales(*scales).args)
+        quantize = graph.call_function(ops.quantize_mx, Quantize(x, spec, tensor_scale=tensor_scale).args)
     with graph.inserting_after(quantize):
         scale = graph.call_function(operator.getitem, (quantize, 0))
     with graph.inserting_after(scale):
@@ -66,14 +66,14 @@ def insert_quantize_dequantize(
     created += [quantize, scale, data]
     length = None
     if is_packed(spec.element.bits):  # packed codes may be padded
-        length = value.shape[axis]
+        length = value.shape[spec.axis]
         if not isinstance(length, int):
             with graph.inserting_after(data):
-                length = graph.call_function(torch.ops.aten.sym_size.int, (x, axis))
+                length = graph.call_function(torch.ops.aten.sym_size.int, (x, spec.axis))
             created.append(length)
     with graph.inserting_after(created[-1]):
-        blocks = spec.element.name, spec.block_size, value.dtype, axis, length
-        dequantize = graph.call_function(ops.dequantize_mx, Dequantize(data, scale, *blocks).with_scales(*scales).args)
+        values = Dequantize(data, scale, spec, value.dtype, length, tensor_scale)
+        dequantize = graph.call_function(ops.dequantize_mx, values.args)
     for node in (*created, dequantize):
         node.meta.update({key: n.meta[key] for n in (x, consumer or x) for key in PROVENANCE_KEYS if key in n.meta})
     if tensor_scale is None and all(isinstance(size, int) for size in value.shape) and value.is_contiguous():
@@ -84,7 +84,7 @@ def insert_quantize_dequantize(
     else:
         for node in (*created, dequantize):
             set_value(node)
-    dequantize.meta[SPEC_KEY] = spec.replace(axis=axis)
+    dequantize.meta[SPEC_KEY] = spec
     return dequantize
 
 
@@ -132,8 +132,14 @@ def quantize_of(dequantize: Node) -> Node | None:
     rank = 0 if call is None else len(shape_of(call.x) or ())
     if call is None or not rank or (item, pair.scale.args) != (1, (quantize, 0)):
         return None
-    same = (pair.element, pair.block_size, pair.axis % rank) == (call.element, call.block_size, call.axis % rank)
-    return quantize if same and pair.scales == call.scales else None
+    same = _of_codes(pair.spec, rank) == _of_codes(call.spec, rank) and pair.tensor_scale == call.tensor_scale
+    return quantize if same else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_codes(spec: MXSpec, rank: int) -> MXSpec:
+    """Return what codes tell of a spec, which is all but modes, with the axis counted from the front."""
+    return spec.replace(axis=spec.axis % rank, scale_mode=None, rounding="even")
 
 
 def _are_items(*nodes: Node) -> bool:
@@ -147,7 +153,4 @@ def spec_of_dequantize(dequantize: Node) -> MXSpec:
         return dequantize.meta[SPEC_KEY]
     if (quantize := quantize_of(dequantize)) is not None:
         return Quantize.expect(quantize).spec
-    to = Dequantize.expect(dequantize)
-    return MXSpec(
-        to.element, to.block_size, to.axis, scale_format=to.scale_format or "e8m0", block_rows=to.block_rows or 1
-    )
+    return Dequantize.expect(dequantize).spec

@@ -45,15 +45,13 @@ def fuse_cache_writes(model: GraphModule) -> None:
         if any(between):
             continue
         writes = *keys.writes, *values.writes
-        cache = [node_arg(write) for write in writes]
-        modes = keys.call.element, keys.call.block_size, keys.call.scale_mode, keys.call.rounding
-        args = keys.call.x, values.call.x, *cache, keys.slots, *modes
-        operands: list[Any] = [value_of(arg) if isinstance(arg, Node) else arg for arg in args]
+        specs: list[Any] = [keys.call.spec]
+        nodes = [keys.call.x, values.call.x, *(node_arg(write) for write in writes), keys.slots]
         try:
-            StoreMX(*operands).check()
+            StoreMX(*map(value_of, nodes), *specs).check()
         except MXError:
             continue
-        insert_before(node, store_mx, *args)
+        insert_before(node, store_mx, *StoreMX(*nodes, *specs).args)
         for write in writes:
             part = node_arg(write, 3)
             write.replace_all_uses_with(node_arg(write))

@@ -121,7 +121,7 @@ def _convolution(node: Node) -> Convolution | None:
     rank, (_, channels, *kernel) = dimensions + 2, shape_of(args["weight"]) or ()
     if len(shape_of(args["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
         return None
-    quantization, spec = quantization_to_bfloat16(x.replace(axis=-1), rank), MXSpec(weight.element, weight.block_size)
+    quantization, spec = quantization_to_bfloat16(x.replace(spec=x.spec.replace(axis=-1)), rank), weight.spec
     if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
         return None
     if 4 * channels < 3 * (channels + -channels % _GROUP):

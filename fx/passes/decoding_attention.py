@@ -98,7 +98,7 @@ def _call(node: Node) -> _Call | None:
         return None
     more = () if call.get("scale_format") is None else (call["scale_format"],)
     try:
-        operator(*[*values, None, *more]).check()
+        operator.from_args(*values, None, *more).check()
     except MXError:
         return None
     tensors = *values[:2], values[names.index("value" if operator is DecodingAttention else "value_data")]

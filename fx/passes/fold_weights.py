@@ -39,7 +39,6 @@ from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.kernels.cpu.linear import has_isa
 from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
@@ -186,12 +185,12 @@ def unpack_weights(model: GraphModule) -> None:
         if not constants.issuperset(read) or not isinstance(k, int):
             continue
         is_bfloat16 = matmul.target_dtype is not None and value_of(node).device.type == "cpu"
-        if not is_bfloat16 or not has_isa(MXSpec(matmul.element, matmul.block_size), k):
+        if not is_bfloat16 or not has_isa(matmul.spec, k):
             constants.add(_use_plain_matmul(model, node, matmul, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
             axis = call.axis % evaluate(model, call.codes).dim()
-            weight = call.replace(axis=axis, length=None), shape_of(node) or call.length
+            weight = call.replace(spec=call.spec.replace(axis=axis), length=None), shape_of(node) or call.length
             if weight not in buffers:
                 buffers[weight] = fold_constant(model, node, f"{root_name(node)}_unpacked")
             node.replace_all_uses_with(buffers[weight])
@@ -222,8 +221,7 @@ def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) 
 
 def _dequantize(call: LinearMX, dtype: torch.dtype, k: int) -> Dequantize:
     """Return the call that dequantizes the weight of a `linear_mx`, whose x is (..., k)."""
-    plain = Dequantize(call.codes, call.scale, call.element, call.block_size, dtype, -1, k)
-    return plain.with_scales(*call.scales)
+    return Dequantize(call.codes, call.scale, call.spec, dtype, k, call.tensor_scale)
 
 
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:

@@ -62,7 +62,7 @@ def fuse_qdq(model: GraphModule) -> None:
 
 def _fake_quantize(call: Quantize) -> FakeQuantize:
     """Return the call of `fake_quantize_mx` that gives the values of codes."""
-    return FakeQuantize(*call.leading, call.seed, "identity").with_scales(*call.scales)
+    return FakeQuantize(call.x, call.spec, call.seed, "identity", call.tensor_scale)
 
 
 def _is_read_once(quantize: Node, dequantize: Node, pair: Dequantize) -> bool:
@@ -142,7 +142,7 @@ def merge_fake_quantize(model: GraphModule) -> None:
         if part is None or not call.has_plain_scale or not written.isdisjoint((node, *part.views, part.source)):
             continue
         if not ROUNDINGS[call.rounding].random and _only_matmuls_use(node):
-            groups[call.replace(x=part.source, axis=-1)].append(part)
+            groups[call.replace(x=part.source, spec=call.spec.replace(axis=-1))].append(part)
     for call, parts in groups.items():
         for run in _adjacent(parts):
             _quantize(model, call, run)

@@ -40,8 +40,6 @@ def merge_linears(model: GraphModule) -> None:
             in_tiles = len(tensor_of(model, call.codes)) % _TILE_ROWS == 0
             key = (
                 call.x,
-                call.element,
-                call.block_size,
                 call.rotation,
                 call.target_dtype,
                 *_scales(model, call),
@@ -57,10 +55,10 @@ def merge_linears(model: GraphModule) -> None:
 def _scales(model: GraphModule, call: LinearMX) -> tuple[object, ...]:
     """Return the arguments of scales that weights must share to be merged, with the value of a tensor scale. A weight
     whose blocks end past its last row shares them with no other."""
-    name, rows, t = call.scales
-    if (t is not None and t.op != "get_attr") or len(tensor_of(model, call.codes)) % (rows or 1):
+    t = call.tensor_scale
+    if (t is not None and t.op != "get_attr") or len(tensor_of(model, call.codes)) % call.spec.block_rows:
         return (call,)
-    return name, rows, None if t is None else float(tensor_of(model, t))
+    return call.spec, None if t is None else float(tensor_of(model, t))
 
 
 def _merge(model: GraphModule, matmuls: list[Node]) -> None:

@@ -14,6 +14,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
+    AttentionMX,
     Dequantize,
     args_of,
     dtype_of,
@@ -188,13 +189,13 @@ def use_packed_embeddings(model: GraphModule) -> None:
         axis = None if call is None else _gathered_axis(gather, dequantize, call)
         if call is None or axis is None or not written.isdisjoint((dequantize, call.codes, call.scale)):
             continue
-        if call.block_rows not in (None, 1):
+        if call.spec.block_rows > 1:
             continue  # rows that are gathered would share no scale
         index_args = gather.args[1:]
         with model.graph.inserting_before(gather):
             codes = model.graph.call_function(function_of(gather), (call.codes, *index_args))
             scale = model.graph.call_function(function_of(gather), (call.scale, *index_args))
-            args = call.replace(codes=codes, scale=scale, axis=axis).args
+            args = call.replace(codes=codes, scale=scale, spec=call.spec.replace(axis=axis)).args
             gathered = model.graph.call_function(ops.dequantize_mx, args)
         for node in (codes, scale):
             node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})
@@ -232,11 +233,11 @@ def use_packed_attention(model: GraphModule) -> None:
             continue
         args, (key, value) = named_args(node), map(Dequantize.expect, pair)
         width = value_of(pair[1]).shape[3]
-        packed = key.codes, key.scale, value.codes, value.scale, key.element, key.block_size, width
-        scales = () if key.has_plain_scale else (key.scale_format, key.tensor_scale, value.tensor_scale)
+        packed = key.codes, key.scale, value.codes, value.scale, key.spec, width
+        of_tensors = key.tensor_scale, value.tensor_scale
+        call = AttentionMX(args["query"], *packed, args["attn_mask"], args["scale"], *of_tensors)
         with model.graph.inserting_before(node):
-            operands = (args["query"], *packed, args["attn_mask"], args["scale"], *scales)
-            attention = model.graph.call_function(attention_mx, operands)
+            attention = model.graph.call_function(attention_mx, call.args)
         attention.meta.update(node.meta)
         node.replace_all_uses_with(attention)
         model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
@@ -255,10 +256,10 @@ def _pair(node: Node) -> tuple[Node, Node] | None:
     key, value = map(Dequantize.expect, pair)
     if {len(shape_of(one) or ()) for one in (query, *pair, *(() if mask is None else (mask,)))} != {4}:
         return None
-    blocks = (key.element, key.block_size, key.axis % 4) == (value.element, value.block_size, 3)
-    blocks = blocks and key.scales[:2] == value.scales[:2] == (key.scale_format, None)
+    specs = {call.spec.replace(axis=call.spec.axis % 4) for call in (key, value)}
+    blocks = specs == {value.spec.replace(axis=3, block_rows=1)}
     dtypes = {dtype_of(one) for one in pair} == {dtype_of(query)} and dtype_of(mask) in (None, torch.bool)
-    return pair if blocks and value.axis % 4 == 3 and dtypes and _is_grouped(query, *pair) else None
+    return pair if blocks and dtypes and _is_grouped(query, *pair) else None
 
 
 def _is_grouped(query: Node, keys: Node, values: Node) -> bool:

@@ -11,11 +11,21 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Quantize, args_of, insert_before, named_args, node_arg, shape_of, value_of
+from pt2mx.fx.graph.node import (
+    Quantize,
+    RotateQuantizeAndStore,
+    args_of,
+    insert_before,
+    named_args,
+    node_arg,
+    shape_of,
+    value_of,
+)
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx
-from pt2mx.ops.rope import RotateAndStore, RotateQuantizeAndStore
+from pt2mx.ops.rope import RotateAndStore
+from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
@@ -45,14 +55,14 @@ class _New(NamedTuple):
 
     key: Node
     value: Node
-    modes: tuple[Any, ...]
+    specs: tuple[MXSpec, ...]
 
 
 class _Cache(NamedTuple):
     """The cache of an attention: its arguments of the call, the operator that writes it, and what it writes."""
 
     arguments: tuple[str, ...]
-    writer: type[RotateAndStore[Any]] | type[RotateQuantizeAndStore[Any]]
+    writer: type[RotateAndStore[Any]] | type[RotateQuantizeAndStore]
     new_rows: Callable[[Sequence[_Written]], _New | None]
 
 
@@ -76,11 +86,12 @@ def _fuse(node: Node, cache: _Cache) -> None:
     if query is None or key is None or new is None or not _agree(query, key, writes):
         return
     tensors = query.x, key.x, new.value, *(one.cache for one in writes), writes[0].slots, query.cos, query.sin
+    writer: Any = cache.writer
     try:
-        cache.writer(*map(value_of, tensors), *new.modes).check()
+        writer(*map(value_of, tensors), *new.specs).check()
     except MXError:
         return
-    rotated = insert_before(node, cache.writer.overload, *tensors, *new.modes)
+    rotated = insert_before(node, writer.overload, *writer(*tensors, *new.specs).args)
     reads = [call["query"], *(call[name] for name in cache.arguments)]
     for read, replacement in zip(reads, (rotated, *(one.cache for one in writes)), strict=True):
         node.replace_input_with(read, replacement)
@@ -169,10 +180,9 @@ def _in_codes(writes: Sequence[_Written]) -> _New | None:
     key, value = _quantized(*writes[:2]), _quantized(*writes[2:])
     if key is None or value is None or key.replace(x=value.x) != value:
         return None
-    fits = key.axis % 4 == 3 and key.block_rows in (None, 1) and key.tensor_scale is None
-    modes = key.element, key.block_size, key.scale_mode, key.rounding
-    scales = () if key.scale_format is None else (key.scale_format,)
-    return _New(_same(key.x), _same(value.x), (*modes, *scales)) if fits else None
+    spec = key.spec
+    fits = spec.axis % 4 == 3 and spec.block_rows == 1 and key.tensor_scale is None
+    return _New(_same(key.x), _same(value.x), (spec,)) if fits else None
 
 
 def _quantized(data: _Written, scale: _Written) -> Quantize | None:

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.memory_order import accepts_order_of
@@ -19,7 +18,6 @@ from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import runs_triton
 from pt2mx.ops import linear
-from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
 
 
 @graph_pass(Dequantize)
@@ -61,7 +59,7 @@ def _transpose(model: GraphModule, dequantize: Node, axis: int, last: int) -> No
     call = Dequantize.expect(dequantize)
     with model.graph.inserting_before(dequantize):
         codes, scale = (_transposed_buffer(model, buffer, axis) for buffer in (call.codes, call.scale))
-        args = call.replace(codes=codes, scale=scale, axis=last).args
+        args = call.replace(codes=codes, scale=scale, spec=call.spec.replace(axis=last)).args
         blocks_last = model.graph.call_function(ops.dequantize_mx, args)
         back = model.graph.call_function(torch.ops.aten.transpose.int, (blocks_last, axis, last))
     for new in (blocks_last, back):
@@ -103,7 +101,7 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
     for node, call in LinearMX.calls_in(model.graph):
         if not has_mma_layout(model, call, constants, everywhere):
             continue
-        key = call.codes.target, call.scale.target, call.element, call.block_size, call.scale_format
+        key = call.codes.target, call.scale.target, call.spec
         if key not in buffers:
             buffers[key] = _register_mma_layout(model, call)
         if buffers[key]:
@@ -128,12 +126,8 @@ def _has_kernels(device: torch.device, element: str) -> bool:
 def _supports_mma_layout(call: LinearMX) -> bool:
     k = (shape_of(call.x) or (None,))[-1]
     is_bfloat16 = dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None
-    is_multiplied = _scale_format(call).tensor in ("", "factor") and call.block_rows in (None, 1)
+    is_multiplied = call.spec.scale_format.tensor in ("", "factor") and call.spec.block_rows == 1
     return is_bfloat16 and isinstance(k, int) and k % 8 == 0 and is_multiplied
-
-
-def _scale_format(call: LinearMX) -> ScaleFormat:
-    return SCALE_FORMATS[call.scale_format or "e8m0"]
 
 
 def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
@@ -141,7 +135,8 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
     the weight."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
-    repacked = to_mma_layout(codes, scale, ELEMENTS[call.element], call.block_size, _scale_format(call))
+    spec = call.spec
+    repacked = to_mma_layout(codes, scale, spec.element, spec.block_size, spec.scale_format)
     if repacked is None:
         return []
     return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, repacked, strict=True)]

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
-from pt2mx.fx.graph.node import Dequantize, args_of, set_value, tensor_of
+from pt2mx.fx.graph import node as nodes
+from pt2mx.fx.graph.node import args_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
+from pt2mx.ops.checks import from_front
+from pt2mx.ops.quantization import Dequantize, Quantize
 from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
 from pt2mx.spec import MXSpec
 
-#: attribute of a module: parameter -> the arguments of `dequantize_mx` after codes and scales
+#: attribute of a module: parameter -> its spec, dtype and length
 _FORMATS = "_mx_formats"
 #: suffixes of a parameter's buffers
 DATA, SCALE, TENSOR_SCALE = "_data", "_scale", "_tensor_scale"
@@ -55,8 +57,7 @@ def replace_parameter(module: nn.Module, name: str, packed: PackedTensors, input
     parameter, axis = getattr(module, name), packed.data.dim() - 1 - transposed
     length = parameter.shape[axis]
     formats = module.__dict__.setdefault(_FORMATS, {})
-    scales = () if packed.spec.has_plain_scale else packed.spec.scale_args()
-    formats[name] = (packed.spec.element.name, packed.spec.block_size, parameter.dtype, axis, length, *scales)
+    formats[name] = packed.spec.replace(axis=axis), parameter.dtype, length
     delattr(module, name)
     kind: Any = type(module)
     module.__class__ = _with_computed(kind, name)
@@ -82,8 +83,8 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
     def weight(self: nn.Module) -> Tensor:
         data, scale = getattr(self, name + DATA), getattr(self, name + SCALE)
-        formats, tensor_scale = getattr(self, _FORMATS)[name], getattr(self, name + TENSOR_SCALE, None)
-        return ops.dequantize_mx(data, scale, *formats, *([] if tensor_scale is None else [tensor_scale]))
+        spec, dtype, length = getattr(self, _FORMATS)[name]
+        return Dequantize(data, scale, spec, dtype, length, getattr(self, name + TENSOR_SCALE, None)).call()
 
     namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, name: property(weight)}
     return type(kind.__name__, (kind,), namespace)
@@ -102,12 +103,9 @@ def _rotate_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _quantize_input(spec: MXSpec, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
-    axis = x.dim() - 1
-    scales = () if spec.has_plain_scale else (*spec.scale_args(), getattr(module, _INPUT_SCALE, None))
-    extra = (None, *scales) if scales else ()
-    scale, data = ops.quantize_mx(x, *spec.replace(axis=axis).quantize_args(), *extra)
-    length = x.shape[-1]
-    return ops.dequantize_mx(data, scale, spec.element.name, spec.block_size, x.dtype, axis, length, *scales), *others
+    spec, tensor_scale = from_front(spec, x), getattr(module, _INPUT_SCALE, None)
+    scale, data = Quantize(x, spec, tensor_scale=tensor_scale).call()
+    return Dequantize(data, scale, spec, x.dtype, x.shape[-1], tensor_scale).call(), *others
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -124,7 +122,7 @@ def fold_transposes(model: GraphModule) -> bool:
         True where there were any.
     """
     folded = False
-    for node, call in list(Dequantize.calls_in(model.graph)):
+    for node, call in list(nodes.Dequantize.calls_in(model.graph)):
         swapped = _transposed(next(iter(node.users)))
         if call.codes.op != "get_attr" or swapped is None or any(_transposed(user) != swapped for user in node.users):
             continue

@@ -75,13 +75,14 @@ def _use_native_types(node: Node) -> None:
     call, shape = Dequantize.of(node), shape_of(node)
     if call is None or shape is None or not all(_is_constant(n) for n in (call.codes, call.scale)):
         return
-    axis = call.axis % len(shape)
+    axis = call.spec.axis % len(shape)
     length = shape[axis]
-    if not isinstance(length, int) or length % min(call.block_size, length) or call.dtype != torch.float32:
+    if not isinstance(length, int) or length % min(call.spec.block_size, length) or call.dtype != torch.float32:
         return
-    if call.element in _TYPES and (call.scale_format or "e8m0") == "e8m0" and (call.block_rows or 1) == 1:
+    element = call.spec.element.name
+    if element in _TYPES and call.spec.has_plain_scale:
         node.target, node.kwargs = torch.ops.pt2mx_openvino.weight.default, {}
-        node.args = (call.codes, call.scale, _ELEMENTS.index(call.element), call.block_size, axis, length)
+        node.args = (call.codes, call.scale, _ELEMENTS.index(element), call.spec.block_size, axis, length)
 
 
 def _is_constant(node: object) -> bool:

@@ -81,7 +81,7 @@ def _cache_format(graph: GraphModule) -> MXSpec | None:
     """Return the format of the codes that a decoder writes to its cache; None for a cache of values."""
     for _, call in Dequantize.calls_in(graph.graph):
         if call.codes.target is torch.ops.aten.index_copy_.default:
-            return MXSpec(call.element, call.block_size, scale_format=call.scale_format or "e8m0")
+            return call.spec.replace(axis=-1)
     return None
 
 

@@ -18,7 +18,7 @@ from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import tensor_of
+from pt2mx.fx.graph.node import FakeQuantize, tensor_of
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, check_batches, hold_out, relative_error
 from pt2mx.pt2e.optimize.packed_weights import shared_tensor_scale
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks, placeholder_values
@@ -250,10 +250,8 @@ def _with_weights(
             continue
         if (tensor, spec) not in made:
             with run.graph.inserting_before(copies[node]):
-                made[tensor, spec] = run.graph.call_function(
-                    ops.fake_quantize_mx,
-                    (copies[tensor], *spec.quantize_args(), None, "identity", *spec.scale_args()),
-                )
+                call = FakeQuantize(copies[tensor], spec, None, "identity")
+                made[tensor, spec] = run.graph.call_function(ops.fake_quantize_mx, call.args)
         copies[node].replace_input_with(copies[tensor], made[tensor, spec])
     run.graph.eliminate_dead_code()
     run.recompile()

@@ -76,10 +76,7 @@ def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -
             nodes[name] = model.graph.get_attr(register_buffer(model, f"{target.name}_{name}", part))
             nodes[name].meta["val"] = part
         length = value.shape[spec.axis] if is_packed(spec.element.bits) else None
-        blocks = spec.element.name, spec.block_size, value.dtype, spec.axis, length
-        call = Dequantize(nodes["data"], nodes["scale"], *blocks).with_scales(
-            *spec.scale_args(), nodes.get("tensor_scale")
-        )
+        call = Dequantize(nodes["data"], nodes["scale"], spec, value.dtype, length, nodes.get("tensor_scale"))
         packed = model.graph.call_function(ops.dequantize_mx, call.args)
     packed.meta.update({key: target.node.meta[key] for key in PROVENANCE_KEYS if key in target.node.meta})
     set_value(packed)

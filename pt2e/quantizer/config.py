@@ -208,7 +208,7 @@ def checked_spec(name: str, value: object) -> MXSpec | None:
         return None
     try:
         spec = parse(value)
-        spec.quantize_args()  # raises for a spec that no operator supports
+        spec.check_operators()
     except MXError as error:
         raise MXError(f"{name}: {error}") from None
     return spec

@@ -17,10 +17,10 @@ from torch.nn import functional
 from pt2mx.errors import MXError
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import Activation, BlockSize, Element, PlainRounding, ScaleMode
+from pt2mx.ops.arguments import ROWS, Activation, HasFormat
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
-from pt2mx.ops.operator import Operator, T, operator
-from pt2mx.ops.quantization import fake_quantize_mx
+from pt2mx.ops.operator import Format, T, operator
+from pt2mx.ops.quantization import FakeQuantize
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -34,25 +34,15 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class QuantizesRows(Operator[T]):
+class QuantizesRows(HasFormat[T]):
     """An operator that quantizes what it computes in blocks along the last dimension."""
 
     __slots__ = ()
-    element: str
-    block_size: int
-    scale_mode: str
-    rounding: str
     target_dtype: torch.dtype | None
-
-    @property
-    def format_args(self) -> tuple[str, int, str, str, torch.dtype | None]:
-        """The arguments of the quantization, as the operators have them last."""
-        return self.element, self.block_size, self.scale_mode, self.rounding, self.target_dtype
 
     def fake_quantize(self, y: Tensor) -> Tensor:
         """Quantize what was computed."""
-        spec = self.element, self.block_size, -1, self.scale_mode, self.rounding
-        return fake_quantize_mx(y, *spec, None, "identity").to(self.result_dtype)
+        return FakeQuantize(y, self.spec, None, "identity").call().to(self.result_dtype)
 
 
 @operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`", saved=("x",))
@@ -68,15 +58,12 @@ class ActivationFakeQuantize(QuantizesRows[T]):
 
     x: Annotated[T, "(..., K) float32, float16 or bfloat16 of any strides"]
     activation: Activation
-    element: Element
-    block_size: BlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, Format(ROWS)]
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of x"] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
         check_activation(self.activation)
-        return check_quantization(self.x, *self.format_args)
+        return check_quantization(self.x, self.spec, self.target_dtype)
 
     def kernel(self) -> Tensor:
         return run_kernel("activation_fake_quantize_mx", self.x, self.activation, *self.check())
@@ -113,10 +100,7 @@ class LayerNormFakeQuantize(QuantizesRows[T]):
     weight: Annotated[T | None, "(K,) in the dtype of the sum or float32, or None"]
     bias: Annotated[T | None, "(K,) in the dtype of the sum or float32, or None"]
     eps: Annotated[float, "what is added to the variance"]
-    element: Element
-    block_size: BlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, Format(ROWS)]
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the sum"] = None
 
     def summed(self) -> LayerNormFakeQuantize[T]:
@@ -133,7 +117,7 @@ class LayerNormFakeQuantize(QuantizesRows[T]):
         return self.replace(x=x + residual, residual=None)
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        x, result = self.x, check_quantization(self.x, *self.format_args)
+        x, result = self.x, check_quantization(self.x, self.spec, self.target_dtype)
         if not x.dim():
             raise MXError("a layer norm is of rows: x has no dimension; pass x.view(1)")
         if self.residual is not None and self.residual.shape != x.shape:
@@ -159,7 +143,7 @@ class LayerNormFakeQuantize(QuantizesRows[T]):
 
     def decompose(self) -> tuple[Tensor, Tensor]:
         normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
-        return normed, ActivationFakeQuantize(normed, "none", *self.format_args).decompose()
+        return normed, ActivationFakeQuantize(normed, "none", self.spec, self.target_dtype).decompose()
 
     def backward(self, ctx: Any, grad_normed: Tensor, grad: Tensor) -> dict[str, Tensor | None]:
         """The gradient of the norm; quantization passes it through."""

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
-from typing_extensions import Self
 
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
-from pt2mx.ops.operator import As, T, TrailingArguments
+from pt2mx.ops.operator import As, Operator, T
 from pt2mx.scale_formats import SCALE_FORMATS
+from pt2mx.spec import MXSpec
 
 
 def choices(names: Iterable[str]) -> str:
@@ -53,33 +53,56 @@ TENSOR_SCALED = choices(name for name, scale in SCALE_FORMATS.items() if scale.t
 
 
 ScaleFormatName = Annotated[str | None, f"the format of scales: {choices(SCALE_FORMATS)}; None: `e8m0`"]
+BlockRows = Annotated[
+    int | None,
+    "rows of a block, along the one of the last two dimensions that is not the axis, or along the dimension before "
+    "the axis where the axis is neither; None: 1",
+]
+ScaleOfTensor = Annotated[T | None, f"() or (1,) float32, the scale of the whole tensor, of {TENSOR_SCALED}"]
+
+#: the arguments of codes
+CODES = {"element": Element, "block_size": BlockSize}
+#: the arguments of values that are quantized along the last dimension where they are computed
+ROWS = {**CODES, "scale_mode": ScaleMode, "rounding": PlainRounding}
+#: the arguments of scales, the last ones of an operator but for those of a whole tensor
+SCALES = {"scale_format": ScaleFormatName, "block_rows": BlockRows}
 
 
-class ScaleArguments(TrailingArguments[T]):
-    """The scales of blocks, and their shape."""
+class HasFormat(Operator[T]):
+    """An operator with a format, which is that of x, or of the codes that it takes."""
 
     __slots__ = ()
-    scale_format: ScaleFormatName
-    block_rows: Annotated[
-        int | None,
-        "rows of a block, along the one of the last two dimensions that is not the axis, or along the dimension before "
-        "the axis where the axis is neither; None: 1",
-    ]
-    tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of the whole tensor, of {TENSOR_SCALED}"]
+    spec: MXSpec
 
     @property
-    def scales(self) -> tuple[str | None, int | None, T | None]:
-        """These arguments."""
-        return self.scale_format, self.block_rows, self.tensor_scale
+    def element(self) -> str:
+        """The name of the element."""
+        return self.spec.element.name
 
-    def with_scales(self, scale_format: str | None, block_rows: int | None, tensor_scale: T | None) -> Self:
-        """Return the call with other scales."""
-        return self.replace(scale_format=scale_format, block_rows=block_rows, tensor_scale=tensor_scale)
+    @property
+    def block_size(self) -> int:
+        """The values of a block along the axis."""
+        return self.spec.block_size
+
+    @property
+    def axis(self) -> int:
+        """The dimension along which blocks run, as it was written."""
+        return self.spec.axis
+
+    @property
+    def scale_mode(self) -> str:
+        """How a scale follows from the values of its block."""
+        return self.spec.scale_mode
+
+    @property
+    def rounding(self) -> str:
+        """How values are rounded."""
+        return self.spec.rounding
 
     @property
     def has_plain_scale(self) -> bool:
-        """True for E8M0 scales of one row, as `MXSpec.has_plain_scale`; the passes that fuse skip others."""
-        return self.scale_format in (None, "e8m0") and self.block_rows in (None, 1)
+        """True for E8M0 scales of one row; the passes that fuse skip others."""
+        return self.spec.has_plain_scale
 
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"

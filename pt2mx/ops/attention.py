@@ -17,26 +17,26 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.cpu.attention import attend_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
+    CODES,
+    ROWS,
     TENSOR_SCALED,
-    BlockSize,
-    Element,
-    PlainRounding,
+    HasFormat,
     ScaleFormatName,
-    ScaleMode,
     TargetDtype,
 )
 from pt2mx.ops.checks import broadcasts, check_operands, check_packed, check_quantization
 from pt2mx.ops.gradients import gradients_by_recomputing
-from pt2mx.ops.operator import As, Autocast, Operator, T, operator
-from pt2mx.ops.quantization import dequantize_mx, fake_quantize_mx
+from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
+from pt2mx.ops.quantization import Dequantize, FakeQuantize
 from pt2mx.spec import MXSpec
 
 #: the arguments of `attention_bfloat16` from the element on, where the result is not quantized
 NOT_QUANTIZED = (None, 32, "floor", "even")
+_ELEMENT = Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"]
 
 
 @operator("attention_mx", 2, "(B, heads, S, `value_width`) in the query's dtype")
-class AttentionMX(Operator[T]):
+class AttentionMX(HasFormat[T]):
     """`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the
     last dimension, in the query's dtype. Each key has the queries of as many heads as there are more of them. Sums are
     in float32, in any order; a query that sees no key gives zeros.
@@ -53,14 +53,12 @@ class AttentionMX(Operator[T]):
     key_scale: Annotated[T, "(B, heads of the keys, L, ceil(D / block_size)), as `quantize_mx` gives it"]
     value_data: Annotated[T, "(B, heads of the keys, L, bytes of `value_width`) uint8"]
     value_scale: Annotated[T, "(B, heads of the keys, L, ceil(`value_width` / block_size)), as of the keys"]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"scale": {"scale_format": ScaleFormatName}})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[
         T | None, "(B or 1, heads or 1, S, L) booleans, false where a key is hidden from a query; or None"
     ] = None
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"] = None
-    scale_format: ScaleFormatName = None
     key_tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of all keys, of {TENSOR_SCALED}"] = None
     value_tensor_scale: Annotated[T | None, f"() or (1,) float32, the scale of all values, of {TENSOR_SCALED}"] = None
 
@@ -88,10 +86,9 @@ class AttentionMX(Operator[T]):
                 f"a mask of {tuple(mask.shape)} on {mask.device} does not fit: it must be on {query.device} and "
                 f"broadcast to {tuple(scores)}"
             )
-        packing = self.element, self.block_size, query.dtype, -1
-        scales = self.scale_format, None
-        check_packed(values, self.value_scale, *packing, self.value_width, *scales, self.value_tensor_scale)
-        return check_packed(keys, self.key_scale, *packing, query.shape[-1], *scales, self.key_tensor_scale)[0]
+        packing = self.spec, query.dtype
+        check_packed(values, self.value_scale, *packing, self.value_width, self.value_tensor_scale)
+        return check_packed(keys, self.key_scale, *packing, query.shape[-1], self.key_tensor_scale)[0]
 
     def kernel(self) -> Tensor:
         if (result := attend_again(self.args)) is not None:
@@ -107,12 +104,11 @@ class AttentionMX(Operator[T]):
         return (*self.query.shape[:3], self.value_width)
 
     def decompose(self) -> Tensor:
-        query, packing = self.query, (self.element, self.block_size, self.query.dtype, -1)
-        scales = self.scale_format, None
-        keys = dequantize_mx(self.key_data, self.key_scale, *packing, query.shape[-1], *scales, self.key_tensor_scale)
-        values = dequantize_mx(
-            self.value_data, self.value_scale, *packing, self.value_width, *scales, self.value_tensor_scale
-        )
+        query, packing = self.query, (self.spec, self.query.dtype)
+        keys = Dequantize(self.key_data, self.key_scale, *packing, query.shape[-1], self.key_tensor_scale).call()
+        values = Dequantize(
+            self.value_data, self.value_scale, *packing, self.value_width, self.value_tensor_scale
+        ).call()
         return functional.scaled_dot_product_attention(
             query, keys, values, self.mask, scale=self.scale, enable_gqa=query.shape[1] != keys.shape[1]
         ).contiguous()
@@ -205,22 +201,18 @@ class AttentionBfloat16(Operator[T]):
     is_causal: Annotated[bool, "key j is hidden from the queries before j; without a mask"]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
     target_dtype: Annotated[torch.dtype | None, "the dtype of the attention; None: the query's dtype"]
-    element: Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"]
-    block_size: BlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec | None, Format({**ROWS, "element": _ELEMENT}, of="the result of attention")]
     out_dtype: Annotated[torch.dtype | None, "the dtype of a quantized result; None: the attention's dtype"] = None
 
     def check(self) -> tuple[torch.dtype, MXSpec | None, torch.dtype]:
         """Return the dtype of the attention, its quantization or None, and the dtype of the result."""
         dtype = self._check_product()
-        if self.element is None:
+        if self.spec is None:
             if self.out_dtype is not None:
                 raise MXError(f"out_dtype={self.out_dtype} is of a quantized result, and no element is given")
             return dtype, None, dtype
-        spec = self.element, self.block_size, self.scale_mode, self.rounding
         try:
-            return dtype, *check_quantization(self.value, *spec, self.out_dtype or dtype)
+            return dtype, *check_quantization(self.value, self.spec, self.out_dtype or dtype)
         except MXError as error:
             raise MXError(f"the result of attention: {error}") from None
 
@@ -280,10 +272,9 @@ class AttentionBfloat16(Operator[T]):
 
     def quantized(self, attention: Tensor) -> Tensor:
         """Quantize the attention (B, heads, S, W) along W, in its order in memory, where an element is given."""
-        if self.element is None:
+        if self.spec is None:
             return attention
-        spec = self.element, self.block_size, -1, self.scale_mode, self.rounding
-        result = fake_quantize_mx(attention.transpose(1, 2), *spec, None, "identity")
+        result = FakeQuantize(attention.transpose(1, 2), self.spec, None, "identity").call()
         return result.to(self.out_dtype or attention.dtype).transpose(1, 2)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
@@ -291,7 +282,7 @@ class AttentionBfloat16(Operator[T]):
         names = ["query", "key", "value"]
         if self.mask is not None and self.mask.is_floating_point() and "mask" in ctx.needs:
             names.append("mask")
-        attention = self.replace(element=None, out_dtype=None)
+        attention = self.replace(spec=None, out_dtype=None)
         return gradients_by_recomputing(attention, names, lambda call: (call.decompose(),), (grad,))
 
 

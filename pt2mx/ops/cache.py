@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from pt2mx.errors import MXError
 from pt2mx.kernels.cpu.cache import store_again
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import BlockSize, Element, PlainRounding, ScaleMode
+from pt2mx.ops.arguments import ROWS, HasFormat
 from pt2mx.ops.checks import check_input, check_one_device, check_packed
-from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
-from pt2mx.ops.quantization import quantize_mx
+from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
+from pt2mx.ops.quantization import Quantize
 from pt2mx.spec import MXSpec
 
 
 @operator("store_mx", 1, {}, COMPLIANT, key="CompositeImplicitAutograd")
-class StoreMX(Operator[T]):
+class StoreMX(HasFormat[T]):
     """Quantize new keys and values along their last dimension, as `quantize_mx` does, and write their codes and scales
     into slots of a cache, as `index_copy_` does. `torch.compile` sees these operators.
 
@@ -39,16 +39,12 @@ class StoreMX(Operator[T]):
     value_data: Annotated[T, As(type="Tensor(c!)"), "(B, heads of the keys, L, bytes of W) uint8, written"]
     value_scale: Annotated[T, As(type="Tensor(d!)"), "(B, heads of the keys, L, ceil(W / block_size)) uint8, written"]
     slots: Annotated[T, "(S,) int64, the slots that are written, without repetitions"]
-    element: Element
-    block_size: BlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, Format(ROWS)]
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
         check_one_device(self.args)
-        modes = self.element, self.block_size, -1, self.scale_mode, self.rounding
-        spec = check_input(self.key, *modes)
+        spec = check_input(self.key, self.spec)
         pairs = ((self.key, self.key_data, self.key_scale), (self.value, self.value_data, self.value_scale))
         for x, data, scale in pairs:
             if x.dim() != 4 or data.dim() != 4 or x.shape[:2] != data.shape[:2] or x.dtype != self.key.dtype:
@@ -56,7 +52,7 @@ class StoreMX(Operator[T]):
                     f"{tuple(x.shape)} {x.dtype} cannot be stored in a cache of {tuple(data.shape)}: keys and values "
                     "must be (B, heads, S, D) of one dtype, and codes (B, heads, L, bytes)"
                 )
-            check_packed(data, scale, self.element, self.block_size, x.dtype, -1, x.shape[3])
+            check_packed(data, scale, self.spec, x.dtype, x.shape[3])
         length = self.key.shape[2]
         if self.value.shape[2] != length or self.slots.shape != (length,) or self.slots.dtype != torch.int64:
             raise MXError(
@@ -77,12 +73,11 @@ class StoreMX(Operator[T]):
             raise MXError(f"a slot does not exist, {error}: pass slots of at least 0 and below {length}") from None
 
     def decompose(self) -> None:
-        modes = self.element, self.block_size, -1, self.scale_mode, self.rounding
         for x, data, scale in (
             (self.key, self.key_data, self.key_scale),
             (self.value, self.value_data, self.value_scale),
         ):
-            new_scale, codes = quantize_mx(x, *modes)
+            new_scale, codes = Quantize(x, self.spec).call()
             data.index_copy_(2, self.slots, codes)
             scale.index_copy_(2, self.slots, new_scale)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,27 +20,22 @@ HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
 STRAIGHT_THROUGH = ("identity", "clipped")
 
 
+def from_front(spec: MXSpec, x: Tensor) -> MXSpec:
+    """Return a spec whose axis counts from the front of the dimensions of x; raise `MXError` for an axis that x does
+    not have."""
+    rank = x.dim() or 1  # a 0-d tensor is quantized as one of shape (1,)
+    if 0 <= spec.axis < rank and spec.block_rows == 1:
+        return spec
+    if not -rank <= spec.axis < rank:
+        raise MXError(f"axis={spec.axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")
+    return _from_front(spec, rank)
+
+
 @functools.lru_cache(maxsize=1024)
-def _spec_of(
-    element: object,
-    block_size: int,
-    axis: int,
-    scale_mode: str | None,
-    rounding: str,
-    scale_format: object,
-    block_rows: int | None,
-    rank: int,
-) -> MXSpec | None:
-    """Return a spec whose axis counts from the front of `rank` dimensions; None where it has no such axis. One cache
-    by plain arguments: hashing a spec takes as long as a kernel of a small tensor."""
-    rows = 1 if block_rows is None else block_rows
-    scale_format = "e8m0" if scale_format is None else scale_format
-    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format, rows)
-    if not -rank <= axis < rank:
-        return None
+def _from_front(spec: MXSpec, rank: int) -> MXSpec:
     if spec.block_rows > 1:
         spec.row_axis(rank)  # raises for a tensor without rows
-    return spec.replace(axis=axis % rank)
+    return spec.replace(axis=spec.axis % rank)
 
 
 def holds(statement: bool | torch.SymBool) -> bool:
@@ -68,32 +62,15 @@ def check_length(length: object) -> None:
         raise MXError(f"length={length!r} must be an integer of at least 0, or None for every code that data holds")
 
 
-def check_input(
-    x: Tensor,
-    element: object,
-    block_size: int,
-    axis: int = -1,
-    scale_mode: str | None = None,
-    rounding: str = "even",
-    scale_format: object = None,
-    block_rows: int | None = None,
-) -> MXSpec:
-    """Return the spec of these arguments, its axis counted from the front; raise `MXError` for others than are allowed,
-    and for another dtype of x."""
-    spec = _spec_of(element, block_size, axis, scale_mode, rounding, scale_format, block_rows, x.dim() or 1)
+def check_input(x: Tensor, spec: MXSpec) -> MXSpec:
+    """Return the spec with its axis counted from the front; raise `MXError` for an axis that x does not have, and for
+    another dtype of x."""
     if x.dtype not in HIGH_PRECISION:
         raise MXError(
             f"cannot quantize a tensor of dtype {x.dtype} to an MX format: allowed are float32, float16 and bfloat16; "
             "cast it first, for example with x.float()"
         )
-    return spec or _no_axis(axis, x)
-
-
-def check_spec(x: Tensor, spec: MXSpec) -> MXSpec:
-    """Return `spec` with its axis counted from the front; raise `MXError` for an axis or a dtype of x that is not
-    allowed."""
-    args = spec.element, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
-    return spec.replace(axis=check_input(x, *args, spec.scale_format, spec.block_rows).axis)
+    return from_front(spec, x)
 
 
 def check_tensor_scale(
@@ -141,23 +118,18 @@ def check_ste(ste: object) -> None:
 def check_packed(
     data: Tensor,
     scale: Tensor,
-    elem: str,
-    block_size: int,
+    spec: MXSpec,
     dtype: torch.dtype,
-    axis: int = -1,
     length: int | None = None,
-    scale_format: str | None = None,
-    block_rows: int | None = None,
     tensor_scale: Tensor | None = None,
 ) -> tuple[MXSpec, int]:
     """Return the spec (axis counted from the front) and the length of the values that `data` and `scale` hold, from the
     arguments of `dequantize_mx`; raise `MXError` for those that do not fit each other."""
-    spec = _spec_of(elem, block_size, axis, None, "even", scale_format, block_rows, data.dim() or 1)
     if not (data.dim() and scale.dim()):
         raise MXError("data and scale have at least one dimension: a tensor without any has those of shape (1,)")
     if data.device != scale.device:
         raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
-    spec = spec or _no_axis(axis, data)
+    spec = from_front(spec, data)
     stored = spec.scale_format.dtype
     if data.dtype != torch.uint8 or scale.dtype != stored:
         if spec.has_e8m0_scale:
@@ -181,13 +153,13 @@ def check_packed(
             f"{packed_length(length, bits)}: pass the length that was quantized"
         )
     expected = list(data.shape)
-    expected[spec.axis] = -(-length // block_size)
+    expected[spec.axis] = -(-length // spec.block_size)
     if spec.block_rows > 1:
         rows = spec.row_axis(data.dim())
         expected[rows] = -(-expected[rows] // spec.block_rows)
     concrete = {*map(type, (*expected, *scale.shape))} <= {int}  # symbolic sizes are checked when they run
     if concrete and list(scale.shape) != expected:
-        blocks = block_size if spec.block_rows == 1 else f"{spec.block_rows}x{block_size}"
+        blocks = spec.block_size if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"
         raise MXError(
             f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
             f"of {spec.element} in blocks of {blocks} along dimension {spec.axis} have {tuple(expected)}"
@@ -237,14 +209,12 @@ def check_target_dtype(target_dtype: torch.dtype | None, x: Tensor) -> torch.dty
     return dtype
 
 
-def check_quantization(
-    x: Tensor, element: str, block_size: int, scale_mode: str, rounding: str, target_dtype: torch.dtype | None
-) -> tuple[MXSpec, torch.dtype]:
+def check_quantization(x: Tensor, spec: MXSpec, target_dtype: torch.dtype | None) -> tuple[MXSpec, torch.dtype]:
     """Return the spec and the dtype of values of x's shape that are quantized along the last dimension where they are
     computed; raise `MXError` for others than are allowed."""
-    spec = check_input(x, element, block_size, -1, scale_mode, rounding)
-    if ROUNDINGS[rounding].random:
-        raise MXError(f"values are not rounded {rounding!r} where they are computed: use fake_quantize_mx of them")
+    spec = check_input(x, spec)
+    if ROUNDINGS[spec.rounding].random:
+        raise MXError(f"values are not rounded {spec.rounding!r} where they are computed: use fake_quantize_mx of them")
     return spec, check_target_dtype(target_dtype, x) if target_dtype else x.dtype
 
 
@@ -273,8 +243,3 @@ def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 def _is_count(n: object) -> bool:
     """True for an integer from 0 on that int64 holds."""
     return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63
-
-
-def _no_axis(axis: int, x: Tensor) -> NoReturn:
-    rank = x.dim() or 1  # a 0-d tensor is quantized as one of shape (1,)
-    raise MXError(f"axis={axis} is out of range for shape {tuple(x.shape)}: allowed are {-rank} to {rank - 1}")

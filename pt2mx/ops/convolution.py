@@ -17,10 +17,10 @@ from torch.nn import functional
 from pt2mx.errors import MXError
 from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
+from pt2mx.ops.arguments import CODES, SCALES, Pair, ScaleOfTensor, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype, holds
 from pt2mx.ops.linear import PackedMatmul
-from pt2mx.ops.operator import As, Autocast, T, operator
+from pt2mx.ops.operator import As, Autocast, Format, T, operator
 from pt2mx.spec import MXSpec
 
 ConvCodes = Annotated[
@@ -53,12 +53,12 @@ class Conv2dMX(PackedMatmul[T]):
     codes: ConvCodes[T]
     scale: ConvScale[T]
     bias: Annotated[T | None, "(N,) in the dtype of the result, or None"]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"target_dtype": SCALES})]
     stride: Pair
     padding: Padding
     dilation: Pair
     target_dtype: Annotated[TargetDtype, "as of `linear_mx`"] = None
+    tensor_scale: ScaleOfTensor[T] = None
 
     @property
     def conv_args(self) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -91,8 +91,7 @@ class Conv2dMX(PackedMatmul[T]):
                 f"{tuple(codes.shape[1:3])} with dilation={list(dilation)}: pad it"
             )
         try:
-            blocks = self.element, self.block_size, x.dtype, -1, x.shape[-1]
-            spec, _ = check_packed(codes, self.scale, *blocks, *self.scales)
+            spec, _ = check_packed(codes, self.scale, self.spec, x.dtype, x.shape[-1], self.tensor_scale)
         except MXError as error:
             raise MXError(
                 f"x of shape {tuple(x.shape)} under a weight of {tuple(codes.shape)} bytes: {error}"

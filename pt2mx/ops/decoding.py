@@ -20,11 +20,11 @@ from pt2mx.kernels import decoder_linear
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
 from pt2mx.kernels.gpu.mma_layout import ROWS
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import BlockSize, Element, ScaleFormatName, choices
+from pt2mx.ops.arguments import CODES, Element, HasFormat, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
 from pt2mx.ops.linear import LinearMXMMALayout
-from pt2mx.ops.operator import As, Operator, T, operator
+from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 _X = "(..., K) bfloat16, K a multiple of 8"
@@ -214,7 +214,7 @@ class DecodingAttention(Operator[T]):
 
 
 @operator("decoding_attention_mx", 1, "(B, heads, S, `value_width`) in the query's dtype")
-class DecodingAttentionMX(Operator[T]):
+class DecodingAttentionMX(HasFormat[T]):
     """`attention_mx` of a few queries, without tensor scales. On an NVIDIA GPU several programs divide the slots.
 
     Example:
@@ -230,18 +230,17 @@ class DecodingAttentionMX(Operator[T]):
     key_scale: Annotated[T, _OF_ATTENTION]
     value_data: Annotated[T, _OF_ATTENTION]
     value_scale: Annotated[T, _OF_ATTENTION]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"zeros": {"scale_format": ScaleFormatName}})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[T | None, _OF_ATTENTION]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]
     zeros: Annotated[T | None, _ZEROS]
-    scale_format: ScaleFormatName = None
 
     @property
     def attention(self) -> AttentionMX[T]:
         """The call of `attention_mx` with the same result."""
-        return AttentionMX(*(*self.args[:-2], self.scale_format))
+        cache = self.key_data, self.key_scale, self.value_data, self.value_scale
+        return AttentionMX(self.query, *cache, self.spec, self.value_width, self.mask, self.scale)
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, check_norm_parameters, layer_norm
-from pt2mx.ops.arguments import Element, PlainRounding, ScaleMode, choices
+from pt2mx.ops.arguments import ROWS, Element, HasFormat, choices
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_input
-from pt2mx.ops.operator import As, Operator, T, operator
+from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 _SPREADS = ", ".join(f"2**-{room.spread} of it for `{name}`" for name, room in ROOMS.items())
@@ -31,7 +30,14 @@ _ROWS = {
     "scale": "(..., 1) float32, a power of two, or -1 of a row that does not fit",
     "rest": "(..., K) in x's dtype: the values of the rows that do not fit; the others mean nothing",
 }
-_RowElement = Annotated[Element, f"one of {choices(ROOMS)}"]
+#: blocks are those of the default
+_FORMAT = Format(
+    {
+        "element": Annotated[Element, f"one of {choices(ROOMS)}"],
+        "scale_mode": ROWS["scale_mode"],
+        "rounding": ROWS["rounding"],
+    }
+)
 
 
 class _WithoutGradient(Operator[T]):
@@ -41,25 +47,22 @@ class _WithoutGradient(Operator[T]):
         raise MXError("no gradient passes FP8 rows: lower the model with unpack=False")
 
 
-class _MakesRows(_WithoutGradient[T]):
+class _MakesRows(_WithoutGradient[T], HasFormat[T]):
     """An operator that quantizes what it computes of x to FP8 rows."""
 
     __slots__ = ()
     x: T
-    element: str
-    scale_mode: str
-    rounding: str
 
     def check(self) -> MXSpec:
         """Return the spec of x."""
-        x = self.x
-        if self.element not in ROOMS:
-            raise MXError(f"{self.element!r} leaves no room for scales in E4M3: allowed are {', '.join(ROOMS)}")
-        spec = check_input(x, self.element, BLOCK, -1, self.scale_mode, self.rounding)
-        if ROUNDINGS[self.rounding].random:
-            raise MXError(f"FP8 rows are not rounded {self.rounding!r}: use fake_quantize_mx")
-        if not x.dim() or x.shape[-1] % BLOCK or not x.shape[-1]:
-            raise MXError(f"FP8 rows are of whole blocks of {BLOCK} values; got x of shape {tuple(x.shape)}")
+        x, element = self.x, self.spec.element.name
+        if element not in ROOMS:
+            raise MXError(f"{element!r} leaves no room for scales in E4M3: allowed are {', '.join(ROOMS)}")
+        spec = check_input(x, self.spec)
+        if ROUNDINGS[spec.rounding].random:
+            raise MXError(f"FP8 rows are not rounded {spec.rounding!r}: use fake_quantize_mx")
+        if not x.dim() or x.shape[-1] % spec.block_size or not x.shape[-1]:
+            raise MXError(f"FP8 rows are of whole blocks of {spec.block_size} values; got x of shape {tuple(x.shape)}")
         return spec
 
     def fake(self) -> tuple[Tensor, ...]:
@@ -70,8 +73,7 @@ class _MakesRows(_WithoutGradient[T]):
 
     def rows_of(self, y: Tensor, activation: str = "none") -> tuple[Tensor, Tensor, Tensor]:
         """Return the activation of y as FP8 rows that do not fit: `mm_fp8_rows` reads their values."""
-        call = ActivationFakeQuantize(y, activation, self.element, BLOCK, self.scale_mode, self.rounding)
-        values = call.decompose()
+        values = ActivationFakeQuantize(y, activation, self.spec).decompose()
         scale = values.new_full((*values.shape[:-1], 1), UNFIT, dtype=torch.float32)
         return torch.zeros_like(values, dtype=torch.uint8), scale, values
 
@@ -90,9 +92,7 @@ class QuantizeFP8Rows(_MakesRows[T]):
     """
 
     x: Annotated[T, _VALUES]
-    element: _RowElement
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, _FORMAT]
     activation: Annotated[str, f"what is computed of x first, and rounded to its dtype: {choices(ACTIVATIONS)}"]
 
     def check(self) -> MXSpec:
@@ -127,9 +127,7 @@ class LayerNormFP8Rows(_MakesRows[T]):
     weight: Annotated[T | None, "(K,) in x's dtype or float32, or None"]
     bias: Annotated[T | None, "(K,) in x's dtype or float32, or None"]
     eps: Annotated[float, "what is added to the variance"]
-    element: _RowElement
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, _FORMAT]
 
     def check(self) -> MXSpec:
         x, residual, spec = self.x, self.residual, _MakesRows.check(self)

@@ -45,10 +45,10 @@ _LIBRARY = _WithoutTangents("pt2mx", "FRAGMENT")
 
 def _setup_context(cls: Any) -> Callable[..., None]:
     """Return what keeps the arguments for `backward`: only those tensors that it reads."""
-    tensors = dict.fromkeys(a.field.name for a in cls.arguments if a.type.startswith("Tensor"))
+    tensors = dict.fromkeys(a.field for a in cls.arguments if a.type.startswith("Tensor"))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call = cls(*inputs)
+        call = cls.from_args(*inputs)
         ctx.shape, ctx.dtype, ctx.saved = inputs[0].shape, inputs[0].dtype, call.saved()
         ctx.save_for_backward(*(getattr(call, name) for name in ctx.saved))
         ctx.call = call.replace(**tensors)
@@ -60,9 +60,9 @@ def _setup_context(cls: Any) -> Callable[..., None]:
 def _backward(cls: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call.replace(**dict(zip(ctx.saved, ctx.saved_tensors, strict=True)))
-        ctx.needs = {a.field.name for a, needed in zip(cls.arguments, ctx.needs_input_grad, strict=False) if needed}
+        ctx.needs = {a.field for a, needed in zip(cls.arguments, ctx.needs_input_grad, strict=False) if needed}
         gradients = call.backward(ctx, *grads)
-        return tuple(gradients.get(argument.field.name) for argument in cls.arguments)
+        return tuple(gradients.get(argument.field) for argument in cls.arguments)
 
     return backward
 

@@ -19,9 +19,9 @@ from pt2mx.kernels.hadamard import rotate, rotate_back
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import QuantizesRows
-from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
+from pt2mx.ops.arguments import ROWS, VALUES, Axis, TargetDtype
 from pt2mx.ops.checks import check_input, check_rotation, check_target_dtype
-from pt2mx.ops.operator import COMPLIANT, Operator, T, operator
+from pt2mx.ops.operator import COMPLIANT, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 
@@ -69,10 +69,7 @@ class RotatedFakeQuantize(QuantizesRows[T]):
 
     x: Annotated[T, "(..., n) float32, float16 or bfloat16 of any strides"]
     size: Annotated[int, "values that are rotated together, a power of two that divides n; 1 for none"]
-    element: Element
-    block_size: BlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    spec: Annotated[MXSpec, Format(ROWS)]
     target_dtype: Annotated[
         TargetDtype,
         "the dtype of the result; None: that of x. bfloat16 holds every element of at most 8 bits",
@@ -80,10 +77,10 @@ class RotatedFakeQuantize(QuantizesRows[T]):
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
         check_rotation(self.x, self.size)
-        spec = check_input(self.x, self.element, self.block_size, -1, self.scale_mode, self.rounding)
-        if ROUNDINGS[self.rounding].random:
+        spec = check_input(self.x, self.spec)
+        if ROUNDINGS[spec.rounding].random:
             raise MXError(
-                f"rotated values are not rounded {self.rounding!r} at once: use hadamard and fake_quantize_mx"
+                f"rotated values are not rounded {spec.rounding!r} at once: use hadamard and fake_quantize_mx"
             )
         return spec, check_target_dtype(self.target_dtype, self.x)
 

@@ -27,7 +27,6 @@ from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import LinearMX
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
 from pt2mx.ops.stochastic import random_bits
-from pt2mx.spec import MXSpec
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
 #: with filled blocks for example
@@ -58,8 +57,7 @@ def _linear(call: LinearMX[Tensor]) -> Tensor:
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    spec = MXSpec(call.element, call.block_size, scale_format=call.scale_format or "e8m0")
-    if dtype is not None and cpu_linear.has_isa(spec, x.shape[-1]):
+    if dtype is not None and cpu_linear.has_isa(call.spec, x.shape[-1]):
         return NotImplemented
     weight = call.weight(dtype or x.dtype, x.shape[-1])
     x = hadamard(x, call.rotation, -1) if call.rotation else x

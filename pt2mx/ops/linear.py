@@ -20,18 +20,20 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
 from pt2mx.kernels.hadamard import rotate, rotate_back
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
+    CODES,
+    SCALES,
     WEIGHT_CODES,
     WEIGHT_SCALE,
-    BlockSize,
     Element,
+    HasFormat,
     Rotation,
-    ScaleArguments,
+    ScaleOfTensor,
     TargetDtype,
     choices,
 )
 from pt2mx.ops.checks import check_bias, check_packed, check_rotation, check_target_dtype
-from pt2mx.ops.operator import As, Autocast, Operator, T, operator
-from pt2mx.ops.quantization import dequantize_mx
+from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
+from pt2mx.ops.quantization import Dequantize
 from pt2mx.spec import MXSpec
 
 
@@ -39,11 +41,8 @@ def check_weight(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
-    element: str,
-    block_size: int,
+    spec: MXSpec,
     dimensions: int,
-    scale_format: str | None = None,
-    block_rows: int | None = None,
     tensor_scale: Tensor | None = None,
 ) -> MXSpec:
     """Return the spec of a weight that is multiplied with x: (..., K); MXError for what does not fit."""
@@ -54,24 +53,22 @@ def check_weight(
     if x.device != codes.device:
         raise MXError(f"x is on {x.device} and the weight on {codes.device}: move one to the device of the other")
     try:
-        scales = scale_format, block_rows, tensor_scale
-        return check_packed(codes, scale, element, block_size, x.dtype, -1, x.shape[-1], *scales)[0]
+        return check_packed(codes, scale, spec, x.dtype, x.shape[-1], tensor_scale)[0]
     except MXError as error:
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(codes.shape)} bytes: {error}") from None
 
 
-class PackedMatmul(ScaleArguments[T]):
+class PackedMatmul(HasFormat[T]):
     """A matmul of x with a weight that is packed along the dimension that the matmul reduces."""
 
     __slots__ = ()
     codes: T
     scale: T
-    element: str
-    block_size: int
+    tensor_scale: T | None
 
     def weight(self, dtype: torch.dtype, length: int) -> Tensor:
         """Return the dequantized weight, with `length` values along its last dimension."""
-        return dequantize_mx(self.codes, self.scale, self.element, self.block_size, dtype, -1, length, *self.scales)
+        return Dequantize(self.codes, self.scale, self.spec, dtype, length, self.tensor_scale).call()
 
 
 @operator(
@@ -96,17 +93,17 @@ class LinearMX(PackedMatmul[T]):
     codes: Annotated[T, As("weight_data"), WEIGHT_CODES]
     scale: Annotated[T, As("weight_scale"), WEIGHT_SCALE]
     bias: Annotated[T | None, "(N,) in the dtype of the result, or None"]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"target_dtype": SCALES})]
     rotation: Rotation
     target_dtype: Annotated[
         TargetDtype,
         "the dtype of the result; None: that of x. float32 of quantized values in bfloat16, which holds them exactly, "
         "runs on bfloat16 matrix units",
     ] = None
+    tensor_scale: ScaleOfTensor[T] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
-        spec = check_weight(self.x, self.codes, self.scale, self.element, self.block_size, 2, *self.scales)
+        spec = check_weight(self.x, self.codes, self.scale, self.spec, 2, self.tensor_scale)
         if self.rotation:
             check_rotation(self.x, self.rotation)
         dtype = check_target_dtype(self.target_dtype, self.x)
@@ -151,13 +148,13 @@ class GroupedLinearMX(PackedMatmul[T]):
     codes: Annotated[T, As("weight_data"), "(E, N, bytes of K) uint8, packed along K, which is the axis"]
     scale: Annotated[T, As("weight_scale"), "(E, N, ceil(K / block_size)), as `quantize_mx` gives it"]
     offs: Annotated[T, "(E,) int32: for each expert the row after its last"]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"target_dtype": SCALES})]
     target_dtype: Annotated[TargetDtype, "as of `linear_mx`"] = None
+    tensor_scale: ScaleOfTensor[T] = None
 
     def check(self) -> tuple[MXSpec, torch.dtype]:
         x, offs = self.x, self.offs
-        spec = check_weight(x, self.codes, self.scale, self.element, self.block_size, 3, *self.scales)
+        spec = check_weight(x, self.codes, self.scale, self.spec, 3, self.tensor_scale)
         if x.dim() != 2 or offs.shape != self.codes.shape[:1] or offs.dtype != torch.int32 or offs.device != x.device:
             raise MXError(
                 f"x must be (T, K) and offs ({self.codes.shape[0]},) int32 on {x.device}, an end for each expert; got "

@@ -11,6 +11,9 @@ schema from them, and registers the methods.
 | `backward`, `saved`, `remember` | the gradients by field, and what they read |
 | `decompose` | the result by aten operators, for programs that run without pt2mx |
 
+A format is one field, a spec, and several arguments of the schema: files and compilers read plain values. Only the
+annotation `Format` of the field knows which; `from_args` joins them, and `args` takes the spec apart.
+
 The class is also the operator's entry in the contract (`pt2mx.ops.contract`), and the view of a node that calls it
 (`pt2mx.fx.graph.node`): `T` is a tensor in a kernel and a node in a graph.
 """
@@ -18,9 +21,10 @@ The class is also the operator's entry in the contract (`pt2mx.ops.contract`), a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -28,7 +32,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from typing_extensions import Self, dataclass_transform
 
+from pt2mx.errors import MXError
 from pt2mx.ops.gradients import register_gradient
+from pt2mx.spec import MXSpec
 
 T = TypeVar("T", bound=Any)
 _Class = TypeVar("_Class", bound="type[Operator]")
@@ -39,6 +45,10 @@ ANY_STRIDES = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 
 #: annotation of a field -> type in a schema
 _TYPES = {T: "Tensor", str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
+#: the scales of blocks where the argument is None
+_SCALE_DEFAULTS = {"scale_format": "e8m0", "block_rows": 1}
+#: the arguments of a spec that is None
+_NO_FORMAT = {"element": None, "block_size": 32, "scale_mode": "floor", "rounding": "even"}
 #: dispatch key of autocast -> type of device
 _AUTOCAST = {"AutocastCPU": "cpu", "AutocastCUDA": "cuda", "AutocastXPU": "xpu"}
 
@@ -50,20 +60,46 @@ class As(NamedTuple):
     type: str = ""
 
 
-class Argument(NamedTuple):
-    """An argument as its field declares it: field, name and type in the schema, and the meaning in the contract."""
+class Format(NamedTuple):
+    """Part of the annotation of a field that holds a spec: the arguments that the spec is in the schema.
 
-    field: dataclasses.Field[Any]
+    Args:
+        here: field of `MXSpec` -> the annotation of its argument, at the place of the field.
+        behind: field of the operator -> the same, of the arguments behind that field. Those that may be None are None
+            by default.
+        of: the tensor that has the format, for errors, where an operator has several formats.
+
+    Fields of the spec that are no argument have their defaults in a call that was joined.
+    """
+
+    here: Mapping[str, Any]
+    behind: Mapping[str, Mapping[str, Any]] = {}
+    of: str = ""
+
+
+class Argument(NamedTuple):
+    """An argument of the schema.
+
+    Args:
+        field: the field that holds it.
+        part: the field of the spec, where `field` holds one; else "".
+        name: in the schema.
+        type: in the schema.
+        meaning: in the contract.
+        is_optional: True if its default is None, the only one: files would leave out an argument with another.
+    """
+
+    field: str
+    part: str
     name: str
     type: str
     meaning: str
+    is_optional: bool
 
     @property
     def declaration(self) -> str:
-        """The argument in the schema. A default other than None is an error: files would leave such an argument out."""
-        if self.field.default not in (dataclasses.MISSING, None):
-            raise TypeError(f"{self.name}={self.field.default!r}: the only default of an argument is None")
-        return f"{self.type} {self.name}" + ("=None" if self.field.default is None else "")
+        """The argument in the schema."""
+        return f"{self.type} {self.name}" + ("=None" if self.is_optional else "")
 
 
 class Autocast(NamedTuple):
@@ -91,7 +127,7 @@ class Operator(Generic[T]):
     results: ClassVar[Mapping[str, str]]
     words: ClassVar[Mapping[str, str]]
     arguments: ClassVar[tuple[Argument, ...]]
-    _getter: ClassVar[Callable[[Any], tuple[Any, ...]]]
+    _order: ClassVar[_Order]
     _saved: ClassVar[tuple[str, ...]]
 
     @classmethod
@@ -105,24 +141,29 @@ class Operator(Generic[T]):
         """Return calls of the operator with their results."""
         return textwrap.dedent((cls.__doc__ or "").partition("Example:\n")[2])
 
+    @classmethod
+    def from_args(cls, *args: Any) -> Self:
+        """Return the call with these arguments, in the order of the schema; trailing ones that are None may lack."""
+        return cls(*cls._order.joined(args))
+
     @property
     def args(self) -> tuple[Any, ...]:
         """All arguments, in the order of the schema."""
-        return type(self)._getter(self)
+        return self._order.split(self)
+
+    def call(self) -> Any:
+        """Return what the operator gives for these arguments, by torch's dispatcher."""
+        return self.overload(*self.args)
 
     @classmethod
     def function(cls, of_call: Callable[[Any], Any]) -> Callable[..., Any]:
         """Return a function of the operator's arguments: `of_call` of the call that they make."""
-        return lambda *args: of_call(cls(*args))
+        joined = cls._order.joined
+        return lambda *args: of_call(cls(*joined(args)))
 
     def replace(self, **fields: Any) -> Self:
         """Return a copy with other values of some fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every subclass is a dataclass
-
-    @property
-    def has_plain_scale(self) -> bool:
-        """True for E8M0 scales of one row, the only ones of an operator without a scale format."""
-        return True
 
     def check(self) -> Any:
         """Return the spec and, where it is an argument, the dtype of the result, for `kernel`. Raise MXError for
@@ -149,12 +190,6 @@ class Operator(Generic[T]):
 
     def remember(self, ctx: Any, outputs: Any) -> None:
         """Keep what else `backward` reads; `ctx.shape` and `ctx.dtype` are those of the first argument."""
-
-
-class TrailingArguments(Operator[T]):
-    """Arguments that several operators take after their own; None by default. A subclass declares them."""
-
-    __slots__ = ()
 
 
 @dataclass_transform(frozen_default=True)
@@ -184,13 +219,13 @@ def operator(
     """
 
     def register(declared: Any) -> Any:
-        _append_trailing_fields(declared)
         cls: Any = dataclasses.dataclass(frozen=True, slots=True)(declared)
-        hints = get_type_hints(cls, include_extras=True)
         cls.name, cls.version, cls.words, cls._saved = name, version, words or {}, saved
         cls.results = {"": results} if isinstance(results, str) else results
-        cls.arguments = tuple(_argument(field, hints[field.name]) for field in dataclasses.fields(cls))
-        cls._getter = _getter([argument.field.name for argument in cls.arguments])
+        hints = get_type_hints(cls, include_extras=True)
+        formats = {name: hint.__metadata__[0] for name, hint in hints.items() if _is_format(hint)}
+        cls.arguments = _arguments(cls, hints, formats)
+        cls._order = _Order([field.name for field in dataclasses.fields(cls)], cls.arguments, formats)
         returned = ", ".join(f"Tensor {result}".rstrip() for result in cls.results)
         returned = returned if "" in cls.results else f"({returned})"
         schema = f"({', '.join(argument.declaration for argument in cls.arguments)}) -> {returned}"
@@ -209,34 +244,120 @@ def operator(
     return register
 
 
-def _append_trailing_fields(declared: type[Operator]) -> None:
-    """Give a class the fields of its base `TrailingArguments`, after its own; their default is None."""
-    for base in declared.__mro__[1:]:
-        if TrailingArguments in base.__bases__:
-            for name, annotation in get_type_hints(base, include_extras=True).items():
-                if name in base.__annotations__:
-                    declared.__annotations__[name] = annotation
-                    setattr(declared, name, None)
+def _arguments(cls: Any, hints: Mapping[str, Any], formats: Mapping[str, Format]) -> tuple[Argument, ...]:
+    """Return the arguments of the schema that the fields of a class declare."""
+    arguments: list[Argument] = []
+    for field in dataclasses.fields(cls):
+        if field.name in formats:
+            for part, annotation in formats[field.name].here.items():
+                arguments.append(_argument(field.name, part, annotation, False))
+        else:
+            if field.default not in (dataclasses.MISSING, None):
+                raise TypeError(f"{field.name}={field.default!r}: the only default of an argument is None")
+            arguments.append(_argument(field.name, "", hints[field.name], field.default is None))
+        for name, format in formats.items():
+            for part, annotation in format.behind.get(field.name, {}).items():
+                arguments.append(_argument(name, part, annotation, _is_optional(annotation)))
+    return tuple(arguments)
 
 
-def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what reads the fields of a call, in one call of C."""
-    return attrgetter(*names) if len(names) > 1 else lambda call: (getattr(call, names[0]),)
+def _is_format(annotation: Any) -> bool:
+    return get_origin(annotation) is Annotated and isinstance(annotation.__metadata__[0], Format)
 
 
-def _argument(field: dataclasses.Field[Any], annotation: Any) -> Argument:
+def _is_optional(annotation: Any) -> bool:
+    return type(None) in get_args(get_args(annotation)[0])
+
+
+def _argument(field: str, part: str, annotation: Any, is_optional: bool) -> Argument:
     metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     meaning = [entry for entry in metadata if isinstance(entry, str)][-1]
     names = next((entry for entry in metadata if isinstance(entry, As)), As())
     hint = get_args(annotation)[0] if metadata else annotation
     options = [option for option in get_args(hint) if option is not type(None)]
     type_name = names.type or (f"{_TYPES[options[0]]}?" if options else _TYPES[hint])
-    return Argument(field, names.name or field.name, type_name, meaning)
+    return Argument(field, part, names.name or part or field, type_name, meaning, is_optional)
+
+
+class _Parts:
+    """The arguments of a schema that one spec is."""
+
+    def __init__(self, name: str, of: str, arguments: Sequence[Argument]) -> None:
+        self.name, self._of = name, of
+        self.arguments = [argument for argument in arguments if argument.field == name]
+        self.values_in = _items([arguments.index(argument) for argument in self.arguments])
+        #: validating a spec takes longer than a kernel of a small tensor
+        self.join, self._cached_split = functools.lru_cache(4096)(self._join), functools.lru_cache(4096)(self._split)
+        parts = {argument.part for argument in self.arguments}
+        self._takes_formats = "scale_format" in parts
+        self._takes_rows = "block_rows" in parts or "block_size" not in parts
+
+    def _join(self, *values: Any) -> MXSpec | None:
+        """Return the spec of some arguments; None without an element."""
+        named = zip(self.arguments, values, strict=True)
+        fields = {argument.part: value for argument, value in named if value is not None}
+        try:
+            return MXSpec(**fields) if "element" in fields else None
+        except MXError as error:
+            raise MXError(f"{self._of}: {error}" if self._of else str(error)) from None
+
+    def split(self, spec: MXSpec | None) -> list[Any]:
+        """Return the arguments that a spec is. Raise MXError for scales that they cannot name."""
+        # torch.compile does not trace caches
+        return self._split(spec) if torch.compiler.is_compiling() else self._cached_split(spec)
+
+    def _split(self, spec: MXSpec | None) -> list[Any]:
+        if spec is None:
+            return [_NO_FORMAT[argument.part] for argument in self.arguments]
+        spec.check_operators()
+        if not self._takes_formats or (spec.block_rows > 1 and not self._takes_rows):
+            spec.check_plain_scale()
+        return [_value(spec, argument) for argument in self.arguments]
+
+
+def _value(spec: MXSpec, argument: Argument) -> Any:
+    value = getattr(spec, argument.part)
+    if argument.part in ("element", "scale_format"):
+        value = value.name
+    return None if argument.is_optional and value == _SCALE_DEFAULTS[argument.part] else value
+
+
+class _Order:
+    """Between the fields of a class, in their order, and the arguments of its schema, in theirs."""
+
+    def __init__(self, fields: list[str], arguments: Sequence[Argument], formats: Mapping[str, Format]) -> None:
+        self._fields, self._count = fields, len(arguments)
+        self._formats = [_Parts(name, format.of, arguments) for name, format in formats.items()]
+        # the specs stand behind the arguments
+        plain = {argument.field: i for i, argument in enumerate(arguments) if not argument.part}
+        specs = {parts.name: len(arguments) + i for i, parts in enumerate(self._formats)}
+        self._to_fields = _items([{**plain, **specs}[field] for field in fields])
+        # the arguments of the specs stand behind the fields
+        sources = [*fields, *(argument for parts in self._formats for argument in parts.arguments)]
+        self._sources = [sources.index(argument if argument.part else argument.field) for argument in arguments]
+
+    def joined(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the fields that some arguments are."""
+        args += (None,) * (self._count - len(args))
+        specs = [parts.join(*parts.values_in(args)) for parts in self._formats]
+        return self._to_fields((*args, *specs))
+
+    def split(self, call: Operator) -> tuple[Any, ...]:
+        """Return the arguments that the fields of a call are. torch.compile traces this."""
+        values = [getattr(call, field) for field in self._fields]
+        for parts in self._formats:
+            values += parts.split(getattr(call, parts.name))
+        return tuple([values[i] for i in self._sources])
+
+
+def _items(indices: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return what reads some items of a tuple, in one call of C."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda values: (values[indices[0]],)
 
 
 def _casting(cls: type[Operator], autocast: Autocast, key: str, device: str) -> Callable[..., Any]:
     without = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    cast = [argument.field.name in autocast.fields for argument in cls.arguments]
+    cast = [argument.field in autocast.fields for argument in cls.arguments]
 
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)

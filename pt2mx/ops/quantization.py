@@ -9,7 +9,6 @@ same tensor.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -20,25 +19,30 @@ from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
+    CODES,
+    SCALES,
     VALUES,
     AnyScaleMode,
     Axis,
-    BlockSize,
-    Element,
+    HasFormat,
     Rounding,
-    ScaleArguments,
+    ScaleOfTensor,
     Seed,
     choices,
 )
 from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_ste, check_tensor_scale
 from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
-from pt2mx.ops.operator import COMPLIANT, As, T, operator
+from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
 from pt2mx.ops.stochastic import seed_of
-from pt2mx.ops.tensor_scale import tensor_scale_mx
+from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
 
 _NAMES = "quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx"
 _KERNELS = {name: functools.partial(run_kernel, name) for name in _NAMES}
+#: the arguments of values and how they are quantized
+_QUANTIZED = {**CODES, "axis": Axis, "scale_mode": AnyScaleMode, "rounding": Rounding}
+#: the axis of codes, by its name in `dequantize_mx`
+_BLOCK_DIM = {"axis": Annotated[int, As("block_dim"), "the axis"]}
 #: attribute of codes: the tensor that was quantized, where it requires a gradient
 _SOURCE = "_mx_source"
 
@@ -48,32 +52,18 @@ def _row(x: Tensor) -> Tensor:
     return x if x.dim() else x.unsqueeze(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization(ScaleArguments[T]):
-    """The arguments of operators that quantize x along an axis."""
+class Quantization(HasFormat[T]):
+    """An operator that quantizes x along an axis."""
 
+    __slots__ = ()
     #: True where the tensor scale of x, computed here, would be lost
     returns_scales: ClassVar[bool] = False
-    x: Annotated[T, VALUES]
-    element: Element
-    block_size: BlockSize
-    axis: Axis
-    scale_mode: AnyScaleMode
-    rounding: Rounding
-
-    @property
-    def leading(self) -> tuple[T, str, int, int, str, str]:
-        """x, and the arguments of `MXSpec.quantize_args`."""
-        return self.x, self.element, self.block_size, self.axis, self.scale_mode, self.rounding
-
-    @property
-    def spec(self) -> MXSpec:
-        """The spec by which x is quantized; its axis is as it was written, also from the end."""
-        return MXSpec(*self.leading[1:], 8, 0, self.scale_format or "e8m0", self.block_rows or 1)
+    x: T
+    tensor_scale: T | None
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
-        spec = check_input(*self.leading, self.scale_format, self.block_rows)
+        spec = check_input(self.x, self.spec)
         if self.tensor_scale is not None or (self.returns_scales and spec.scale_format.tensor):
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
@@ -83,7 +73,7 @@ def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor:
     """Return the tensor scale of a call that quantizes x by a format with one: the given scale, or else x's own."""
     if call.tensor_scale is not None:
         return call.tensor_scale
-    return tensor_scale_mx(call.x, spec.element.name, spec.scale_mode, spec.scale_format.name)
+    return TensorScale(call.x, spec).call()
 
 
 @operator(
@@ -108,7 +98,9 @@ class Quantize(Quantization[T]):
 
     returns_scales = True
     x: Annotated[T, As("data_hp"), VALUES]
+    spec: Annotated[MXSpec, Format(_QUANTIZED, {"seed": SCALES})]
     seed: Seed = None
+    tensor_scale: ScaleOfTensor[T] = None
 
     def kernel(self) -> tuple[Tensor, ...]:
         spec, x = self.check(), _row(self.x)
@@ -138,7 +130,7 @@ class Quantize(Quantization[T]):
 
 
 @operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
-class Dequantize(ScaleArguments[T]):
+class Dequantize(HasFormat[T]):
     """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even. The codes of E matrices may
     have `tensor_scale` (E,).
 
@@ -150,24 +142,24 @@ class Dequantize(ScaleArguments[T]):
 
     codes: Annotated[T, As("data_lp"), "(..., bytes of n, ...) uint8, as `quantize_mx` gives it"]
     scale: Annotated[T, As("shared_exp_e8m0"), "as `quantize_mx` gives it"]
-    element: Element
-    block_size: BlockSize
+    spec: Annotated[MXSpec, Format(CODES, {"dtype": _BLOCK_DIM, "length": SCALES})]
     dtype: Annotated[torch.dtype, As("target_dtype"), "float32, float16 or bfloat16"]
-    axis: Annotated[int, As("block_dim"), "the axis"]
     length: Annotated[
         Any, As(type="SymInt?"), "n, where packing rounded it up; None means every code that the bytes hold"
     ] = None
+    tensor_scale: ScaleOfTensor[T] = None
 
     def check(self) -> tuple[MXSpec, int]:
         """Return the spec, its axis counted from the front, and n."""
-        return check_packed(*self.args)
+        return check_packed(self.codes, self.scale, self.spec, self.dtype, self.length, self.tensor_scale)
 
     def kernel(self) -> Tensor:
         spec, length = self.check()
         if self.tensor_scale is not None and has_each(self.tensor_scale):
             y = self.fake()
             for out, codes, scale, t in zip(y, self.codes, self.scale, self.tensor_scale, strict=True):
-                out.copy_(self.replace(codes=codes, scale=scale, axis=spec.axis - 1, tensor_scale=t).kernel())
+                matrix = spec.replace(axis=spec.axis - 1)
+                out.copy_(self.replace(codes=codes, scale=scale, spec=matrix, tensor_scale=t).kernel())
             return y
         packed, extra = (self.codes, self.scale), (self.dtype, length, self.tensor_scale)
         return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
@@ -175,20 +167,6 @@ class Dequantize(ScaleArguments[T]):
     def fake(self) -> Tensor:
         spec, length = self.check()
         return empty_in_format_of(self.codes, resized(self.codes, spec.axis, length), self.dtype)
-
-    def straight_through(self) -> Tensor:
-        """Return the values, whose gradient goes to the tensor that was quantized."""
-        with torch._C._AutoDispatchBelowAutograd():
-            values = self.overload(*self.args)
-        source = getattr(self.codes, _SOURCE, None)
-        if source is None or not torch.is_grad_enabled():
-            return values
-        if values.numel() != source.numel():
-            raise MXError(
-                f"dequantize_mx gives {values.numel()} values of codes that hold {source.numel()}, and cannot pass "
-                "their gradient on: pass the length that was quantized"
-            )
-        return _StraightThrough.apply(values, source)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -204,7 +182,20 @@ class _StraightThrough(torch.autograd.Function):
         return None, grad.reshape(ctx.shape).to(ctx.dtype)
 
 
-torch.library.impl("pt2mx::dequantize_mx", "Autograd", Dequantize.function(Dequantize.straight_through))
+@torch.library.impl("pt2mx::dequantize_mx", "Autograd")
+def _straight_through(codes: Tensor, *args: Any) -> Tensor:
+    """Return the values of codes, whose gradient goes to the tensor that was quantized."""
+    with torch._C._AutoDispatchBelowAutograd():
+        values = Dequantize.overload(codes, *args)
+    source = getattr(codes, _SOURCE, None)
+    if source is None or not torch.is_grad_enabled():
+        return values
+    if values.numel() != source.numel():
+        raise MXError(
+            f"dequantize_mx gives {values.numel()} values of codes that hold {source.numel()}, and cannot pass "
+            "their gradient on: pass the length that was quantized"
+        )
+    return _StraightThrough.apply(values, source)
 
 
 @operator("fake_quantize_mx", 3, "x's shape and dtype", COMPLIANT)
@@ -217,10 +208,13 @@ class FakeQuantize(Quantization[T]):
         tensor([1., 2., 3., 6.])
     """
 
+    x: Annotated[T, VALUES]
+    spec: Annotated[MXSpec, Format(_QUANTIZED, {"ste": SCALES})]
     seed: Seed
     ste: Annotated[
         str, f"{choices(STRAIGHT_THROUGH)}: the gradient passes, or is zero beyond the largest value of a scale"
     ]
+    tensor_scale: ScaleOfTensor[T] = None
 
     def check(self) -> MXSpec:
         check_ste(self.ste)
@@ -242,7 +236,7 @@ class FakeQuantize(Quantization[T]):
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         if self.ste == "identity":
             return {"x": grad}
-        return {"x": clip_gradient_mx(grad, *self.leading, *self.scales)}
+        return {"x": ClipGradient(grad, self.x, self.spec, self.tensor_scale).call()}
 
 
 @operator(
@@ -252,7 +246,7 @@ class FakeQuantize(Quantization[T]):
     COMPLIANT,
     saved=("x", "tensor_scale"),
 )
-class ClipGradient(ScaleArguments[T]):
+class ClipGradient(HasFormat[T]):
     """The gradient of `fake_quantize_mx` with `clipped`.
 
     Example:
@@ -263,14 +257,11 @@ class ClipGradient(ScaleArguments[T]):
 
     grad: Annotated[T, "x's shape, on x's device, floating-point"]
     x: Annotated[T, VALUES]
-    element: Element
-    block_size: BlockSize
-    axis: Axis
-    scale_mode: AnyScaleMode
-    rounding: Rounding
+    spec: Annotated[MXSpec, Format(_QUANTIZED, {"spec": SCALES})]
+    tensor_scale: ScaleOfTensor[T] = None
 
     def check(self) -> MXSpec:
-        spec = check_input(*self.args[1:-1])
+        spec = check_input(self.x, self.spec)
         check_tensor_scale(spec, self.tensor_scale, self.x, required=False)
         return spec
 
@@ -291,7 +282,7 @@ class ClipGradient(ScaleArguments[T]):
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         """Clipping is linear in the gradient that it clips."""
-        return {"grad": clip_gradient_mx(grad, *self.args[1:])}
+        return {"grad": self.replace(grad=grad).call()}
 
 
 quantize_mx = Quantize.overload

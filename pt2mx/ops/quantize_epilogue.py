@@ -16,25 +16,21 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.activations import BACKWARD, ActivationFakeQuantize
-from pt2mx.ops.arguments import (
-    WEIGHT_CODES,
-    WEIGHT_SCALE,
-    Element,
-    Pair,
-    PlainRounding,
-    ScaleMode,
-    choices,
-)
+from pt2mx.ops.arguments import ROWS, WEIGHT_CODES, WEIGHT_SCALE, Element, Pair, choices
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
 from pt2mx.ops.convolution import Conv2dMX, ConvCodes, ConvScale, Padding
 from pt2mx.ops.gradients import gradients_by_recomputing
-from pt2mx.ops.linear import LinearMX, linear_mx
-from pt2mx.ops.operator import As, Autocast, Operator, T, operator
+from pt2mx.ops.linear import LinearMX
+from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
 
 _ProductDtype = Annotated[torch.dtype | None, "the dtype to which the product is rounded; None is that of x"]
-_OutElement = Annotated[str, As("out_elem_dtype_name"), "the element of the result"]
-_OutBlockSize = Annotated[int, "that of the result"]
+_RESULT = {
+    **ROWS,
+    "element": Annotated[str, As("out_elem_dtype_name"), "the element of the result"],
+    "block_size": Annotated[int, As("out_block_size"), "that of the result"],
+}
+_BLOCK_SIZE = Annotated[int, "that of the weight"]
 
 
 class _QuantizesMatmul(Operator[T]):
@@ -43,25 +39,20 @@ class _QuantizesMatmul(Operator[T]):
     __slots__ = ()
     x: T
     activation: str
-    out_element: str
-    out_block_size: int
-    scale_mode: str
-    rounding: str
+    out_spec: MXSpec
     target_dtype: torch.dtype | None
 
     def check_result(self, name: str, dtype: torch.dtype) -> tuple[MXSpec, torch.dtype]:
         """Return the spec and the dtype of the quantized result. `dtype`: the dtype before quantization."""
         check_activation(self.activation)
-        spec = self.out_element, self.out_block_size, self.scale_mode, self.rounding
         try:
-            return check_quantization(self.x, *spec, self.target_dtype or dtype)
+            return check_quantization(self.x, self.out_spec, self.target_dtype or dtype)
         except MXError as error:
             raise MXError(f"the result of the {name}: {error}") from None
 
     def quantize(self, y: Tensor) -> ActivationFakeQuantize[Tensor]:
         """Return the call that quantizes the activation of y."""
-        spec = self.out_element, self.out_block_size, self.scale_mode, self.rounding
-        return ActivationFakeQuantize(y, self.activation, *spec, self.target_dtype)
+        return ActivationFakeQuantize(y, self.activation, self.out_spec, self.target_dtype)
 
 
 @operator(
@@ -87,20 +78,24 @@ class LinearFakeQuantize(_QuantizesMatmul[T]):
     codes: Annotated[T, As("weight_data"), WEIGHT_CODES]
     scale: Annotated[T, As("weight_scale"), WEIGHT_SCALE]
     bias: Annotated[T | None, "(N,) in the dtype of the product, or None"]
-    element: Annotated[Element, "the element of the weight, as of `linear_mx`"]
-    block_size: Annotated[int, "that of the weight"]
+    spec: Annotated[
+        MXSpec,
+        Format(
+            {
+                "element": Annotated[Element, "the element of the weight, as of `linear_mx`"],
+                "block_size": _BLOCK_SIZE,
+            }
+        ),
+    ]
     product_dtype: _ProductDtype
     activation: Annotated[str, f"what is computed of the product: {choices(ACTIVATIONS)}"]
-    out_element: _OutElement
-    out_block_size: _OutBlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    out_spec: Annotated[MXSpec, Format(_RESULT, of="the result of the product")]
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the product"] = None
 
     @property
     def linear(self) -> LinearMX[T]:
         """The linear layer whose result is quantized."""
-        weight = self.codes, self.scale, self.bias, self.element, self.block_size
+        weight = self.codes, self.scale, self.bias, self.spec
         return LinearMX(self.x, *weight, 0, self.product_dtype)
 
     def check(self) -> tuple[MXSpec, torch.dtype, MXSpec, torch.dtype]:
@@ -127,7 +122,7 @@ class LinearFakeQuantize(_QuantizesMatmul[T]):
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         with torch.autocast(self.x.device.type, enabled=False):  # as the product was cast already
-            product = linear_mx(*self.linear.args)
+            product = self.linear.call()
         grad = BACKWARD[self.activation](grad.to(product.dtype), product)
         of_x = grad @ self.linear.weight(grad.dtype, self.x.shape[-1])
         return {"x": of_x.to(self.x.dtype), "bias": None if self.bias is None else grad.flatten(0, -2).sum(0)}
@@ -163,8 +158,15 @@ class Conv2dFakeQuantize(_QuantizesMatmul[T]):
     codes: ConvCodes[T]
     scale: ConvScale[T]
     bias: Annotated[T | None, "(N,) in the dtype of the product, or None"]
-    element: Annotated[Element, "the element of the weight, as of `conv2d_mx`"]
-    block_size: Annotated[int, "that of the weight"]
+    spec: Annotated[
+        MXSpec,
+        Format(
+            {
+                "element": Annotated[Element, "the element of the weight, as of `conv2d_mx`"],
+                "block_size": _BLOCK_SIZE,
+            }
+        ),
+    ]
     stride: Pair
     padding: Padding
     dilation: Pair
@@ -172,16 +174,13 @@ class Conv2dFakeQuantize(_QuantizesMatmul[T]):
     residual: Annotated[T | None, "(B, H', W', N) float32, float16 or bfloat16, added to the product, or None"]
     activation: Annotated[str, f"what is computed of the sum: {choices(ACTIVATIONS)}"]
     keep_activated: Annotated[bool, "true: the activation is a result too"]
-    out_element: _OutElement
-    out_block_size: _OutBlockSize
-    scale_mode: ScaleMode
-    rounding: PlainRounding
+    out_spec: Annotated[MXSpec, Format(_RESULT, of="the result of the convolution")]
     target_dtype: Annotated[torch.dtype | None, "float32, float16 or bfloat16; None is that of the sum"] = None
 
     @property
     def conv(self) -> Conv2dMX[T]:
         """The convolution whose result is quantized."""
-        weight = self.codes, self.scale, self.bias, self.element, self.block_size
+        weight = self.codes, self.scale, self.bias, self.spec
         return Conv2dMX(self.x, *weight, self.stride, self.padding, self.dilation, self.product_dtype)
 
     def check(self) -> tuple[MXSpec, torch.dtype, torch.dtype, MXSpec, torch.dtype]:
@@ -227,12 +226,7 @@ class Conv2dFakeQuantize(_QuantizesMatmul[T]):
     def backward(self, ctx: Any, *grads: Tensor) -> dict[str, Tensor | None]:
         """The gradient of the steps, which are computed again."""
         names = [name for name in ("x", "bias", "residual") if getattr(self, name) is not None]
-        return gradients_by_recomputing(self, names, lambda call: call.in_steps(_overload, _overload), grads)
-
-
-def _overload(call: Operator[Tensor]) -> Any:
-    """Call the operator, which records the gradient."""
-    return call.overload(*call.args)
+        return gradients_by_recomputing(self, names, lambda call: call.in_steps(Operator.call, Operator.call), grads)
 
 
 linear_fake_quantize_mx = LinearFakeQuantize.overload

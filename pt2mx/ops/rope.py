@@ -11,10 +11,10 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import AnyScaleMode, BlockSize, Element, PlainRounding, ScaleFormatName
+from pt2mx.ops.arguments import ROWS, AnyScaleMode, HasFormat, ScaleFormatName
 from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
-from pt2mx.ops.operator import As, Operator, T, operator
-from pt2mx.ops.quantization import quantize_mx
+from pt2mx.ops.operator import As, Format, Operator, T, operator
+from pt2mx.ops.quantization import Quantize
 from pt2mx.spec import MXSpec
 
 _QUERY = "(B, heads, S, D) bfloat16"
@@ -113,7 +113,7 @@ class RotateAndStore(_Rotation[T]):
 
 
 @operator("rotate_quantize_and_store", 1, "(B, heads, S, D) bfloat16, the rotated queries")
-class RotateQuantizeAndStore(_Rotation[T]):
+class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
     """`rotate_and_store` into a cache of codes: the rotated keys, rounded to bfloat16, and the values are quantized by
     `quantize_mx` along the last dimension, and their codes and scales are written.
 
@@ -138,23 +138,16 @@ class RotateQuantizeAndStore(_Rotation[T]):
     slots: Annotated[T, _SLOTS]
     cos: Annotated[T, _FACTOR]
     sin: Annotated[T, "as `cos`"]
-    element: Element
-    block_size: BlockSize
-    scale_mode: AnyScaleMode
-    rounding: PlainRounding
-    scale_format: ScaleFormatName = None
+    spec: Annotated[MXSpec, Format({**ROWS, "scale_mode": AnyScaleMode}, {"spec": {"scale_format": ScaleFormatName}})]
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
         self.check_rotation()
-        spec = check_input(
-            self.key, self.element, self.block_size, 3, self.scale_mode, self.rounding, self.scale_format
-        )
+        spec = check_input(self.key, self.spec)
         if ROUNDINGS[spec.rounding].random:
             raise MXError(f"values are not rounded {spec.rounding!r} where they are stored: use quantize_mx of them")
         if spec.scale_format.tensor:
             raise MXError(f"{spec} has a tensor scale, which new tokens would change: use a scale format without one")
-        packing = self.element, self.block_size, torch.bfloat16, 3
         for new, data, scale in (
             (self.key, self.key_data, self.key_scale),
             (self.value, self.value_data, self.value_scale),
@@ -164,7 +157,7 @@ class RotateQuantizeAndStore(_Rotation[T]):
                     f"codes of {tuple(data.shape)} do not fit new rows of {tuple(new.shape)}: they must be (B, heads "
                     "of the keys, L, bytes), and L the same for keys and values"
                 )
-            check_packed(data, scale, *packing, new.shape[3], self.scale_format)
+            check_packed(data, scale, spec, torch.bfloat16, new.shape[3])
         return spec
 
     def kernel(self) -> Tensor:
@@ -173,12 +166,11 @@ class RotateQuantizeAndStore(_Rotation[T]):
         return self.decompose() if result is None else result
 
     def decompose(self) -> Tensor:
-        format_args = self.element, self.block_size, 3, self.scale_mode, self.rounding, None, self.scale_format
         for new, data, scale in (
             (self.rotated(self.key), self.key_data, self.key_scale),
             (self.value.contiguous(), self.value_data, self.value_scale),
         ):
-            new_scale, new_data = quantize_mx(new, *format_args)
+            new_scale, new_data = Quantize(new, self.spec).call()
             data.index_copy_(2, self.slots, new_data)
             scale.index_copy_(2, self.slots, new_scale)
         return self.rotated(self.query)

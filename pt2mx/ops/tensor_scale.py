@@ -12,8 +12,14 @@ from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import FLOAT_SCALE_MODES
 from pt2mx.ops.arguments import TENSOR_SCALED, Element, choices
 from pt2mx.ops.checks import check_input
-from pt2mx.ops.operator import COMPLIANT, Operator, T, operator
+from pt2mx.ops.operator import COMPLIANT, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
+
+_ARGUMENTS = {
+    "element": Element,
+    "scale_mode": Annotated[str, f"{choices(FLOAT_SCALE_MODES)}"],
+    "scale_format": Annotated[str, TENSOR_SCALED],
+}
 
 
 @operator("tensor_scale_mx", 1, f"() float32: `tensor_scale` of {TENSOR_SCALED}", COMPLIANT)
@@ -28,12 +34,10 @@ class TensorScale(Operator[T]):
     """
 
     x: Annotated[T, "float32, float16 or bfloat16, of any shape"]
-    element: Element
-    scale_mode: Annotated[str, f"{choices(FLOAT_SCALE_MODES)}"]
-    scale_format: Annotated[str, TENSOR_SCALED]
+    spec: Annotated[MXSpec, Format(_ARGUMENTS)]
 
     def check(self) -> MXSpec:
-        spec = check_input(self.x, self.element, 1, -1, self.scale_mode, "even", self.scale_format)
+        spec = check_input(self.x, self.spec.replace(axis=-1))
         if not spec.scale_format.tensor:
             raise MXError(f"{spec.scale_format} has no tensor scale: allowed are {TENSOR_SCALED}")
         return spec

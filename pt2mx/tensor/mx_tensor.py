@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from pt2mx import ops
 from pt2mx.arrays import as_torch
 from pt2mx.errors import MXError
 from pt2mx.extras import without_log_warnings
-from pt2mx.formats import parse_element
 from pt2mx.functional import quantize_mx, tensor_scale_mx
 from pt2mx.ops.checks import HIGH_PRECISION, check_packed, check_tensors
 from pt2mx.ops.memory_format import dense_strides, order_in_memory
-from pt2mx.scale_formats import parse_scale_format
+from pt2mx.ops.quantization import Dequantize
 from pt2mx.spec import MXSpec, parse
 from pt2mx.tensor.storage import PackedStorage
 
@@ -82,9 +80,8 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
         tensor_scale: Tensor | None = None,
     ) -> MXTensor:
         check_tensors(qdata=qdata, scale=scale)
-        element, scales = parse_element(elem_dtype), parse_scale_format(scale_format)
-        packed = qdata, scale, element.name, block_size, dtype, axis, length
-        spec, length = check_packed(*packed, scales.name, block_rows, tensor_scale)
+        spec = MXSpec(elem_dtype, block_size, axis, scale_format=scale_format, block_rows=block_rows)
+        spec, length = check_packed(qdata, scale, spec, dtype, length, tensor_scale)
         shape = [*qdata.shape]
         shape[spec.axis] = length
         self = torch.Tensor._make_wrapper_subclass(
@@ -95,8 +92,8 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             device=qdata.device,
         )
         self.qdata, self.scale = qdata, scale
-        self._element_name, self.block_size, self.axis = element.name, block_size, spec.axis
-        self._scale_name, self.block_rows, self.tensor_scale = scales.name, block_rows, tensor_scale
+        self._element_name, self.block_size, self.axis = spec.element.name, spec.block_size, spec.axis
+        self._scale_name, self.block_rows, self.tensor_scale = spec.scale_format.name, spec.block_rows, tensor_scale
         return self
 
     @staticmethod
@@ -145,7 +142,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, tensor_scale, *spec.quantize_args(), *spec.scale_args(), seed)
+        return _quantized(data_hp, tensor_scale, spec, seed)
 
     def to_dtype(self, target_dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize; the gradient passes unchanged.
@@ -236,28 +233,21 @@ class _ToMX(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tensor_scale: Tensor | None,
-        element: str,
-        block_size: int,
-        axis: int,
-        scale_mode: str,
-        rounding: str,
-        scale_format: str | None,
-        block_rows: int | None,
+        spec: MXSpec,
         seed: int | None,
     ) -> MXTensor:
-        scales = scale_format or "e8m0", block_rows or 1
-        spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, *scales)
         if spec.scale_format.tensor and tensor_scale is None:
             tensor_scale = tensor_scale_mx(x, spec)
         scale, qdata = quantize_mx(x, spec, seed=seed, tensor_scale=tensor_scale)
         # qdata has x's order, but tracing may know nothing of the symbols in its sizes; it knows x's sizes
         stride = dense_strides(x.shape, order_in_memory(x))
-        values, t = (x.dtype, x.shape[axis], stride), None if tensor_scale is None else tensor_scale.detach()
-        return MXTensor(qdata, scale, element, block_size, axis, *values, *scales, t)
+        t = None if tensor_scale is None else tensor_scale.detach()
+        values, scales = (x.dtype, x.shape[spec.axis], stride), (spec.scale_format, spec.block_rows, t)
+        return MXTensor(qdata, scale, spec.element, spec.block_size, spec.axis, *values, *scales)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad,) + (None,) * 9
+        return grad, None, None, None
 
 
 class _FromMX(torch.autograd.Function):
@@ -268,8 +258,7 @@ class _FromMX(torch.autograd.Function):
         ctx.dtype = x.dtype
         # in the order of the codes: a matmul of transposed values then gives the bits of one of transposed plain
         # tensors
-        blocks = x.elem_dtype.name, x.block_size, dtype, x.axis, x.shape[x.axis]
-        return ops.dequantize_mx(x.qdata, x.scale, *blocks, *x.spec.scale_args(), x.tensor_scale)
+        return Dequantize(x.qdata, x.scale, x.spec, dtype, x.shape[x.axis], x.tensor_scale).call()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

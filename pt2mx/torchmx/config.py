@@ -96,7 +96,7 @@ class MXConfig(_Config):
         super().__post_init__()
         options = {} if self.block_size is None else {"block_size": self.block_size}
         spec = parse(self.elem_dtype_name, **options)
-        spec.op_args()
+        spec.check_plain_scale()
         if not isinstance(self.elem_dtype_name, str):
             object.__setattr__(self, "elem_dtype_name", str(spec))
         object.__setattr__(self, "block_size", spec.block_size)

@@ -107,7 +107,8 @@ class MXTensor(core.MXTensor):
         """
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, *spec.op_args(), seed, tensor_scale)
+        spec.check_plain_scale()
+        return _quantized(data_hp, spec, seed, tensor_scale)
 
     @property
     def _scale_e8m0(self) -> Tensor:
@@ -247,7 +248,7 @@ def _quantized(data_hp: object, *args: Any) -> MXTensor:
 
 
 def _from_core(x: core.MXTensor) -> MXTensor:
-    x.spec.op_args()  # raises for scales that TorchMX does not have
+    x.spec.check_plain_scale()
     return _in_dtype(x, x.dtype)
 
 

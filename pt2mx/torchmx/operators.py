@@ -111,7 +111,7 @@ def _quantize(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[T
 @_quantize.register_fake
 @asserts
 def _quantize_fake(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
-    spec = check_input(data_hp, parse(elem_dtype_name).element.name, block_size, -1, "floor", "even")
+    spec = check_input(data_hp, MXSpec(parse(elem_dtype_name).element, block_size))
     *rest, length = torch.atleast_1d(data_hp).shape
     scale = data_hp.new_empty((*rest, -(-length // block_size)), dtype=torch.uint8)
     bits = spec.element.bits  # 4-bit codes share bytes, narrower and 6-bit ones do not, wider ones take two

@@ -17,6 +17,7 @@ import torch
 import pt2mx
 from pt2mx import FORMATS, ops
 from pt2mx.kernels import reference_chunked
+from pt2mx.ops.quantization import Dequantize, FakeQuantize, Quantize
 from tests.benchmarks.measure import (
     Row,
     gpu_medians_in_turns,
@@ -171,24 +172,25 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
     rows = []
     specs = {name: pt2mx.MXSpec(name, _BLOCK) for name in FORMATS} | {"nvfp4": pt2mx.parse("nvfp4")}
     for name, spec in specs.items():
-        scales = *spec.scale_args(), pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+        t = pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
         for layout, (values, axis) in layouts.items():
-            args = spec.replace(axis=axis).quantize_args()
-            scale, data = ops.quantize_mx(values, *args, None, *scales)
+            along = spec.replace(axis=axis)
+            quantize = Quantize(values, along, tensor_scale=t).args
+            scale, data = ops.quantize_mx(*quantize)
+            dequantize = Dequantize(data, scale, along, torch.bfloat16, tensor_scale=t).args
+            fake_quantize = FakeQuantize(values, along, None, "identity", t).args
             packed = scale.nbytes + data.nbytes
             calls = {
                 "fake_quantize": (
-                    lambda v=values, a=args, s=scales: ops.fake_quantize_mx(v, *a, None, "identity", *s),
+                    lambda args=fake_quantize: ops.fake_quantize_mx(*args),
                     2 * x.nbytes,
                 ),
                 "quantize": (
-                    lambda v=values, a=args, s=scales: ops.quantize_mx(v, *a, None, *s),
+                    lambda args=quantize: ops.quantize_mx(*args),
                     x.nbytes + packed,
                 ),
                 "dequantize": (
-                    lambda a=args, d=data, e=scale, s=scales: ops.dequantize_mx(
-                        d, e, *a[:2], torch.bfloat16, a[2], None, *s
-                    ),
+                    lambda args=dequantize: ops.dequantize_mx(*args),
                     packed + x.nbytes,
                 ),
             }

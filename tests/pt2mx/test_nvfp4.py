@@ -85,7 +85,7 @@ def test_a_tensor_scale_belongs_to_its_formats():
     with pytest.raises(MXError, match=r"tensor_scale must be one float32 number, not of shape \(2,\)"):
         quantize_mx(x, "nvfp4", tensor_scale=torch.ones(2))
     with pytest.raises(MXError, match="takes E8M0 scales"):
-        parse("nvfp4").op_args()
+        parse("nvfp4").check_plain_scale()
     scale, data = quantize_mx(x, "nvfp4", tensor_scale=one)
     with pytest.raises(
         MXError, match=r"scale of shape \(1, 2\) does not fit data of shape \(2, 16\): 32 values of fp4_e2m1"

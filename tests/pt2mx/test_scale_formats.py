@@ -153,7 +153,7 @@ def test_rows_need_a_dimension():
     with pytest.raises(MXError, match="a tensor of rank 0 does not have"):
         parse("mxfp4{2x32}").row_axis(0)
     with pytest.raises(MXError, match=r"of one row only; quantize_mx, .* take other scale formats"):
-        parse("mxfp8{128x128}").op_args()
+        parse("mxfp8{128x128}").check_plain_scale()
 
 
 def test_a_format_of_ones_own_by_the_recipe(monkeypatch):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import MXSpec, ops
+from pt2mx import MXSpec
 from pt2mx.fx.targets.table import MLIR_ELEMENTS
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.packing import unpack
+from pt2mx.ops.quantization import Quantize
 
 _ELEMENTS = {kind: element for element, kind in MLIR_ELEMENTS.items()}
 _FUNCTION = re.compile(r"func\.func @(\w+)\((.*)\) -> (\S+) \{\n((?:  .*\n)+)\}\n")
@@ -63,7 +64,7 @@ def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
 
 def _quantize(scale_mode: str, rounding: str, kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
     spec = MXSpec(_ELEMENTS[_TYPE.search(kind)[2]], scale_mode=scale_mode, rounding=rounding)
-    scale, codes = ops.quantize_mx(x, *spec.quantize_args())
+    scale, codes = Quantize(x, spec).call()
     return elements_of(codes, scale, spec)
 
 

@@ -11,7 +11,7 @@ from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, conv2d_fake_quantize
 
 def in_two_steps(*args):
     """The definition, by the operators that it fuses."""
-    return Conv2dFakeQuantize(*args).in_steps(*[lambda call: call.overload(*call.args)] * 2)
+    return Conv2dFakeQuantize.from_args(*args).in_steps(*[lambda call: call.call()] * 2)
 
 
 def arguments(

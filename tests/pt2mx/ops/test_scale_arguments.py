@@ -8,6 +8,7 @@ from torch.export import export
 
 import pt2mx
 from pt2mx import MXError, parse
+from pt2mx.ops.quantization import Dequantize, FakeQuantize, Quantize
 from tests.compare import same
 from tests.float_scale_operators import NAMES, values
 from tests.operators import opchecks
@@ -19,7 +20,7 @@ def arguments(name, x):
     """The spec, and the arguments of quantize_mx behind the values."""
     spec = parse(name)
     t = ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", spec.scale_format.name) if spec.scale_format.tensor else None
-    return spec, (*spec.quantize_args(), None, *spec.scale_args(), t)
+    return spec, Quantize(x, spec, tensor_scale=t).args[1:]
 
 
 @pytest.mark.parametrize(("name", "checks"), opchecks(NAMES))
@@ -59,9 +60,7 @@ def test_values_of_the_tensor_scale():
 
 def test_a_nan_of_the_tensor_scale_gives_nan():
     x, nan = torch.ones(2, 32), torch.tensor(torch.nan)
-    assert (
-        ops.fake_quantize_mx(x, *parse("nvfp4").quantize_args(), None, "identity", "e4m3_f32", None, nan).isnan().all()
-    )
+    assert FakeQuantize(x, parse("nvfp4"), None, "identity", nan).call().isnan().all()
     scale, data = pt2mx.quantize_mx(x, "nvfp4", tensor_scale=nan)
     assert (scale == 0x7F).all() and not data.any()
 
@@ -92,15 +91,15 @@ def test_gradients():
     leaf = x.clone().requires_grad_()
     t = pt2mx.tensor_scale_mx(leaf, "nvfp4")
     spec = parse("nvfp4")
-    scale, data = ops.quantize_mx(leaf, *spec.quantize_args(), None, *spec.scale_args(), t)
-    ops.dequantize_mx(data, scale, "fp4_e2m1", 16, torch.float32, -1, 16, *spec.scale_args(), t).sum().backward()
+    scale, data = Quantize(leaf, spec, tensor_scale=t).call()
+    Dequantize(data, scale, spec, torch.float32, 16, t).call().sum().backward()
     assert torch.equal(leaf.grad, torch.ones(2, 16))
 
 
 def test_what_does_not_fit_is_an_error():
     x, one = torch.randn(4, 32), torch.ones(())
     nv, rows = parse("nvfp4"), parse("fp8_e4m3{2x32}(f32)")
-    args = *nv.quantize_args(), None, *nv.scale_args()
+    args = Quantize(x, nv).args[1:-1]
     with pytest.raises(MXError, match=r"has a tensor scale: pass tensor_scale, for example tensor_scale_mx"):
         ops.quantize_mx(x, *args)
     for wrong, message in (
@@ -117,17 +116,17 @@ def test_what_does_not_fit_is_an_error():
         MXError, match=r"are torch.uint8 and scales torch.float32, not torch.uint8 and torch.uint8: pass"
     ):
         ops.dequantize_mx(data, scale, "fp4_e2m1", 16, torch.float32, -1, 32, "f32")
-    scale, data = ops.quantize_mx(x, *rows.quantize_args(), None, *rows.scale_args())
+    scale, data = Quantize(x, rows).call()
     assert scale.shape == (2, 1) and scale.dtype == torch.float32
     with pytest.raises(MXError, match=r"scale of shape \(2, 1\) does not fit .* in blocks of 4x32 along dimension 1"):
         ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, -1, None, "f32", 4)
     for name in ("e4m2", ""):
         with pytest.raises(MXError, match=f"unknown scale format '{name}'"):
-            ops.quantize_mx(x, *nv.quantize_args(), None, name)
+            ops.quantize_mx(x, *args[:6], name)
     with pytest.raises(MXError, match="unknown scale_mode 'floor' of e4m3 scales"):
         ops.quantize_mx(x, "fp4_e2m1", 16, -1, "floor", "even", None, "e4m3")
     with pytest.raises(MXError, match="blocks of 2 rows along axis=-1 need a second dimension"):
-        ops.quantize_mx(x[0], *rows.quantize_args(), None, *rows.scale_args())
+        Quantize(x[0], rows).call()
     with pytest.raises(MXError, match="e4m3 has no tensor scale: allowed are"):
         ops.tensor_scale_mx(x, "fp4_e2m1", "nearest", "e4m3")
 
