@@ -136,7 +136,11 @@ class MXSpec:
         return rows
 
     def check_plain_scale(self) -> None:
-        """Raise an `MXError` for other scales than E8M0 of one row, for what takes these alone."""
+        """Refuse a spec where only E8M0 scales of one row are taken.
+
+        Raises:
+            MXError: for other scales.
+        """
         if not self.has_plain_scale:
             raise MXError(
                 f"{self}: this takes E8M0 scales (scale_exp_bits=8, scale_sig_bits=0) of one row only; quantize_mx, "
@@ -144,7 +148,11 @@ class MXSpec:
             )
 
     def check_operators(self) -> None:
-        """Raise an `MXError` for E8M0 scales of other widths than 8 bits of exponent, which no operator supports."""
+        """Refuse a spec that no operator `torch.ops.pt2mx.*` takes.
+
+        Raises:
+            MXError: for E8M0 scales of other widths than 8 bits of exponent.
+        """
         if not self.has_operators:
             raise MXError(
                 f"{self}: only eager calls of fake_quantize_mx take E8M0 scales of other widths than scale_exp_bits=8 "
@@ -176,6 +184,11 @@ class MXSpec:
     def effective_bits(self) -> float:
         """The bits of a value, with its share of the scale, in whole blocks."""
         return self.element.bits + self.scale_bits / (self.block_rows * self.block_size)
+
+    def __hash__(self) -> int:
+        # each call of an operator hashes specs: the fields of the formats would take longer than their names
+        names = self.element.name, self.scale_mode, self.rounding, self.scale_format.name
+        return hash((*names, self.block_size, self.axis, self.block_rows))
 
     def __str__(self) -> str:
         return text_of(self)

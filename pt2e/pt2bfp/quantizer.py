@@ -84,7 +84,7 @@ _DOCSTRING = """Return the annotation of {tensor} for a config, after `{name}` o
         >>> spec = pt2bfp.BFPQuantizationSpec("BFP[8|8]{{64}}(SN)")
         >>> config = pt2bfp.BFPQuantizationConfig(spec, spec, spec, spec)
         >>> pt2bfp.{name}(config, axis=-2).qscheme
-        ('mx', 'int8', 64, -2, 'floor', 'even', 'identity')
+        ('mx', 'mxint8{{64}}', -2, 'identity', 'dynamic')
         >>> pt2bfp.{name}(None) is None
         True
     """

@@ -91,12 +91,12 @@ class HasFormat(Operator[T]):
 
     @property
     def scale_mode(self) -> str:
-        """How a scale follows from the values of its block."""
+        """The rule by which a scale follows from the values of its block."""
         return self.spec.scale_mode
 
     @property
     def rounding(self) -> str:
-        """How values are rounded."""
+        """The rounding of values to the grid of the element."""
         return self.spec.rounding
 
     @property

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -287,7 +287,7 @@ class _Parts:
         self.arguments = [argument for argument in arguments if argument.field == name]
         self.values_in = _items([arguments.index(argument) for argument in self.arguments])
         #: validating a spec takes longer than a kernel of a small tensor
-        self.join, self._cached_split = functools.lru_cache(4096)(self._join), functools.lru_cache(4096)(self._split)
+        self.join, self.cached_split = functools.lru_cache(4096)(self._join), functools.lru_cache(4096)(self.split)
         parts = {argument.part for argument in self.arguments}
         self._takes_formats = "scale_format" in parts
         self._takes_rows = "block_rows" in parts or "block_size" not in parts
@@ -301,18 +301,14 @@ class _Parts:
         except MXError as error:
             raise MXError(f"{self._of}: {error}" if self._of else str(error)) from None
 
-    def split(self, spec: MXSpec | None) -> list[Any]:
+    def split(self, spec: MXSpec | None) -> tuple[Any, ...]:
         """Return the arguments that a spec is. Raise MXError for scales that they cannot name."""
-        # torch.compile does not trace caches
-        return self._split(spec) if torch.compiler.is_compiling() else self._cached_split(spec)
-
-    def _split(self, spec: MXSpec | None) -> list[Any]:
         if spec is None:
-            return [_NO_FORMAT[argument.part] for argument in self.arguments]
+            return tuple([_NO_FORMAT[argument.part] for argument in self.arguments])
         spec.check_operators()
         if not self._takes_formats or (spec.block_rows > 1 and not self._takes_rows):
             spec.check_plain_scale()
-        return [_value(spec, argument) for argument in self.arguments]
+        return tuple([_value(spec, argument) for argument in self.arguments])
 
 
 def _value(spec: MXSpec, argument: Argument) -> Any:
@@ -327,6 +323,7 @@ class _Order:
 
     def __init__(self, fields: list[str], arguments: Sequence[Argument], formats: Mapping[str, Format]) -> None:
         self._fields, self._count = fields, len(arguments)
+        self._fields_of = attrgetter(*fields) if len(fields) > 1 else lambda call: (getattr(call, fields[0]),)
         self._formats = [_Parts(name, format.of, arguments) for name, format in formats.items()]
         # the specs stand behind the arguments
         plain = {argument.field: i for i, argument in enumerate(arguments) if not argument.part}
@@ -335,6 +332,7 @@ class _Order:
         # the arguments of the specs stand behind the fields
         sources = [*fields, *(argument for parts in self._formats for argument in parts.arguments)]
         self._sources = [sources.index(argument if argument.part else argument.field) for argument in arguments]
+        self._to_schema = _items(self._sources)
 
     def joined(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the fields that some arguments are."""
@@ -343,7 +341,16 @@ class _Order:
         return self._to_fields((*args, *specs))
 
     def split(self, call: Operator) -> tuple[Any, ...]:
-        """Return the arguments that the fields of a call are. torch.compile traces this."""
+        """Return the arguments that the fields of a call are."""
+        if torch.compiler.is_compiling():
+            return self._split_traced(call)
+        values = self._fields_of(call)
+        for parts in self._formats:
+            values += parts.cached_split(getattr(call, parts.name))
+        return self._to_schema(values)
+
+    def _split_traced(self, call: Operator) -> tuple[Any, ...]:
+        """Do the same in Python alone: torch.compile traces neither caches nor `attrgetter`."""
         values = [getattr(call, field) for field in self._fields]
         for parts in self._formats:
             values += parts.split(getattr(call, parts.name))

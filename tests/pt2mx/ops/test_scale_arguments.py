@@ -8,6 +8,7 @@ from torch.export import export
 
 import pt2mx
 from pt2mx import MXError, parse
+from pt2mx.ops.cache import StoreMX
 from pt2mx.ops.quantization import Dequantize, FakeQuantize, Quantize
 from tests.compare import same
 from tests.float_scale_operators import NAMES, values
@@ -207,3 +208,17 @@ def test_a_tensor_scale_of_each_matrix(scale_format):
         ops.grouped_linear_mx(x, *operands, None, *last[:2], t[:2])
     with pytest.raises(MXError, match=r"must be one float32 number, not of shape \(40,\)"):
         ops.dequantize_mx(data[0], scale[0], *args[:-1], torch.ones(40))
+
+
+def test_a_spec_is_joined_from_its_arguments_and_taken_apart():
+    spec = parse("fp8_e4m3{2x32}(f32)", axis=1)
+    call = Dequantize("codes", "scale", spec, torch.float32, 5)
+    assert call.args == ("codes", "scale", "fp8_e4m3", 32, torch.float32, 1, 5, "f32", 2, None)
+    assert Dequantize.from_args(*call.args) == call
+    plain = Dequantize("codes", "scale", parse("mxfp4"), torch.float32)
+    assert plain.args == ("codes", "scale", "fp4_e2m1", 32, torch.float32, -1, None, None, None, None)
+    assert Dequantize.from_args(*plain.args[:6]) == plain
+    with pytest.raises(MXError, match=r"this takes E8M0 scales .* of one row only"):
+        StoreMX(*range(7), spec).call()  # its schema names no scales
+    with pytest.raises(MXError, match="of other widths than scale_exp_bits=8"):
+        Quantize(torch.ones(4), parse("mxfp4{4}(e5m0)")).call()
