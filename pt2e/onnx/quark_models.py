@@ -9,21 +9,19 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.onnx.files import read_model
 from pt2mx.pt2e.onnx.function import onnx
 from pt2mx.pt2e.onnx.quantize.graph import read_float
 from pt2mx.pt2e.onnx.quantize.operators import ATEN
-from pt2mx.pt2e.onnx.quantize.plan import name_and_type
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.quark.config import QuantizationConfig
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
 
 def quantize_model(
@@ -69,9 +67,10 @@ def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
     if not (types or chosen or excluded):
         return quantizer
 
-    def is_quantized(node: Node) -> bool:
-        name, op_type = name_and_type(node)
-        return (not types or op_type in types | more) and (not chosen or name in chosen) and name not in excluded
+    def is_quantized(node: NodeProto) -> bool:
+        is_type = not types or node.op_type in types | more
+        is_chosen = not chosen or node.name in chosen
+        return is_type and is_chosen and node.name not in excluded
 
     return quantizer.set_filter_function(is_quantized)
 

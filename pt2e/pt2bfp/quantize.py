@@ -12,8 +12,7 @@ from torch import nn
 from pt2mx.errors import MXError
 from pt2mx.pt2e.pt2bfp.layers import LAYERS, ObservedLayer, QuantizedLayer
 from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS, Mapping
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.settings import checked_config
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, checked_config
 
 #: module -> an attribute and its value; with it torch calls the layers inside the module instead of using their weights
 _CALLING: dict[type[nn.Module], tuple[str, object]] = {

@@ -166,6 +166,9 @@ class MXQuantizationConfig:
         return cls(**arguments)
 
 
+#: what a setting gives an operator; None leaves it in high precision
+Config = MXQuantizationConfig | None
+
 _DEFAULTS = {field.name: field.default for field in fields(MXQuantizationConfig)}
 
 
@@ -196,6 +199,20 @@ def _makes_observers(constructor: Callable) -> bool:
     if not hasattr(constructor, "with_args"):
         return False
     return isinstance(constructor.with_args(qscheme=mx_qscheme(parse("mxfp8")))(), MXObserver)
+
+
+def checked_config(config: object) -> Config:
+    """Return `config`, checked.
+
+    Raises:
+        MXError: for another object.
+    """
+    if config is not None and not isinstance(config, MXQuantizationConfig):
+        raise MXError(
+            f"expected an MXQuantizationConfig or None, not {config!r}: make one with "
+            "get_default_mx_quantization_config(...)"
+        )
+    return config
 
 
 def checked_spec(name: str, value: object) -> MXSpec | None:
