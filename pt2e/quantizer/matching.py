@@ -1,4 +1,4 @@
-"""Which settings match a site, and which of them decides.
+"""Match settings with a site, and choose the one that decides.
 
 Settings are kept by kind and, within a kind, by key. The kinds have this precedence, whatever the order in which they
 were set, and within a kind the most specific key decides:
@@ -33,7 +33,7 @@ from pt2mx.pt2e.quantizer.site import Site
 
 @dataclass(frozen=True)
 class Choice:
-    """What the settings of a quantizer say of a site.
+    """The config that settings choose for a site, or the reason why they choose none.
 
     Args:
         config: None leaves the operator in high precision.
