@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pt2mx.errors import MXError, nearest
+# relative: mx_conformance, which runs without torch and so without pt2mx, has links to this file and to errors.py
+from .errors import MXError, nearest
 
 
 @dataclass(frozen=True)

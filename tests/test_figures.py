@@ -9,7 +9,7 @@ from tests.benchmarks.recipes import tables
 from tests.documents import DOCUMENTS, ROOT, name_of
 
 BENCHMARKS, CONFIGS = ROOT / "tests/benchmarks/README.md", ROOT / "configs/README.md"
-_CONFORMANCE = ROOT / "pt2mx/conformance/README.md"  # its numbers are values of tensors
+_CONFORMANCE = ROOT / "tests/conformance/README.md"  # its numbers are values of tensors
 PAGES = [
     path
     for path in (*DOCUMENTS, *sorted((ROOT / "notebooks/site").glob("*.md")))
