@@ -105,7 +105,7 @@ def bisect(
         >>> pt2mx.bisect(exported, half, x, bound=1e-6).nodes
         ('linear',)
     """
-    graph = _graph(first, "first")
+    graph = check_module(first, "first")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
         raise MXError(f"bound={bound!r} must be a number above 0")
     if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
@@ -121,7 +121,7 @@ def bisect(
         raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
     with torch.no_grad(), unchanged(graph, second):
         if isinstance(second, nn.Module | ExportedProgram):
-            suspect = _worst_operator(graph, _graph(second, "second"), batch)
+            suspect = _worst_operator(graph, check_module(second, "second"), batch)
         elif file is not None:
             suspect = _worst_in_file(graph, file, batch)
         elif isinstance(second, str) or callable(second):
@@ -224,7 +224,3 @@ def _first_form(node: Node, interpreter: RecordingInterpreter) -> tuple[list[Nod
     inputs = [interpreter.values[n] for n in input_nodes]
     content = {"first": module, "inputs": inputs, "second": None, "second_inputs": inputs}
     return nodes, {**content, "form": None, "outputs": None}
-
-
-def _graph(model: object, what: str) -> GraphModule:
-    return check_module(model.module() if isinstance(model, ExportedProgram) else model, what)

@@ -50,7 +50,7 @@ def print_graph(
         node          operator               shape     format  inputs  module  source
         weight_scale  get_attr weight_scale  u8[8, 2]
     """
-    graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    graph = check_module(model, "model")
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
         raise MXError(f"hops={hops!r} must be an integer of at least 0")
     file = sys.stdout if file is None else file

@@ -23,7 +23,7 @@ from pt2mx.pt2e.report.dataframe import dataframe
 from pt2mx.pt2e.report.matmul_ops import refuse_lowered
 from pt2mx.pt2e.report.page.contents import PageContext
 from pt2mx.pt2e.report.page.page import page
-from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports, read_report
+from pt2mx.pt2e.report.rows import OperatorReport, operator_reports, read_report
 from pt2mx.pt2e.report.sizes import float_size, size_of, tensors_of
 from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
@@ -257,18 +257,17 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
 
 def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
     """Return the cells of an operator; `observed` are the roles with statistics in any operator."""
-    by_role = {role: [o for o in operator.operands if o.role == role] for role in ("activation", "weight")}
-    specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in operands)) for r, operands in by_role.items()}
-    sqnr = {r: [o.statistics.sqnr for o in operands if o.statistics] for r, operands in by_role.items()}
-    before, after = (sum(getattr(o, f"bytes_{w}") for o in operator.operands) for w in ("before", "after"))
-    return (
-        operator.label,
-        operator.operator,
-        *(specs[role] for role in by_role),
-        *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
-        *(f"{n:,}" if n else "" for n in (before, after)),
-        "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)])),
-    )
+    specs, sqnrs = [], []
+    for role in ("activation", "weight"):
+        operands = [operand for operand in operator.operands if operand.role == role]
+        specs.append("/".join(dict.fromkeys(operand.spec or "-" for operand in operands)))
+        seen = [operand.statistics.sqnr for operand in operands if operand.statistics]
+        sqnrs.append(f"{min(seen):.1f}" if seen else "")
+    before = sum(operand.bytes_before for operand in operator.operands)
+    after = sum(operand.bytes_after for operand in operator.operands)
+    sizes = [f"{size:,}" if size else "" for size in (before, after)]
+    notes = "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)]))
+    return (operator.label, operator.operator, *specs, *sqnrs, *sizes, notes)
 
 
 def _unobserved(operator: OperatorReport, observed: list[str]) -> list[str]:
@@ -284,10 +283,8 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
             "config, and run batches through the prepared model"
         )
     names = list(dict.fromkeys(name for _, operand in observed for name in operand.candidates))
-
-    def row(operator: OperatorReport, operand: OperandReport) -> tuple[str, ...]:
-        sqnr = (operand.candidates[n].sqnr if n in operand.candidates else None for n in names)
-        labels = (operator.label, operator.operator, operand.role, operand.spec or "-")
-        return *labels, *("" if db is None else f"{db:.1f}" for db in sqnr)
-
-    return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in observed)]
+    rows: list[tuple[str, ...]] = [("module", "operator", "operand", "quantized to", *names)]
+    for operator, operand in observed:
+        sqnrs = [f"{operand.candidates[name].sqnr:.1f}" if name in operand.candidates else "" for name in names]
+        rows.append((operator.label, operator.operator, operand.role, operand.spec or "-", *sqnrs))
+    return rows

@@ -111,19 +111,24 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
     for path, inner in named_graph_modules(model):
         constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
-            known = node in quantizable or is_matmul_like(called(node))
-            if known and (conversion is None or conversion.computes(node)):
-                inputs = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, captured, counter) for operand in inputs)
-                yield OperatorReport(
-                    name=f"{path}.{node.name}" if path else node.name,
-                    module=module_name(node),
-                    operator=operator_name(called(node)) if node in quantizable else operator_path(called(node)),
-                    operands=operands,
-                    reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
-                    remark=node.meta.get(REMARK_KEY),
-                    source=source_line(node),
-                )
+            if node in quantizable:
+                name, inputs = operator_name(called(node)), _operands(node, constants)
+            elif is_matmul_like(called(node)):
+                name, inputs = operator_path(called(node)), _float_inputs(node, constants)
+            else:
+                continue
+            if conversion is not None and not conversion.computes(node):
+                continue
+            operands = [_operand_report(inner, *operand, constants, captured, counter) for operand in inputs]
+            yield OperatorReport(
+                name=f"{path}.{node.name}" if path else node.name,
+                module=module_name(node),
+                operator=name,
+                operands=tuple(operands),
+                reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
+                remark=node.meta.get(REMARK_KEY),
+                source=source_line(node),
+            )
 
 
 def _operands(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
@@ -185,12 +190,10 @@ def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands
 
 def _sources(argument: Node, source: Node, constants: set[Node], captured: CapturedOperands) -> list[Source]:
     """Return the sources of an operand; none for a computed one."""
-    if (
-        argument.target is ops.dequantize_mx
-        and source in constants
-        and (sources := sources_of_codes(argument, captured))
-    ):
-        return sources
+    if argument.target is ops.dequantize_mx and source in constants:
+        sources = sources_of_codes(argument, captured)
+        if sources:
+            return sources
     return sources_of(source, captured) if is_constant(source, constants) else []
 
 

@@ -81,7 +81,7 @@ def quantize_with_accuracy_control(
         >>> len(result.lifted), result.score > -0.17
         (1, True)
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     check_quantizer(quantizer, MXQuantizer)
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not 0 <= max_drop < math.inf:
         raise MXError(f"max_drop={max_drop!r} must be a number of at least 0")

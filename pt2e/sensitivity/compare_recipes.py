@@ -93,7 +93,7 @@ def compare_recipes(
         >>> [(row.name, row.bytes) for row in result.front()]
         [('mxfp4_weight_only', 2736), ('mxfp8', 5040), ('float', 18720)]
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     check_exported(model)
     check_metric(metric)
     quantizers = chosen_quantizers(recipes)

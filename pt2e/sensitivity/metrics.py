@@ -54,17 +54,15 @@ def _divergence(output: Tensor, reference: Tensor) -> tuple[float, float]:
 
 def _label_minus_prediction(reference: Tensor, generator: Generator) -> Tensor:
     chances = reference.softmax(-1)
-    labels = torch.multinomial(chances.reshape(-1, reference.shape[-1]), 1, generator=generator).reshape(
-        reference.shape[:-1]
-    )
+    drawn = torch.multinomial(chances.reshape(-1, reference.shape[-1]), 1, generator=generator)
+    labels = drawn.reshape(reference.shape[:-1])
     return F.one_hot(labels, reference.shape[-1]).to(reference.dtype) - chances
 
 
 def _one_minus_cosine(output: Tensor, reference: Tensor) -> tuple[float, float]:
     rows = reference.any(-1)  # a row of zeros has no direction
-    return (
-        1 - F.cosine_similarity(output[rows].double(), reference[rows].double(), dim=-1)
-    ).sum().item(), rows.sum().item()
+    cosines = F.cosine_similarity(output[rows].double(), reference[rows].double(), dim=-1)
+    return (1 - cosines).sum().item(), rows.sum().item()
 
 
 def _orthogonal_signs(reference: Tensor, generator: Generator) -> Tensor:

@@ -33,8 +33,12 @@ def sample_distances(metric: str | Distance, output: Any, reference: Any) -> lis
     sizes = {len(y) if y.dim() > 1 else 1 for y in references}
     if len(sizes) > 1 or sizes <= {0, 1}:
         return [batch_distance(metric, output, reference)]
-    samples = zip(*(zip(*(y.split(1) for y in tree), strict=True) for tree in (outputs, references)), strict=True)
-    return [distance_over(METRICS[metric], list(one), list(other)) for one, other in samples]
+    distances = []
+    for i in range(sizes.pop()):
+        output_i = [y[i : i + 1] for y in outputs]
+        reference_i = [y[i : i + 1] for y in references]
+        distances.append(distance_over(METRICS[metric], output_i, reference_i))
+    return distances
 
 
 def mean_and_samples(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, ...]]:

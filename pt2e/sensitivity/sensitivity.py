@@ -75,7 +75,7 @@ def sensitivity(
         >>> result.of("mxfp8")["0"].alone < result.of("mxfp4")["0"].alone
         True
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     measures, estimated = _check(metric, method, operands)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise MXError(f"draws={draws!r} must be an integer of at least 1")

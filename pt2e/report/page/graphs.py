@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class DrawnGraph:
     def of(cls, model: GraphModule | ExportedProgram, name: str) -> DrawnGraph:
         """Return the graph of a model; errors call it `name`."""
         drawn = cls([], {}, {}, {})
-        graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, name)
+        graph = check_module(model, name)
         for path, inner in named_graph_modules(graph):
             drawn._add(f"{path}." if path else "", inner)
         return drawn
@@ -71,19 +71,15 @@ class DrawnGraph:
         made = nodes_by_source(model.graph).items()
         self.by_source.update({path + name: numbers[node] for name, node in made if node in numbers})
 
-    def row_of(self, name: str) -> int | None:
-        """Return the row of an operator, by its name here or by its name in the first export."""
-        return self.named.get(name, self.by_source.get(name))
-
 
 def node_positions(
     names: Iterable[str], before: DrawnGraph | None, after: DrawnGraph | None
-) -> list[tuple[int | None, ...]]:
+) -> list[tuple[int | None, int | None]]:
     """Return the rows, before and after, of the operators that a report names."""
-
-    def positions(name: str) -> Iterator[int | None]:
+    positions = []
+    for name in names:
         first = after.sources.get(name, name) if after else name
-        yield before.by_source.get(first, before.named.get(name)) if before else None
-        yield after.row_of(name) if after else None
-
-    return [tuple(positions(name)) for name in names]
+        earlier = before.by_source.get(first, before.named.get(name)) if before else None
+        later = after.named.get(name, after.by_source.get(name)) if after else None
+        positions.append((earlier, later))
+    return positions
