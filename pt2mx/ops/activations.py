@@ -2,7 +2,7 @@
 that computes them.
 
 Lowered programs call them (`pt2mx.fx.passes.fuse_activation_quantize`), and Inductor keeps them calls.
-`pt2mx.kernels.quantized_activations` defines them on every device; `pt2mx.kernels.select` lists the kernels.
+`pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ActivationFakeQuantize(QuantizesRows[T]):
         return check_quantization(self.x, *self.format_args)
 
     def kernel(self) -> Tensor:
-        return run_kernel("activation_fake_quantize_mx", self.x, self.activation, *self.check())
+        return run_kernel(self, *self.check())
 
     def decompose(self) -> Tensor:
         y = ACTIVATIONS[self.activation](self.x)
@@ -149,8 +149,7 @@ class LayerNormFakeQuantize(QuantizesRows[T]):
 
     def kernel(self) -> tuple[Tensor, Tensor]:
         call = self.summed()
-        args = call.x, call.residual, call.weight, call.bias, call.eps
-        return run_kernel("layer_norm_fake_quantize_mx", *args, *call.check())
+        return run_kernel(call, *call.check())
 
     def fake(self) -> tuple[Tensor, Tensor]:
         call = self.summed()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
+from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
 from pt2mx.kernels.select import run_kernel
@@ -100,7 +101,10 @@ class QuantizeFP8Rows(_MakesRows[T]):
         return _MakesRows.check(self)
 
     def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        return run_kernel("quantize_fp8_rows", self.x, self.check(), self.activation)
+        return run_kernel(self, self.check())
+
+    def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:
+        return fp8_rowwise.quantize(self.x, spec, self.activation)
 
     def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.rows_of(self.x, self.activation)
@@ -142,8 +146,11 @@ class LayerNormFP8Rows(_MakesRows[T]):
         return spec
 
     def kernel(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        args = self.x, self.residual, self.weight, self.bias, self.eps
-        return run_kernel("layer_norm_fp8_rows", *args, self.check())
+        return run_kernel(self, self.check())
+
+    def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
+        return normed, *fp8_rowwise.quantize(normed, spec, "none")
 
     def fake(self) -> tuple[Tensor, ...]:
         return self.x.new_empty(self.x.shape), *_MakesRows.fake(self)
@@ -201,7 +208,10 @@ class MmFP8Rows(_WithoutGradient[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        return run_kernel("mm_fp8_rows", *self.args)
+        return run_kernel(self)
+
+    def define(self) -> Tensor:
+        return fp8_rowwise.mm(*self.args)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

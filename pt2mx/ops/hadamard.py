@@ -47,13 +47,16 @@ class Hadamard(Operator[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        return run_kernel("hadamard", self.x, self.size, self.axis)
+        return run_kernel(self)
 
     def decompose(self) -> Tensor:
         return rotate(*self.args)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": rotate_back(grad, self.size, self.axis)}
+
+
+hadamard = Hadamard.overload
 
 
 @operator("rotated_fake_quantize_mx", 3, "x's shape, contiguous, in `target_dtype`")
@@ -88,18 +91,13 @@ class RotatedFakeQuantize(QuantizesRows[T]):
         return spec, check_target_dtype(self.target_dtype, self.x)
 
     def kernel(self) -> Tensor:
-        spec, dtype = self.check()
-        result = run_kernel("rotated_fake_quantize_mx", self.x, self.size, spec, dtype)
-        if result is not None:
-            return result
-        return run_kernel("fake_quantize_mx", run_kernel("hadamard", self.x, self.size), spec, None).to(dtype)
+        return run_kernel(self, *self.check())
 
     def decompose(self) -> Tensor:
-        return self.fake_quantize(rotate(self.x, self.size))
+        return self.fake_quantize(hadamard(self.x, self.size, -1))
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": rotate_back(grad, self.size).to(ctx.dtype)}
 
 
-hadamard = Hadamard.overload
 rotated_fake_quantize_mx = RotatedFakeQuantize.overload

@@ -7,6 +7,7 @@ schema from them, and registers the methods.
 |---|---|
 | `check` | an error for arguments that do not fit each other; else what the kernel needs of them |
 | `kernel` | the result, on every device |
+| `define` | the result where no kernel of `pt2mx.kernels.select` supports the call; by default `decompose` |
 | `fake`, or `result_shape` and `result_dtype` | an empty tensor like the result |
 | `backward`, `saved`, `remember` | the gradients by field, and what they read |
 | `decompose` | the result by aten operators, for programs that run without pt2mx |
@@ -127,6 +128,10 @@ class Operator(Generic[T]):
     def check(self) -> Any:
         """Return the spec and, where it is an argument, the dtype of the result, for `kernel`. Raise MXError for
         arguments that the operator does not take."""
+
+    def define(self, *checked: Any) -> Any:
+        """Return the result without a kernel for the device. `checked`: what `check` returned."""
+        return self.decompose()  # type: ignore[attr-defined]  # every operator that defines nothing else has one
 
     @property
     def result_shape(self) -> Sequence[int]:

@@ -103,8 +103,7 @@ class RotateAndStore(_Rotation[T]):
 
     def kernel(self) -> Tensor:
         self.check()
-        result = run_kernel("rotate_and_store", *self.args)
-        return self.decompose() if result is None else result
+        return run_kernel(self)
 
     def decompose(self) -> Tensor:
         self.keys.index_copy_(2, self.slots, self.rotated(self.key))
@@ -168,9 +167,7 @@ class RotateQuantizeAndStore(_Rotation[T]):
         return spec
 
     def kernel(self) -> Tensor:
-        spec = self.check()
-        result = run_kernel("rotate_quantize_and_store", *self.args[:10], spec)
-        return self.decompose() if result is None else result
+        return run_kernel(self, self.check())
 
     def decompose(self) -> Tensor:
         format_args = self.element, self.block_size, 3, self.scale_mode, self.rounding, None, self.scale_format

@@ -6,6 +6,7 @@ GELU, SiLU and norms are as exact as torch's; quantization equals the definition
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,40 +17,37 @@ from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
+if TYPE_CHECKING:
+    from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
+
 __all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize", "run"]
 
 #: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     if not has_e8m0_rows(spec):
         return None
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
-    _run(x, out, spec, activation=ACTIVATIONS.index(activation))
+    out = torch.empty(call.x.shape, dtype=dtype, device="cpu")
+    _run(call.x.contiguous(), out, spec, activation=ACTIVATIONS.index(call.activation))
     return out
 
 
 def layer_norm_fake_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    spec: MXSpec,
-    dtype: torch.dtype,
+    call: LayerNormFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
     if not has_e8m0_rows(spec):
         return None
-    x = x.contiguous()
-    residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+    x = call.x.contiguous()
+    residual, weight, bias = (None if t is None else t.contiguous() for t in (call.residual, call.weight, call.bias))
     normed, out = torch.empty_like(x), torch.empty(x.shape, dtype=dtype, device="cpu")
     tensors = {"residual": residual, "weight": weight, "bias": bias, "normed": normed}
     dtypes = {
         f"{name}_dtype": DTYPES.index(t.dtype) for name, t in (("weight", weight), ("bias", bias)) if t is not None
     }
     pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
-    _run(x, out, spec, is_norm=1, eps=eps, **dtypes, **pointers)
+    _run(x, out, spec, is_norm=1, eps=call.eps, **dtypes, **pointers)
     return normed, out
 
 

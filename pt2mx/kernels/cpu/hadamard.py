@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,7 +11,14 @@ from torch import Tensor
 from pt2mx.kernels.cpu.build import DTYPES, load
 from pt2mx.kernels.cpu.calls import HadamardCall
 
-__all__ = ["rotate"]
+if TYPE_CHECKING:
+    from pt2mx.ops.hadamard import Hadamard
+
+__all__ = ["hadamard", "rotate"]
+
+
+def hadamard(call: Hadamard[Tensor]) -> Tensor:
+    return rotate(call.x, call.size, call.axis)
 
 
 def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from pt2mx.kernels.cpu.quantize import float_scale_of, supports
 from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.linear import GroupedLinearMX, LinearMX
+    from pt2mx.ops.quantize_epilogue import LinearFakeQuantize
 
 __all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
 
@@ -52,83 +57,69 @@ _DECODED_K, _WAITING_ROWS = 2048, 1024
 _UNSUPPORTED = -1
 
 
-def linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    spec: MXSpec,
-    rotation: int = 0,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
-    rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
+    x, rotation = call.x, call.rotation
+    rows, n = x.shape[:-1].numel(), call.codes.shape[0]
     isa = matrix_isa_for(spec, rows, x.shape[-1], x.dtype)
-    if not supports(spec, tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
+    if not supports(spec, call.tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
         x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
-    bias = None if bias is None else bias.contiguous()
-    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, isa, tensor_scale) else None
+    x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))
+    bias = None if call.bias is None else call.bias.contiguous()
+    structure = call_of(x, data, scale, bias, out, spec, isa)
+    structure.rotation = rotation
+    if not spec.scale_format.is_power_of_two:
+        float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
+        structure.float_scale = ctypes.pointer(float_scale)
+        structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
+    library, parallel_for = load()
+    return out if is_computed(library.pt2mx_linear(ctypes.addressof(structure), parallel_for)) else None
 
 
 def linear_fake_quantize(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
+    call: LinearFakeQuantize[Tensor],
     spec: MXSpec,
     product_dtype: torch.dtype,
-    activation: str,
     quantization: MXSpec,
     dtype: torch.dtype,
 ) -> Tensor | None:
     """x: (..., K) bfloat16, the weight (N, K) packed, bias: (N,) in `product_dtype` or None -> (..., N) in `dtype`: the
     quantized activation of the matmul, the same bits as in two steps. Return None if no matrix instructions support the
     operands."""
-    rows, n = x.shape[:-1].numel(), data.shape[0]
+    x = call.x
+    rows, n = x.shape[:-1].numel(), call.codes.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
     if not isa or not x.numel() or not has_e8m0_rows(spec) or not supports_epilogue(quantization, n, product_dtype):
         return None
-    epilogue = epilogue_of(quantization, activation, dtype)
-    x, data, scale = (t.contiguous() for t in (x, data, scale))
-    bias = None if bias is None else bias.contiguous()
+    epilogue = epilogue_of(quantization, call.activation, dtype)
+    x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))
+    bias = None if call.bias is None else call.bias.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    call = call_of(x, data, scale, bias, out, spec, isa)
-    call.out_dtype = DTYPES.index(product_dtype)
-    call.epilogue = ctypes.addressof(epilogue)
+    structure = call_of(x, data, scale, bias, out, spec, isa)
+    structure.out_dtype = DTYPES.index(product_dtype)
+    structure.epilogue = ctypes.addressof(epilogue)
     library, parallel_for = load()
-    return out if is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for)) else None
+    return out if is_computed(library.pt2mx_linear(ctypes.addressof(structure), parallel_for)) else None
 
 
-def grouped_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor,
-    spec: MXSpec,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor:
+def grouped_linear(call: GroupedLinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
     """Rows of x past the last offset, whose results the definition leaves undefined, return 0. bfloat16 matrix
     instructions multiply many fp32 rows if bfloat16 represents their values, as it does for quantized values."""
-    dtype = dtype or x.dtype
-    out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
-    tensor_scales = None if tensor_scale is None else tensor_scale.expand(len(data))
+    x, first = call.x, 0
+    out = torch.zeros((x.shape[0], call.codes.shape[1]), dtype=dtype, device="cpu")
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
     if dtype != torch.float32:
         x = x.to(dtype)
     elif x.dtype == dtype and len(x) > FEW_ROWS and isa_for(spec, x.shape[-1]) and _are_bfloats(x):
         x = x.to(torch.bfloat16)
-    for expert, last in enumerate(offs.tolist()):
+    for expert, last in enumerate(call.offs.tolist()):
         if first < last:
-            weight = data[expert], scale[expert]
-            t = None if tensor_scales is None else tensor_scales[expert]
-            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype, t)
+            rows = slice(first, last)
+            out[rows] = run_kernel(call.of_expert(expert, x[rows], dtype), spec, dtype)
         first = last
     return out
 
@@ -137,28 +128,6 @@ def _are_bfloats(x: Tensor) -> bool:
     """Return whether bfloat16 represents all values of x: (T, K) fp32. It checks the first row first, which usually
     decides a False."""
     return not any((part.contiguous().view(torch.int32) & 0xFFFF).any() for part in (x[:1], x))
-
-
-def _multiply(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    spec: MXSpec,
-    rotation: int,
-    isa: int,
-    tensor_scale: Tensor | None,
-) -> bool:
-    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. Return False
-    for values so small that matrix instructions would treat their products as zero."""
-    library, parallel_for = load()
-    call = call_of(x, data, scale, bias, out, spec, isa)
-    call.rotation = rotation
-    if not spec.scale_format.is_power_of_two:
-        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
-        call.tensor_scale = 1.0 if tensor_scale is None else float(tensor_scale)
-    return is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
 
 
 def call_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,9 @@ from pt2mx.kernels.gpu.activations_kernel import Norm, fake_quantize_activation_
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 
 #: whether a kernel makes FP8 rows -> values per program and per thread, the fastest on an H200. A longer row gets its
 #: own program
@@ -51,27 +54,23 @@ def supports(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
     return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+    x = call.x
     if not supports(spec, x) or dtype != x.dtype:
         return None
     out = x.new_empty(x.shape)
-    launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=activation)
+    launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=call.activation)
     return out
 
 
 def layer_norm_fake_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    spec: MXSpec,
-    dtype: torch.dtype,
+    call: LayerNormFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    if not supports(spec, x, residual, weight, bias) or dtype != x.dtype:
+    x, of_norm = call.x, (call.residual, call.weight, call.bias)
+    if not supports(spec, x, *of_norm) or dtype != x.dtype:
         return None
     normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, residual, weight, bias, eps))
+    launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, *of_norm, call.eps))
     return normed, out
 
 

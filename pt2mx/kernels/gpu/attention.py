@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
 from pt2mx.kernels.gpu.flash_decoding_kernel import DecodingSizes, decode_attention_kernel
 from pt2mx.kernels.gpu.float_scales import ScaleConstants
@@ -28,7 +27,11 @@ from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.gpu.quantize import as_integers, scale_constants
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend", "attend_dense"]
+if TYPE_CHECKING:
+    from pt2mx.ops.attention import AttentionMX
+    from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX
+
+__all__ = ["attend", "attend_dense", "decode"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
 #: smallest block that it supports, the slots that a program decodes at a time, and the values of each in a tile of
@@ -67,32 +70,28 @@ class _Work(NamedTuple):
     use_pdl: bool
 
 
-def attend(
-    query: Tensor,
-    key: Packed,
-    value: Packed,
-    spec: MXSpec,
-    value_width: int,
-    mask: Tensor | None,
-    scale: float | None,
-    key_tensor_scale: Tensor | None = None,
-    value_tensor_scale: Tensor | None = None,
-    zeros: Tensor | None = None,
-) -> Tensor | None:
+def decode(call: DecodingAttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
+    """Return None as `attend` does."""
+    return attend(call.attention, spec, call.zeros)
+
+
+def attend(call: AttentionMX[Tensor], spec: MXSpec, zeros: Tensor | None = None) -> Tensor | None:
     """Return None for many queries or sequences, for widths and blocks that are not powers of two, for scales with a
     significand of integers and those of a tensor, and in float32."""
-    (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
+    query, value_width, mask, scale = call.query, call.value_width, call.mask, call.scale
+    (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, call.key_data.shape
     rows = heads // max(key_heads, 1) * queries
     blocks = min(spec.block_size, width), min(spec.block_size, value_width)
     fits = _fits(query, key_heads, width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
     fits &= spec.element.bits in (4, 6, 8) and (spec.has_plain_scale or not spec.element.is_int)
-    fits &= key_tensor_scale is None and value_tensor_scale is None and spec.block_rows == 1
+    fits &= call.key_tensor_scale is None and call.value_tensor_scale is None and spec.block_rows == 1
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
         return None
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
     uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES and min(blocks) % 32 == 0
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    packed = [(aligned(data, 8), as_integers(aligned(scales, 8))) for data, scales in (key, value)]
+    keys_and_values = (call.key_data, call.key_scale), (call.value_data, call.value_scale)
+    packed = [(aligned(data, 8), as_integers(aligned(scales, 8))) for data, scales in keys_and_values]
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
     if uses_lanes and spec.has_plain_scale:
         few = slots <= _FEWEST_SLOTS
@@ -116,20 +115,19 @@ def attend(
     return work.out
 
 
-def attend_dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, zeros: Tensor | None
-) -> Tensor | None:
+def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for more than 8 queries of a head of the keys, for many sequences, for widths that are not powers of
     two, and for other dtypes than bfloat16."""
+    query, key, value, mask = call.query, call.keys, call.values, call.mask
     (_, heads, queries, width), (_, key_heads, slots, value_width) = query.shape, value.shape
     rows, tensors = heads // key_heads * queries, (query, key, value)
     fits = _fits(query, key_heads, width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
     if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return None
-    zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
+    zeros = call.zeros if _joins(call.zeros, slots, query.shape[0] * key_heads) else None
     sizes = _dense_sizes(width, value_width, mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
     cache = [(aligned(tensor).view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
-    return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros)
+    return _decode(query, cache, key_heads, slots, mask, call.scale, sizes, zeros)
 
 
 def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:

@@ -5,9 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
+from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
 from tests.cpu_kernels import environment, linear
 
@@ -18,12 +19,12 @@ NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 def dense_calls(request, monkeypatch):
     """Return the list of calls of the dense matmul, and let the kernels use only one instruction for integers."""
     calls, isa_for, integer_isa_for = [], cpu_linear.isa_for, cpu_linear.integer_isa_for
-    bit, dense = getattr(cpu_linear, request.param), dequantize_then_matmul.linear
+    bit, dense = getattr(cpu_linear, request.param), LinearMX.define
     monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: integer_isa_for(spec, k) & bit)
     monkeypatch.setattr(
         cpu_linear, "isa_for", lambda s, k: isa_for(s, k) & cpu_linear.INT8 if integer_isa_for(s, k) & bit else 0
     )
-    monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
+    monkeypatch.setattr(LinearMX, "define", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
