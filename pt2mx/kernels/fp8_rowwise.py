@@ -60,7 +60,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, unfit (..., K) in x's dtype,
     which is undefined in the rows that fit."""
-    x = ACTIVATIONS[activation](x)
+    x = ACTIVATIONS[activation](x).contiguous()
     of_x = spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
     scale, data = torch.ops.pt2mx.quantize_mx(x, *of_x)
     holds = (x.unflatten(-1, (-1, BLOCK)) != 0).any(-1)

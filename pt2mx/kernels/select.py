@@ -24,7 +24,7 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.operator import Operator
 
-__all__ = ["KERNELS", "STEPS", "Kernel", "run_kernel", "run_step", "runs_triton"]
+__all__ = ["KERNELS", "STEPS", "USES", "Kernel", "run_kernel", "run_step", "runs_triton", "supports"]
 
 
 class Kernel(NamedTuple):
@@ -113,6 +113,32 @@ STEPS = {
     "error_sums": ("error_sums:error_sums", "cpu.error_sums:error_sums"),
 }
 
+#: what a pass does -> type of device -> the function that says whether kernels support it there and are faster, of the
+#: tensor that they compute and of facts; "" where they always are. Nothing of it is done on other devices
+USES: dict[str, dict[str, str]] = {
+    "multiply by packed weights": {"cpu": "cpu.uses:multiplies_packed"},
+    "multiply quantized x in bfloat16": {"cpu": "cpu.uses:multiplies_in_bfloat16"},
+    "multiply x and weights rounded to bfloat16": {"cuda": ""},
+    "multiply weights in the MMA layout": {"cuda": "gpu.uses:reads_mma_layout"},
+    "multiply FP8 rows": {"cuda": "gpu.uses:has_fp8"},
+    "multiply MX on tensor cores": {"cuda": "gpu.uses:has_mx"},
+    "multiply activations in bfloat16": {"cpu": "cpu.uses:multiplies_activations", "cuda": ""},
+    "attend in bfloat16": {"cpu": "cpu.uses:multiplies_activations", "cuda": "gpu.uses:attends_in_bfloat16"},
+    "quantize activations to bfloat16": {"cuda": ""},
+    "quantize the result of a matmul": {"cpu": "cpu.uses:quantizes_matmul"},
+    "quantize the result of attention": {
+        "cpu": "cpu.uses:quantizes_attention",
+        "cuda": "gpu.uses:quantizes_attention",
+    },
+    "quantize activations": {"cpu": "", "cuda": "gpu.uses:quantizes_rows"},
+    "quantize activations alone": {"cpu": ""},
+    "convolve packed weights": {"cpu": "cpu.uses:convolves"},
+    "attend to new tokens": {"cpu": "cpu.uses:attends", "cuda": "gpu.uses:attends"},
+    "attend to codes of new tokens": {"cuda": ""},
+    "count programs of attention": {"cuda": ""},
+    "store codes of new tokens": {"cpu": ""},
+}
+
 
 def run_kernel(call: Operator[Any], *checked: Any) -> Any:
     """Run the kernel for the device of a call's tensors, or else its definition.
@@ -138,6 +164,22 @@ def run_step(step: str, *args: Any) -> Any:
     if _device_of(tensors) == "cpu" and not any(isinstance(arg, MXSpec) and arg.element.is_wide for arg in args):
         result = _function(kernel)(*args)
     return _function(definition)(*args) if result is None else result
+
+
+def supports(use: str, value: object, *facts: Any) -> bool:
+    """Return whether kernels support a use, and are faster.
+
+    Args:
+        use: a key of `USES`.
+        value: the tensor, also a fake one, that they compute; None where it is unknown, and nothing supports it.
+        facts: what the functions of the use take.
+    """
+    if not isinstance(value, Tensor):
+        return False
+    function = USES[use].get(value.device.type)
+    if function is None or not _RUNS[value.device.type](value.device):
+        return False
+    return not function or _function(function)(value, *facts)
 
 
 def _takes(kernel: Kernel, checked: tuple[Any, ...]) -> bool:

@@ -52,7 +52,7 @@ class QuantizesRows(Operator[T]):
     def fake_quantize(self, y: Tensor) -> Tensor:
         """Quantize what was computed."""
         spec = self.element, self.block_size, -1, self.scale_mode, self.rounding
-        return fake_quantize_mx(y, *spec, None, "identity").to(self.result_dtype)
+        return fake_quantize_mx(y.contiguous(), *spec, None, "identity").to(self.result_dtype)
 
 
 @operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`", saved=("x",))

@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from pt2mx.kernels import elements
-from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import guards
+from pt2mx.kernels.select import supports
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX
 from pt2mx.ops.decoding import DecodingAttention
@@ -59,7 +59,7 @@ def _linear(call: LinearMX[Tensor]) -> Tensor:
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
     spec = MXSpec(call.element, call.block_size, scale_format=call.scale_format or "e8m0")
-    if dtype is not None and cpu_linear.has_isa(spec, x.shape[-1]):
+    if dtype is not None and supports("multiply by packed weights", x, spec, x.shape[-1]):
         return NotImplemented
     weight = call.weight(dtype or x.dtype, x.shape[-1])
     x = hadamard(x, call.rotation, -1) if call.rotation else x

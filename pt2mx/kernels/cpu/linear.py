@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from pt2mx.ops.linear import GroupedLinearMX, LinearMX
     from pt2mx.ops.quantize_epilogue import LinearFakeQuantize
 
-__all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
+__all__ = ["call_of", "grouped_linear", "isa_for", "linear", "linear_fake_quantize"]
 
 #: significant bits of a bfloat16
 _BFLOAT_BITS = 8
@@ -46,9 +47,9 @@ AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
 #: of AArch64 is for up to 4 rows
 VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
-#: fewest rows, K and N from which integers are faster than a decoded weight in float32: of codes whose sums of products
-#: fit 16 bits, or with VPDPBUSD; of other codes (tests/benchmarks/README.md)
-_LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)
+#: dtype of x -> the most rows, more than VECTOR_ROWS, that matrix instructions multiply, and which: float32 as three
+#: bfloat16 values
+_MATRIX_ISA = {torch.bfloat16: (sys.maxsize, AMX | INT8 | AVX512_BF16), torch.float32: (FEW_ROWS, AMX)}
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
 #: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
@@ -197,71 +198,33 @@ def _parts(n: int, size: int) -> int:
 
 def matrix_isa_for(spec: MXSpec, rows: int, k: int, dtype: torch.dtype) -> int:
     """Return the matrix instructions that multiply x: (rows, k) of this dtype by a weight; 0 where vectors do."""
-    isa = isa_for(spec, k) if dtype in (torch.bfloat16, torch.float32) and rows > VECTOR_ROWS else 0
-    if dtype == torch.float32:  # as three bfloat16 values
-        return isa & AMX if rows <= FEW_ROWS else 0
-    return isa
+    most, isa = _MATRIX_ISA.get(dtype, (0, 0))
+    return isa & isa_for(spec, k) if VECTOR_ROWS < rows <= most else 0
 
 
 def isa_for(spec: MXSpec, k: int) -> int:
     """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none. bfloat16
     represents codes times their scale, without the scale of the tensor, if both have few significant bits."""
-    decoder, _ = decoder_of(spec, k)
-    if decoder == TABLE or not is_available():
-        return 0
-    isa = _isa(spec.element.name, decoder)
+    isa = _isa_of(spec, k)[0]
     if spec.scale_format.is_power_of_two:
         return isa
     bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
     return isa & ~INT8 if bits <= _BFLOAT_BITS else 0
 
 
-@functools.cache
-def _isa(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_isa(decoder, ctypes.addressof(table_of(name))))
-
-
 def integer_isa_for(spec: MXSpec, k: int) -> int:
     """Return the instructions that multiply rows of `k` values, integers times a power of two a block, by a weight of
     such values; 0 for none."""
+    return _isa_of(spec, k)[1] if spec.scale_format.is_power_of_two else 0
+
+
+def _isa_of(spec: MXSpec, k: int) -> tuple[int, int]:
+    """Return both, for scales that are powers of two; the C++ says what the processor has (`src/linear.cpp`)."""
     decoder, _ = decoder_of(spec, k)
-    if decoder == TABLE or not spec.scale_format.is_power_of_two or not is_available():
-        return 0
-    return _integer_isa(spec.element.name, decoder)
+    return _isa(spec.element.name, decoder) if decoder != TABLE and is_available() else (0, 0)
 
 
 @functools.cache
-def _integer_isa(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_integer_isa(decoder, ctypes.addressof(table_of(name))))
-
-
-def has_isa(spec: MXSpec, k: int) -> bool:
-    """Return whether matrix instructions, for bfloat16 or 8-bit integers, multiply many rows of `k` bfloat16 values by
-    a packed weight."""
-    return bool(isa_for(spec, k))
-
-
-def has_bf16_isa(spec: MXSpec, k: int) -> bool:
-    """Return whether bfloat16 matrix instructions do so, which support any values."""
-    return bool(isa_for(spec, k) & (AMX | AVX512_BF16))
-
-
-def multiplies_integers(spec: MXSpec, k: int) -> bool:
-    """Return whether this machine multiplies many rows of `k` values of this spec as integers. AMX is faster."""
-    return isa_for(spec, k) & (AMX | INT8) == INT8
-
-
-def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
-    """Return False if the machine has only instructions for integers, and an operand does not consist of these."""
-    integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
-    return integers or isa_for(weight, k) != INT8
-
-
-def integers_are_faster(x: MXSpec, weight: MXSpec, rows: int | None, k: int, n: int) -> bool:
-    """Return whether a float32 matmul, x: (rows, K) times a weight (N, K), is faster as integers than with the decoded
-    weight; `rows`: None for an unknown number. Few rows have a kernel of their own, which is faster."""
-    needs_32_bits = weight.element.bits == 8 and x.element.bits > 4 and not integer_isa_for(weight, k) & VPDPBUSD
-    least_rows, least_k, least_n = _LEAST_SIZES[needs_32_bits]
-    if rows is not None and rows < least_rows:
-        return rows <= FEW_ROWS
-    return k >= least_k and n >= least_n
+def _isa(name: str, decoder: int) -> tuple[int, int]:
+    library, table = load()[0], ctypes.addressof(table_of(name))
+    return library.pt2mx_isa(decoder, table), library.pt2mx_integer_isa(decoder, table)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from pt2mx import MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.packing import pack
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
@@ -56,10 +57,10 @@ def test_elements_that_are_integers():
     """Other elements have no codes of 8 bits; blocks are whole groups."""
     for name in NAMES:
         has_amx = bool(cpu_linear.isa_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
-        assert not has_int8() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
+        assert not has_int8() or uses.are_integers(64, MXSpec(name, 64)) != has_amx
     for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
-        assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
-    assert not cpu_linear.multiplies_integers(MXSpec("int8", 20), 64)
+        assert not uses.are_integers(64, MXSpec(name, 32))
+    assert not uses.are_integers(64, MXSpec("int8", 20))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,8 +192,8 @@ def test_any_number_of_threads(dense_calls, rows):
     + [("VPDPBUSD", "int8", "int8", sizes, False) for sizes in ((33, 95, 96), (2048, 96, 64))],
 )
 def test_sizes_that_are_faster_as_integers(isa, x, name, sizes, faster, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: getattr(cpu_linear, isa))
-    assert cpu_linear.integers_are_faster(MXSpec(x, 32), MXSpec(name, 32), *sizes) == faster
+    monkeypatch.setattr(uses, "integer_isa_for", lambda spec, k: getattr(cpu_linear, isa))
+    assert uses.integers_are_faster(MXSpec(x, 32), MXSpec(name, 32), *sizes) == faster
 
 
 @pytest.mark.slow

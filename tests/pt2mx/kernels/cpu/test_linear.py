@@ -278,7 +278,7 @@ import pytest, torch
 from pt2mx import MXSpec
 from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
-print(torch.backends.cpu.get_cpu_capability(), linear.has_isa(MXSpec("int8", 32), 32), sep=", ")
+print(torch.backends.cpu.get_cpu_capability(), bool(linear.isa_for(MXSpec("int8", 32), 32)), sep=", ")
 """
     names = ("every_element", "exact_sums", "(long_rows and float32)", "(every_code and 3)", "nan_scale", "nan_code")
     tests = " or ".join((*names, "last_code"))
