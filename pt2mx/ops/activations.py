@@ -78,9 +78,6 @@ class ActivationFakeQuantize(QuantizesRows[T]):
         check_activation(self.activation)
         return check_quantization(self.x, *self.format_args)
 
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
-
     def decompose(self) -> Tensor:
         y = ACTIVATIONS[self.activation](self.x)
         return self.fake_quantize(y.to(torch.promote_types(y.dtype, self.result_dtype)))

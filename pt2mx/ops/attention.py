@@ -255,9 +255,6 @@ class AttentionBfloat16(Operator[T]):
         """The mask, with four dimensions."""
         return None if self.mask is None else self.mask[(None,) * (4 - self.mask.dim())]
 
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
-
     def define(self, dtype: torch.dtype, spec: MXSpec | None, out_dtype: torch.dtype) -> Tensor:
         if spec is None:
             return self.decompose()

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, Pair, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype, holds
 from pt2mx.ops.linear import PackedMatmul
@@ -103,9 +102,6 @@ class Conv2dMX(PackedMatmul[T]):
         pairs = zip(self.x.shape[1:3], self.codes.shape[1:3], *self.conv_args, strict=True)
         size = [(n + 2 * pad - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, pad, dilation in pairs]
         return self.x.shape[0], *size, self.codes.shape[0]
-
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
 
     def decompose(self) -> Tensor:
         x = self.x.to(self.result_dtype)

@@ -18,7 +18,6 @@ from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES, parts
 from pt2mx.kernels.gpu.mma_layout import ROWS, from_mma_layout
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import BlockSize, Element, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
@@ -91,10 +90,6 @@ class NormedLinearMX(_DecoderLinear[T]):
         if squares is not None:
             _check(squares, "squares", (*x.shape[:-1], -(-x.shape[-1] // ROWS)), torch.float32, x.device)
 
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.n if self.gate is None else self.n // 2)
@@ -148,10 +143,6 @@ class ResidualLinearMX(_DecoderLinear[T]):
         expected = torch.bfloat16, self.x.device
         _check(self.residual, "residual", (*self.x.shape[:-1], self.n), *expected)
         _check(self.norm_weight, "norm_weight", (self.n,), *expected)
-
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        self.check()
-        return run_kernel(self)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         self.check()
@@ -208,10 +199,6 @@ class DecodingAttention(Operator[T]):
             raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
         check_one_device(self.args)
 
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.query.shape[:3], self.values.shape[3])
@@ -258,9 +245,6 @@ class DecodingAttentionMX(Operator[T]):
         _check_zeros(self.zeros)
         check_one_device(self.args)
         return spec
-
-    def kernel(self) -> Tensor:
-        return run_kernel(self, self.check())
 
     def define(self, spec: MXSpec) -> Tensor:
         return self.attention.kernel()

@@ -17,7 +17,6 @@ from pt2mx.errors import MXError
 from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, check_norm_parameters, layer_norm
 from pt2mx.ops.arguments import Element, PlainRounding, ScaleMode, choices
@@ -100,9 +99,6 @@ class QuantizeFP8Rows(_MakesRows[T]):
         check_activation(self.activation)
         return _MakesRows.check(self)
 
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        return run_kernel(self, self.check())
-
     def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:
         return fp8_rowwise.quantize(self.x, spec, self.activation)
 
@@ -144,9 +140,6 @@ class LayerNormFP8Rows(_MakesRows[T]):
             )
         check_norm_parameters(x, "x's dtype", weight=self.weight, bias=self.bias)
         return spec
-
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return run_kernel(self, self.check())
 
     def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
@@ -205,10 +198,6 @@ class MmFP8Rows(_WithoutGradient[T]):
             )
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != unfit.dtype):
             raise MXError(f"bias {tuple(bias.shape)} {bias.dtype} must be ({weight.shape[0]},) in {unfit.dtype}")
-
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
 
     def define(self) -> Tensor:
         return fp8_rowwise.mm(*self.args)

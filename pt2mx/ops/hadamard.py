@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import QuantizesRows
 from pt2mx.ops.arguments import VALUES, Axis, BlockSize, Element, PlainRounding, ScaleMode, TargetDtype
@@ -44,10 +43,6 @@ class Hadamard(Operator[T]):
 
     def check(self) -> None:
         check_rotation(self.x, self.size, self.axis)
-
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
 
     def decompose(self) -> Tensor:
         return rotate(*self.args)
@@ -89,9 +84,6 @@ class RotatedFakeQuantize(QuantizesRows[T]):
                 f"rotated values are not rounded {self.rounding!r} at once: use hadamard and fake_quantize_mx"
             )
         return spec, check_target_dtype(self.target_dtype, self.x)
-
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
 
     def decompose(self) -> Tensor:
         return self.fake_quantize(hadamard(self.x, self.size, -1))

@@ -17,7 +17,6 @@ from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
 from pt2mx.kernels.hadamard import rotate_back
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     WEIGHT_CODES,
     WEIGHT_SCALE,
@@ -133,9 +132,6 @@ class LinearMX(PackedMatmul[T]):
             check_bias(self.bias, self.codes.shape[0], dtype, self.x.device)
         return spec, dtype
 
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.codes.shape[0])
@@ -181,9 +177,6 @@ class GroupedLinearMX(PackedMatmul[T]):
                 f"{tuple(x.shape)} and {tuple(offs.shape)} {offs.dtype} on {offs.device}"
             )
         return spec, check_target_dtype(self.target_dtype, x)
-
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
 
     def define(self, spec: MXSpec, dtype: torch.dtype) -> Tensor:
         weight = self.weight(dtype, self.x.shape[-1])  # (E, N, K)
@@ -269,10 +262,6 @@ class LinearMXMMALayout(Operator[T]):
                     "tensor_scale is one float32 number, of scales with a significand only; got shape "
                     f"{tuple(t.shape)} and {t.dtype}"
                 )
-
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

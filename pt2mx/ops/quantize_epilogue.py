@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.activations import BACKWARD, ActivationFakeQuantize
 from pt2mx.ops.arguments import (
     WEIGHT_CODES,
@@ -108,9 +107,6 @@ class LinearFakeQuantize(_QuantizesMatmul[T]):
         weight, product_dtype = self.linear.check()
         return weight, product_dtype, *self.check_result("product", product_dtype)
 
-    def kernel(self) -> Tensor:
-        return run_kernel(self, *self.check())
-
     def define(self, *checked: Any) -> Tensor:
         return self.quantize(self.linear.kernel()).kernel()
 
@@ -199,9 +195,6 @@ class Conv2dFakeQuantize(_QuantizesMatmul[T]):
                 )
             sum_dtype = torch.promote_types(product_dtype, residual.dtype)
         return weight, product_dtype, sum_dtype, *self.check_result("convolution", sum_dtype)
-
-    def kernel(self) -> tuple[Tensor, Tensor]:
-        return run_kernel(self, *self.check())
 
     def define(self, *checked: Any) -> tuple[Tensor, Tensor]:
         return self.in_steps(Conv2dMX.kernel, ActivationFakeQuantize.kernel)

@@ -15,7 +15,6 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.scaled_mm import FORMS, swizzle, unpacked, values_of
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 
 _PAIRS = "; ".join(
@@ -61,10 +60,6 @@ class ScaledMM(Operator[T]):
                 f"codes of shapes {tuple(x.shape)} and {tuple(weight.shape)} cannot be multiplied: they must be "
                 f"(..., bytes) and (N, bytes) of the same K values, K a multiple of {BLOCK} and N of 16"
             )
-
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel(self)
 
     def define(self) -> Tensor:
         x = unpacked(self.x.reshape(-1, self.x.shape[-1]), self.x_scale, self.x_element)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, has_e8m0_rows
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
@@ -20,7 +20,7 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 
-__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize", "run"]
+__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize"]
 
 #: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
@@ -54,7 +54,7 @@ def layer_norm_fake_quantize(
 def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
     """Quantize the contiguous x into `out`, along its last dimension."""
     if x.numel():
-        run(call_of(x, out, spec, **fields))
+        run("pt2mx_quantize_activation", call_of(x, out, spec, **fields))
 
 
 def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> ActivationCall:
@@ -74,12 +74,6 @@ def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> Activation
     )
     call.table = table  # the call points into the table
     return call
-
-
-def run(call: ActivationCall) -> None:
-    library, parallel_for = load()
-    if library.pt2mx_quantize_activation(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
 
 
 def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.linear import AMX, isa_for
@@ -139,10 +139,9 @@ def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     slots, out = keys.shape[2], query.new_empty((*query.shape[:3], values.shape[3]))
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     mask = None if mask is None else mask.expand(*mask.shape[:3], slots).contiguous()
-    of_mask, (library, parallel_for) = None if mask is None else mask.data_ptr(), load()
+    of_mask = None if mask is None else mask.data_ptr()
     pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), of_mask, out.data_ptr()
-    if library.pt2mx_decoding_attention_of(ctypes.addressof(structure), slots, *pointers, parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_decoding_attention_of", structure, slots, *pointers)
     return out
 
 
@@ -157,7 +156,5 @@ def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) 
 
 def is_computed(call: AttentionCall) -> bool:
     """Run a call; return False for codes that are no numbers."""
-    library, parallel_for = load()
-    if library.pt2mx_attention(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_attention", call)
     return not call.invalid

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import LEAST_ROWS, WIDEST, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
-from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import DenseAttentionCall, MatmulCall
-from pt2mx.kernels.cpu.linear import is_computed
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ def matmul(call: MatmulBfloat16[Tensor]) -> Tensor | None:
     x, y = call.x, call.y
     if not bf16_isa() or x.shape[-2] < LEAST_ROWS or 0 in (x.numel(), y.numel()):
         return None
-    library, parallel_for = load()
     out = x.new_empty((*x.shape[:-1], y.shape[-1]), dtype=torch.float32)
     rows, columns = (_of_four_dimensions(t.to(torch.float32)) for t in (x, y))
     rows = rows if rows.stride(3) == 1 else rows.contiguous()
@@ -55,7 +53,7 @@ def matmul(call: MatmulBfloat16[Tensor]) -> Tensor | None:
         y=columns.data_ptr(),
         out=out.data_ptr(),
     )
-    return out if is_computed(library.pt2mx_matmul(ctypes.addressof(structure), parallel_for)) else None
+    return out if run("pt2mx_matmul", structure) else None
 
 
 def attention(
@@ -70,7 +68,6 @@ def attention(
         return None
     if dtype not in (torch.float32, torch.bfloat16):
         return None
-    library, parallel_for = load()
     epilogue = None
     if quantization is not None:
         if not supports_epilogue(quantization, value.shape[-1], dtype):
@@ -103,8 +100,7 @@ def attention(
         mask = (mask if mask.stride(3) == 1 else mask.contiguous()).expand(batch, heads, queries, keys)
         setattr(structure, "bool_mask" if mask.dtype == torch.bool else "additive_mask", mask.data_ptr())
         structure.mask_stride = mask.stride()[:3]
-    computed = is_computed(library.pt2mx_dense_attention(ctypes.addressof(structure), parallel_for))
-    return out.transpose(1, 2) if computed else None
+    return out.transpose(1, 2) if run("pt2mx_dense_attention", structure) else None
 
 
 def _of_four_dimensions(x: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import RepeatedCalls, StoreCall
-from pt2mx.kernels.cpu.linear import is_computed
 from pt2mx.kernels.cpu.quantize import spec_of, supports
 from pt2mx.spec import MXSpec
 
@@ -56,5 +55,4 @@ def _run(structure: StoreCall, tensors: tuple[Tensor, ...]) -> bool | None:
     of_keys.x, of_keys.out, of_keys.scale = key.data_ptr(), key_data.data_ptr(), key_scale.data_ptr()
     of_values.x, of_values.out, of_values.scale = value.data_ptr(), value_data.data_ptr(), value_scale.data_ptr()
     of_keys.slots = of_values.slots = slots.data_ptr()
-    library, parallel_for = load()
-    return is_computed(library.pt2mx_store(ctypes.addressof(structure), 2, parallel_for)) or None
+    return run("pt2mx_store", structure, 2) or None

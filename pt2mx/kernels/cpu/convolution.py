@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
-from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_computed, isa_for
+from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, isa_for
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -84,6 +84,4 @@ def _convolve(
     linear = call_of(x, data, scale, bias, out, spec, isa, kernel.numel())
     linear.out_dtype = DTYPES.index(dtype)
     linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)
-    structure = ConvolutionCall(linear, x.shape[:3].numel(), *pairs)
-    library, parallel_for = load()
-    return is_computed(library.pt2mx_convolution(ctypes.addressof(structure), parallel_for))
+    return run("pt2mx_convolution", ConvolutionCall(linear, x.shape[:3].numel(), *pairs))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
-from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
@@ -54,8 +54,6 @@ _MATRIX_ISA = {torch.bfloat16: (sys.maxsize, AMX | INT8 | AVX512_BF16), torch.fl
 _DECODED = 1 << 20
 #: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
 _DECODED_K, _WAITING_ROWS = 2048, 1024
-#: what the C++ returns if it does not support a call
-_UNSUPPORTED = -1
 
 
 def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
@@ -77,8 +75,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
         float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
         structure.float_scale = ctypes.pointer(float_scale)
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
-    library, parallel_for = load()
-    return out if is_computed(library.pt2mx_linear(ctypes.addressof(structure), parallel_for)) else None
+    return out if run("pt2mx_linear", structure) else None
 
 
 def linear_fake_quantize(
@@ -103,8 +100,7 @@ def linear_fake_quantize(
     structure = call_of(x, data, scale, bias, out, spec, isa)
     structure.out_dtype = DTYPES.index(product_dtype)
     structure.epilogue = ctypes.addressof(epilogue)
-    library, parallel_for = load()
-    return out if is_computed(library.pt2mx_linear(ctypes.addressof(structure), parallel_for)) else None
+    return out if run("pt2mx_linear", structure) else None
 
 
 def grouped_linear(call: GroupedLinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
@@ -165,13 +161,6 @@ def call_of(
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
     )
-
-
-def is_computed(error: int) -> bool:
-    """Return False if the C++ has computed nothing; raise RuntimeError for torch's errors."""
-    if error not in (0, _UNSUPPORTED):
-        raise RuntimeError("torch_parallel_for failed")
-    return error == 0
 
 
 @functools.lru_cache(1024)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, load, run
 from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
@@ -158,13 +158,10 @@ def _run(
     if operation == _DEQUANTIZE:
         call.format, _ = decoder_of(spec, n)
         call.table = ctypes.addressof(table_of(spec.element.name))
-    library, parallel_for = load()
     if rotation:
-        failed = library.pt2mx_rotate_fake_quantize(ctypes.addressof(call), rotation, parallel_for)
+        run("pt2mx_rotate_fake_quantize", call, rotation)
     else:
-        failed = library.pt2mx_run(ctypes.addressof(call), parallel_for)
-    if failed:
-        raise RuntimeError("torch_parallel_for failed")
+        run("pt2mx_run", call)
 
 
 def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
