@@ -126,10 +126,7 @@ USES: dict[str, dict[str, str]] = {
     "attend in bfloat16": {"cpu": "cpu.uses:multiplies_activations", "cuda": "gpu.uses:attends_in_bfloat16"},
     "quantize activations to bfloat16": {"cuda": ""},
     "quantize the result of a matmul": {"cpu": "cpu.uses:quantizes_matmul"},
-    "quantize the result of attention": {
-        "cpu": "cpu.uses:quantizes_attention",
-        "cuda": "gpu.uses:quantizes_attention",
-    },
+    "quantize the result of attention": dict.fromkeys(("cpu", "cuda"), "constants:quantizes_attention"),
     "quantize activations": {"cpu": "", "cuda": "gpu.uses:quantizes_rows"},
     "quantize activations alone": {"cpu": ""},
     "convolve packed weights": {"cpu": "cpu.uses:convolves"},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import BLOCK, has_e8m0_rows
+from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
@@ -26,9 +26,7 @@ __all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fak
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
-def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    if not has_e8m0_rows(spec):
-        return None
+def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
     out = torch.empty(call.x.shape, dtype=dtype, device="cpu")
     _run(call.x.contiguous(), out, spec, activation=ACTIVATIONS.index(call.activation))
     return out
@@ -36,9 +34,7 @@ def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec,
 
 def layer_norm_fake_quantize(
     call: LayerNormFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
-    if not has_e8m0_rows(spec):
-        return None
+) -> tuple[Tensor, Tensor]:
     x = call.x.contiguous()
     residual, weight, bias = (None if t is None else t.contiguous() for t in (call.residual, call.weight, call.bias))
     normed, out = torch.empty_like(x), torch.empty(x.shape, dtype=dtype, device="cpu")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
@@ -29,7 +29,7 @@ __all__ = ["conv2d", "conv2d_fake_quantize"]
 
 
 def conv2d(call: Conv2dMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    """Return None if no matrix instructions support the weight, or the values, and for scales other than E8M0."""
+    """Return None if no matrix instructions support the weight, or the values."""
     out = torch.empty(call.result_shape, dtype=dtype, device="cpu")
     return out if _convolve(call, spec, out, dtype) else None
 
@@ -74,7 +74,7 @@ def _convolve(
     kernel = call.codes.shape[1:3]
     if tuple(kernel) == (1, 1) and not any(call.padding):  # strides skip pixels
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and has_e8m0_rows(spec) else 0
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
     if not isa or 0 in (x.numel(), out.numel()):
         return False
     x, data, scale = x.contiguous(), call.codes.contiguous(), call.scale.contiguous()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import LinearCall
@@ -91,7 +91,7 @@ def linear_fake_quantize(
     x = call.x
     rows, n = x.shape[:-1].numel(), call.codes.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not isa or not x.numel() or not has_e8m0_rows(spec) or not supports_epilogue(quantization, n, product_dtype):
+    if not isa or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
         return None
     epilogue = epilogue_of(quantization, call.activation, dtype)
     x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))

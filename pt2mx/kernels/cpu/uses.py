@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
+from pt2mx.kernels.constants import BLOCK, supports_epilogue
 from pt2mx.kernels.cpu import attention, bf16_matmul
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of
 from pt2mx.kernels.cpu.linear import (
@@ -107,12 +107,6 @@ def multiplies_activations(y: Tensor, sizes: Sequence[object], *_: object) -> bo
     known = [n for n in sizes if isinstance(n, int)]
     small = len(known) == len(sizes) and math.prod(known) < MIN_MULTIPLIES
     return not small and bool(bf16_matmul.bf16_isa())
-
-
-def quantizes_attention(y: Tensor, quantization: MXSpec) -> bool:
-    """Return whether the kernel of attention can quantize its result (B, heads, S, W)."""
-    width = y.shape[-1]
-    return isinstance(width, int) and width <= WIDEST["cpu"] and supports_epilogue(quantization, width, y.dtype)
 
 
 def attends(query: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, supports_bf16x2
 from pt2mx.kernels.gpu.activations_kernel import Norm, fake_quantize_activation_kernel
+from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
+from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -88,11 +90,11 @@ def launch(
     k = x.shape[-1]
     present = tuple(t is not None for t in norm[:4])
     plan, rows = _plan(spec, k, x.device, present, **compile_time), x.numel() // k
-    residual, weight, bias = (None if t is None else _in_pairs(t) for t in norm[1:4])
+    residual, weight, bias = (None if t is None else aligned(t, 4) for t in norm[1:4])
     norm = Norm(norm.out, residual, weight, bias, norm.eps)
     with torch.cuda.device_of(x):
         kernel[(-(-rows // plan.config.rows),)](
-            *(_in_pairs(x), norm, *outputs, k, rows, plan.constants, plan.config),
+            *(aligned(x, 4), norm, *outputs, k, rows, plan.constants, plan.config),
             num_warps=plan.warps,
             launch_pdl=plan.config.pdl,
         )
@@ -115,16 +117,3 @@ def _plan(spec: MXSpec, k: int, device: torch.device, present: tuple[bool, ...],
     values = BLOCK * blocks * rows
     warps = min(16, max(1, values // (32 * of_thread)))
     return _Plan(config, constants_of(spec, (1, 1), BLOCK, 1, False, Tile(values, 1)), warps)
-
-
-@functools.cache
-def uses_pdl(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch: a kernel may start before the previous one
-    ends."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _in_pairs(t: Tensor) -> Tensor:
-    """Return t contiguous, and aligned so that pairs can be read."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 4 == 0 else t.clone()

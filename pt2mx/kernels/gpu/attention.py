@@ -25,6 +25,7 @@ from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.gpu.quantize import as_integers, scale_constants
+from pt2mx.kernels.gpu.tuning import multiprocessors_of, uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -135,11 +136,7 @@ def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:
     each pair has a counter."""
     if zeros is None or pairs > len(zeros):
         return False
-    return slots <= _FEW_SLOTS or _PROGRAMS * _multiprocessors(zeros.device) <= _MOST_JOINED * pairs
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return slots <= _FEW_SLOTS or _PROGRAMS * multiprocessors_of(zeros.device) <= _MOST_JOINED * pairs
 
 
 def _fits(query: Tensor, key_heads: int, *widths: int) -> bool:
@@ -187,7 +184,7 @@ def _work(
     as the last one joins."""
     batch, heads, queries, width = query.shape
     pairs, blocks = batch * key_heads, triton.cdiv(slots, at_a_time)
-    of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * _multiprocessors(query.device) // pairs)))
+    of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * multiprocessors_of(query.device) // pairs)))
     of_split = of_split if zeros is None else max(of_split, triton.cdiv(blocks, _MOST_JOINED))
     splits = triton.cdiv(blocks, of_split)
     acc = query.new_empty((splits, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
@@ -199,7 +196,7 @@ def _work(
     rows = heads // key_heads * queries
     shown = query if mask is None else mask
     joined, most = (out, out if zeros is None else zeros), 0 if zeros is None else _MOST_JOINED
-    use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
+    use_pdl = uses_pdl(query.device)
     return _Work(pairs, rows, splits, of_split, (acc, m_and_l), out, joined, most, shown, strides, sm_scale, use_pdl)
 
 

@@ -22,6 +22,7 @@ from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_ke
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
 from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
+from pt2mx.kernels.gpu.tuning import multiprocessors_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
@@ -161,20 +162,17 @@ def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor)
 def _parts(tiles: int, k: int, device: torch.device) -> int:
     """Return into how many parts to split each sum, because one program per tile may leave multiprocessors idle."""
     parts = 1
-    while 2 * parts * tiles <= _processors(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+    while 2 * parts * tiles <= multiprocessors_of(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
         parts *= 2
     return parts
 
 
 def _tile_of(matrices: int, m: int, n: int, device: torch.device) -> _Tile:
     fits = [tile for tile in _TILES if tile.rows < 2 * m and tile.columns < 2 * n] or [_TILES[-1]]
-    enough = (t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= _processors(device))
+    enough = (
+        t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= multiprocessors_of(device)
+    )
     return next(enough, fits[-1])
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attention(

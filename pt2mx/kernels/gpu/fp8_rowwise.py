@@ -18,6 +18,7 @@ from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
 from pt2mx.kernels.gpu.activations_kernel import Norm
 from pt2mx.kernels.gpu.fp8_rowwise_kernel import quantize_rows_kernel, unfit_rows_kernel
+from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def mm(call: MmFP8Rows[Tensor]) -> Tensor | None:
     x, weight = codes.contiguous().view(m, k).view(E4M3), weight_codes.view(E4M3).t()
     scales = scale.contiguous().view(m, 1), weight_scale.contiguous().view(1, n)
     out = torch._scaled_mm(x, weight, *scales, bias=bias, out_dtype=unfit.dtype)
-    config = _unfit(activations.uses_pdl(x.device), bias is not None)
+    config = _unfit(uses_pdl(x.device), bias is not None)
     arguments = scales[0], unfit.contiguous(), weight_codes, scales[1], bias, out
     with torch.cuda.device_of(x):
         grid = (-(-n // config.columns),)

@@ -36,7 +36,7 @@ def gemm(
 ) -> None:
     """x, codes, scale, tensor_scale, bias: as of `gemv_kernel`; writes the result to out: (batch, n)."""
     (batch, n), (n_tiles, k_steps) = out.shape, codes.shape[:2]
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = tuning.multiprocessors_of(x.device)
     tile = tuning.gemm_tile(batch, x.shape[1], n_tiles, element, multiprocessors)
     split_steps = triton.cdiv(triton.cdiv(k_steps, 2), tile.split_k) * 2
     split_k = triton.cdiv(k_steps, split_steps)

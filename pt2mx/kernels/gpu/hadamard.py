@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pt2mx.kernels import hadamard as definition
 from pt2mx.kernels.gpu.kernels import rotate_kernel
+from pt2mx.kernels.gpu.tuning import uses_pdl
 
 if TYPE_CHECKING:
     from pt2mx.ops.hadamard import Hadamard
@@ -38,7 +39,7 @@ def rotate(x: Tensor, size: int) -> Tensor:
     values, warps = _FEW if count < _MANY_VALUES else _MANY
     values = max(values, size)
     wide = count >= 2**31 - values
-    use_pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
+    use_pdl = uses_pdl(x.device)
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(count, values),)
         rotate_kernel[grid](x, out, count, values, size, wide, use_pdl, num_warps=warps, launch_pdl=use_pdl)

@@ -57,7 +57,7 @@ def linear_mma_layout(call: LinearMXMMALayout[Tensor]) -> Tensor:
         rows = rotate(rows, call.rotation)
     out = x.new_empty(batch, call.n)
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = tuning.multiprocessors_of(x.device)
     name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
     kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
     kernel(rows, *_weight(call), out, element)
@@ -122,10 +122,10 @@ def _gemv(
     epilogue: Epilogue = _PLAIN,
 ) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = tuning.multiprocessors_of(x.device)
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
     # with more rows of x, the programs of two kernels would share the multiprocessors badly
-    use_pdl = chosen.m_tiles <= 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    use_pdl = chosen.m_tiles <= 2 and tuning.uses_pdl(x.device)
     config = tuning.kernel_config(
         element,
         **tuning.scale_fields(scale, tensor_scale),

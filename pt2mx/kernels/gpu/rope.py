@@ -11,6 +11,7 @@ from torch import Tensor
 from pt2mx.kernels.gpu.quantize import Tile, as_integers, constants_of, packs
 from pt2mx.kernels.gpu.rope_kernel import rotate_and_store_kernel, rotate_quantize_and_store_kernel
 from pt2mx.kernels.gpu.tiles import Constants
+from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 
@@ -60,7 +61,7 @@ def _run(kernel: triton.JITFunction, call: _Call, cache: tuple[Tensor, ...], *co
     factors = tuple(tensor.expand(batch, 1, length, width).contiguous() for tensor in (call.cos, call.sin))
     out = news[0].new_empty(news[0].shape)
     strides = tuple(tensor.stride()[:3] for tensor in news)
-    use_pdl = torch.cuda.get_device_capability(out.device)[0] >= 9
+    use_pdl = uses_pdl(out.device)
     arguments = news, strides, (out, *cache), call.slots.contiguous(), factors
     sizes = length, heads, key_heads, cache[0].shape[2]
     with torch.cuda.device_of(out):

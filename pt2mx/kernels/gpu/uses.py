@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import WIDEST, supports_bf16x2, supports_epilogue
+from pt2mx.kernels.constants import supports_bf16x2
 from pt2mx.kernels.scaled_mm import Form
 from pt2mx.spec import MXSpec
 
@@ -24,12 +24,6 @@ def attends_in_bfloat16(y: Tensor, sizes: Sequence[object], is_masked: bool) -> 
     """Return whether attention is faster than torch's. `sizes`: B, heads, queries, keys, width."""
     keys = sizes[3]
     return y.dtype != torch.bfloat16 or is_masked or (isinstance(keys, int) and keys <= _MOST_KEYS)
-
-
-def quantizes_attention(y: Tensor, quantization: MXSpec) -> bool:
-    """Return whether the kernel of attention can quantize its result (B, heads, S, W)."""
-    width = y.shape[-1]
-    return isinstance(width, int) and width <= WIDEST["cuda"] and supports_epilogue(quantization, width, y.dtype)
 
 
 def quantizes_rows(x: Tensor, quantization: MXSpec) -> bool:
