@@ -16,10 +16,9 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, supports_bf16x2
 from pt2mx.kernels.gpu.activations_kernel import Norm, fake_quantize_activation_kernel
-from pt2mx.kernels.gpu.linear import aligned
+from pt2mx.kernels.gpu.device import aligned, uses_pdl
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
-from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
+from pt2mx.kernels.gpu.device import aligned, multiprocessors_of, uses_pdl
 from pt2mx.kernels.gpu.flash_decoding_kernel import DecodingSizes, decode_attention_kernel
 from pt2mx.kernels.gpu.float_scales import ScaleConstants
-from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.gpu.quantize import as_integers, scale_constants
-from pt2mx.kernels.gpu.tuning import multiprocessors_of, uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:

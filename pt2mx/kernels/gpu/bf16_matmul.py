@@ -20,9 +20,9 @@ from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.gpu.bf16_gemm_kernel import Sizes as GemmSizes
 from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
+from pt2mx.kernels.gpu.device import multiprocessors_of
 from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
-from pt2mx.kernels.gpu.tuning import multiprocessors_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
 from pt2mx.kernels.gpu.activations_kernel import Norm
+from pt2mx.kernels.gpu.device import uses_pdl
 from pt2mx.kernels.gpu.fp8_rowwise_kernel import quantize_rows_kernel, unfit_rows_kernel
-from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:

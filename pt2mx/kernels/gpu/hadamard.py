@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from pt2mx.kernels import hadamard as definition
+from pt2mx.kernels.gpu.device import uses_pdl
 from pt2mx.kernels.gpu.kernels import rotate_kernel
-from pt2mx.kernels.gpu.tuning import uses_pdl
 
 if TYPE_CHECKING:
     from pt2mx.ops.hadamard import Hadamard

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.gpu import tuning
+from pt2mx.kernels.gpu.device import aligned, multiprocessors_of, uses_pdl
 from pt2mx.kernels.gpu.fragment import dequantize_kernel
 from pt2mx.kernels.gpu.gemm import gemm
 from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
@@ -57,7 +58,7 @@ def linear_mma_layout(call: LinearMXMMALayout[Tensor]) -> Tensor:
         rows = rotate(rows, call.rotation)
     out = x.new_empty(batch, call.n)
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
-    multiprocessors = tuning.multiprocessors_of(x.device)
+    multiprocessors = multiprocessors_of(x.device)
     name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
     kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
     kernel(rows, *_weight(call), out, element)
@@ -89,12 +90,6 @@ def residual_linear(call: ResidualLinearMX[Tensor]) -> tuple[Tensor, Tensor, Ten
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
 
-def aligned(x: Tensor, size: int = 16) -> Tensor:
-    """Return the same values, contiguous and aligned, since kernels read up to `size` bytes at a time."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % size else x
-
-
 def _weight(call: _Layer) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return codes, scales, tensor scale and bias of a layer, as the kernels read them."""
     return call.codes, _in_words(call.scale), call.tensor_scale, call.bias
@@ -122,10 +117,10 @@ def _gemv(
     epilogue: Epilogue = _PLAIN,
 ) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
-    multiprocessors = tuning.multiprocessors_of(x.device)
+    multiprocessors = multiprocessors_of(x.device)
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
     # with more rows of x, the programs of two kernels would share the multiprocessors badly
-    use_pdl = chosen.m_tiles <= 2 and tuning.uses_pdl(x.device)
+    use_pdl = chosen.m_tiles <= 2 and uses_pdl(x.device)
     config = tuning.kernel_config(
         element,
         **tuning.scale_fields(scale, tensor_scale),

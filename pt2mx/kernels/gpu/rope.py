@@ -8,10 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
+from pt2mx.kernels.gpu.device import uses_pdl
 from pt2mx.kernels.gpu.quantize import Tile, as_integers, constants_of, packs
 from pt2mx.kernels.gpu.rope_kernel import rotate_and_store_kernel, rotate_quantize_and_store_kernel
 from pt2mx.kernels.gpu.tiles import Constants
-from pt2mx.kernels.gpu.tuning import uses_pdl
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
 

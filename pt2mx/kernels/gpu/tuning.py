@@ -1,5 +1,5 @@
 """Choose a kernel for a weight in the MMA layout, and its configuration: pure functions of sizes, from measurements on
-an NVIDIA H200. What all kernels ask of a device.
+an NVIDIA H200.
 
 `python -m tests.benchmarks.linear` measures the chosen kernels.
 """
@@ -67,19 +67,6 @@ _LONG_SPLIT = 2048  # values along K of a split that is worth a second program o
 _LARGEST_ROTATED_GEMV = 1 << 20
 #: values that `gemv_kernel` rotates together
 ROTATED_BLOCK = 32
-
-
-@functools.cache
-def multiprocessors_of(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def uses_pdl(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch: a kernel may start before the previous one
-    ends."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def kernel_of(batch: int, k: int, n_tiles: int, element: ElementFormat, multiprocessors: int, is_sm_90: bool) -> str:
