@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pt2mx.ops.attention import AttentionMX
     from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX
 
+    _Call = AttentionMX[Tensor] | DecodingAttention[Tensor]
+
 __all__ = ["attend", "attend_dense", "decode"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
@@ -78,7 +80,7 @@ def decode(call: DecodingAttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
 def attend(call: AttentionMX[Tensor], spec: MXSpec, zeros: Tensor | None = None) -> Tensor | None:
     """Return None for many queries or sequences, for widths and blocks that are not powers of two, for scales with a
     significand of integers and those of a tensor, and in float32."""
-    query, value_width, mask, scale = call.query, call.value_width, call.mask, call.scale
+    query, value_width = call.query, call.value_width
     (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, call.key_data.shape
     rows = heads // max(key_heads, 1) * queries
     blocks = min(spec.block_size, width), min(spec.block_size, value_width)
@@ -95,12 +97,16 @@ def attend(call: AttentionMX[Tensor], spec: MXSpec, zeros: Tensor | None = None)
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
     if uses_lanes and spec.has_plain_scale:
         few = slots <= _FEWEST_SLOTS
-        sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None, zeros is not None, few)
-        return _decode(query, packed, key_heads, slots, mask, scale, sizes, zeros)
-    work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS, zeros)
+        sizes = _decoding_sizes(
+            spec.element, width, value_width, *blocks, call.mask is not None, zeros is not None, few
+        )
+        return _decode(call, packed, sizes, zeros)
+    work = _work(call, call.key_data, value_width, _SLOTS, zeros)
     scaled = spec.block_size if min(blocks) < 32 else 0
     tiles = (min(width, _TILE), min(value_width, _TILE)) if scaled else blocks
-    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *tiles, mask is not None, scaled, work.most, work.use_pdl)
+    shape = Sizes(
+        width, value_width, _FEW_QUERIES, _SLOTS, *tiles, call.mask is not None, scaled, work.most, work.use_pdl
+    )
     tensors = query.contiguous(), *packed, work.mask, work.partial, work.joined
     sizes_of_call = rows, queries, key_heads, slots, work.blocks
     with torch.cuda.device_of(query):
@@ -118,16 +124,16 @@ def attend(call: AttentionMX[Tensor], spec: MXSpec, zeros: Tensor | None = None)
 def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for more than 8 queries of a head of the keys, for many sequences, for widths that are not powers of
     two, and for other dtypes than bfloat16."""
-    query, key, value, mask = call.query, call.keys, call.values, call.mask
+    query, key, value = call.query, call.keys, call.values
     (_, heads, queries, width), (_, key_heads, slots, value_width) = query.shape, value.shape
     rows, tensors = heads // key_heads * queries, (query, key, value)
     fits = _fits(query, key_heads, width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
     if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return None
     zeros = call.zeros if _joins(call.zeros, slots, query.shape[0] * key_heads) else None
-    sizes = _dense_sizes(width, value_width, mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
+    sizes = _dense_sizes(width, value_width, call.mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
     cache = [(aligned(tensor).view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
-    return _decode(query, cache, key_heads, slots, mask, call.scale, sizes, zeros)
+    return _decode(call, cache, sizes, zeros)
 
 
 def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:
@@ -144,19 +150,11 @@ def _fits(query: Tensor, key_heads: int, *widths: int) -> bool:
     )
 
 
-def _decode(
-    query: Tensor,
-    cache: Sequence[tuple[Tensor, ...]],
-    key_heads: int,
-    slots: int,
-    mask: Tensor | None,
-    scale: float | None,
-    sizes: DecodingSizes,
-    zeros: Tensor | None,
-) -> Tensor:
+def _decode(call: _Call, cache: Sequence[tuple[Tensor, ...]], sizes: DecodingSizes, zeros: Tensor | None) -> Tensor:
     """Attend with `flash_decoding_kernel`; with `zeros`, its last programs join the splits."""
-    slots_of_warp = 16 * sizes.TILES
-    work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, zeros)
+    query, slots_of_warp = call.query, 16 * sizes.TILES
+    _, key_heads, slots, _ = cache[0][0].shape
+    work = _work(call, cache[0][0], sizes.VALUE_DIM, slots_of_warp * sizes.WARPS, zeros)
     sizes = sizes._replace(JOINED=work.most, use_pdl=work.use_pdl)
     tensors = aligned(query, 4), *cache, work.mask, work.partial, work.joined
     sizes_of_call = work.rows, query.shape[2], key_heads, slots, work.blocks * slots_of_warp
@@ -169,19 +167,11 @@ def _decode(
     return work.out
 
 
-def _work(
-    query: Tensor,
-    key_heads: int,
-    slots: int,
-    value_width: int,
-    mask: Tensor | None,
-    scale: float | None,
-    at_a_time: int,
-    zeros: Tensor | None,
-) -> _Work:
-    """Divide the slots among the programs of a pair, each for blocks of `at_a_time` slots; with `zeros` among as many
-    as the last one joins."""
-    batch, heads, queries, width = query.shape
+def _work(call: _Call, keys: Tensor, value_width: int, at_a_time: int, zeros: Tensor | None) -> _Work:
+    """Divide the slots of keys among the programs of a pair, each for blocks of `at_a_time` slots; with `zeros` among
+    as many as the last one joins."""
+    query, mask = call.query, call.mask
+    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, keys.shape
     pairs, blocks = batch * key_heads, triton.cdiv(slots, at_a_time)
     of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * multiprocessors_of(query.device) // pairs)))
     of_split = of_split if zeros is None else max(of_split, triton.cdiv(blocks, _MOST_JOINED))
@@ -191,7 +181,7 @@ def _work(
     out = query.new_empty(batch, heads, queries, value_width)
     mask = None if mask is None else mask.expand(batch, heads, queries, slots).view(torch.uint8)
     strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    sm_scale = width**-0.5 if scale is None else scale
+    sm_scale = width**-0.5 if call.scale is None else call.scale
     rows = heads // key_heads * queries
     shown = query if mask is None else mask
     joined, most = (out, out if zeros is None else zeros), 0 if zeros is None else _MOST_JOINED
