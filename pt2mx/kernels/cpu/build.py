@@ -64,6 +64,7 @@ _FUNCTIONS = {
     "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
     "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
     "pt2mx_integer_isa": (ctypes.c_int32, ctypes.c_void_p),
+    "pt2mx_isa_of_rows": (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64),
 }
 #: what a function returns if it does not support a call
 _UNSUPPORTED = -1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +38,7 @@ __all__ = ["call_of", "grouped_linear", "isa_for", "linear", "linear_fake_quanti
 #: significant bits of a bfloat16
 _BFLOAT_BITS = 8
 
-#: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul
+#: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul, as in C++
 VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits;
 #: INT8: any of those below, for values that are integers times a power of two a block
@@ -47,9 +46,6 @@ AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
 #: of AArch64 is for up to 4 rows
 VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
-#: dtype of x -> the most rows, more than VECTOR_ROWS, that matrix instructions multiply, and which: float32 as three
-#: bfloat16 values
-_MATRIX_ISA = {torch.bfloat16: (sys.maxsize, AMX | INT8 | AVX512_BF16), torch.float32: (FEW_ROWS, AMX)}
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
 #: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
@@ -187,8 +183,8 @@ def _parts(n: int, size: int) -> int:
 
 def matrix_isa_for(spec: MXSpec, rows: int, k: int, dtype: torch.dtype) -> int:
     """Return the matrix instructions that multiply x: (rows, k) of this dtype by a weight; 0 where vectors do."""
-    most, isa = _MATRIX_ISA.get(dtype, (0, 0))
-    return isa & isa_for(spec, k) if VECTOR_ROWS < rows <= most else 0
+    isa = isa_for(spec, k)
+    return load()[0].pt2mx_isa_of_rows(isa, DTYPES.index(dtype), rows) if isa else 0
 
 
 def isa_for(spec: MXSpec, k: int) -> int:

@@ -132,6 +132,12 @@ int32_t multiply(LinearCall call, ParallelFor parallel_for) {
 
 extern "C" {
 
+int32_t pt2mx_isa_of_rows(int32_t isa, int32_t dtype, int64_t rows) {
+  if (rows <= kVectorRows) return 0;
+  if (dtype == BF16) return isa;
+  return dtype == FP32 && rows <= kFewRows ? isa & AMX : 0;  // as three bfloat16 values
+}
+
 int32_t pt2mx_integer_isa(int32_t format, const float* table) {
   int32_t isa = 0;
   with_integer_decoder(format,
