@@ -52,8 +52,9 @@ def _run_in_order(call: Any, tensors: tuple[str, ...], spec: MXSpec, *more: obje
     if has_one_order(x):
         return as_tuple(run_kernel(call, spec, *more))
 
-    def kernel(spec: MXSpec, *permuted: Tensor) -> Any:
-        return run_kernel(call.replace(**dict(zip(tensors, permuted, strict=True))), spec, *more)
+    def kernel(spec: MXSpec, *given: Tensor) -> Any:
+        in_order = call if given[0] is x else call.replace(**dict(zip(tensors, given, strict=True)))
+        return run_kernel(in_order, spec, *more)
 
     return with_memory_format_of(x, kernel, spec, *(getattr(call, name) for name in tensors))
 
@@ -308,7 +309,8 @@ class ClipGradient(ScaleArguments[T]):
                 f"{tuple(x.shape)} on {x.device}"
             )
         t = scale_of_tensor(self, spec) if spec.scale_format.tensor else None
-        call = self.replace(grad=_row(grad), x=_row(x), tensor_scale=t)
+        is_ready = bool(x.dim()) and t is self.tensor_scale
+        call = self if is_ready else self.replace(grad=_row(grad), x=_row(x), tensor_scale=t)
         (y,) = _run_in_order(call, ("x", "grad"), spec)
         return y if x.dim() else y.as_strided_((), ())
 

@@ -1,4 +1,4 @@
-"""What passes ask of the CPU's kernels: whether this machine supports a use of them, and they are faster.
+"""Tell passes whether this machine's kernels support a use of them, and are faster.
 
 Each function takes the tensor that the kernel computes, of which the shape and the dtype are known, and facts.
 """

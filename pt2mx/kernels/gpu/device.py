@@ -1,4 +1,4 @@
-"""What kernels ask of an NVIDIA GPU, and of the memory that they read."""
+"""The properties of an NVIDIA GPU, and of the memory, that kernels depend on."""
 
 from __future__ import annotations
 

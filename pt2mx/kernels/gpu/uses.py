@@ -1,4 +1,4 @@
-"""What passes ask of the kernels on an NVIDIA GPU: whether the device supports a use of them, and they are faster.
+"""Tell passes whether the kernels on an NVIDIA GPU support a use of them, and are faster.
 
 Each function takes the tensor that the kernel computes, on that device, and facts. No function needs Triton.
 """
