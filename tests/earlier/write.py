@@ -8,7 +8,6 @@ what later versions read. Run it again only to add a kind of file, in a clone of
 
 import json
 import tempfile
-from pathlib import Path
 
 import torch
 from torch import nn
