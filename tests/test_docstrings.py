@@ -190,7 +190,7 @@ def test_example(name, text, tmp_path, monkeypatch):
     torch.manual_seed(0)
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
+    doctest.DocTestRunner(verbose=False, optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
     assert not list(tmp_path.iterdir()), "files left behind"
     assert not patched()

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from torch._ops import OpOverload
-
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
@@ -75,7 +73,7 @@ def _operator(kind: type[MXNode], op_type: str) -> Any:
     return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), op_type, op_schema)
 
 
-def translations(emit: Callable[..., Any]) -> dict[OpOverload, Callable[..., Any]]:
+def translations(emit: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
     """Return operator -> translation, as `custom_translation_table` of torch's exporter takes it.
 
     Args:
