@@ -40,8 +40,8 @@ FOLDERS = (
 UP = {("language", "checkpoints")}
 #: results that draw themselves, above them, when they are asked to
 DRAWN = {("report", "page"), ("debug", "page")}
-#: the flat API, its types and the command: lazy names and entry points of all layers
-ENTRANCES = {"pt2mx", "pt2mx.__main__", "pt2mx.entrypoint", "pt2mx.deprecated"}
+#: the flat API, old names and the command, which name all layers; Quark's surface over the flow
+ENTRANCES = {"pt2mx", "pt2mx.__main__", "pt2mx.entrypoint", "pt2mx.deprecated", "pt2mx.quark.quantize_model"}
 #: a module in a string, perhaps with a name in it
 _MODULE = re.compile(r"(pt2mx(?:\.\w+)+)(?::\w+)?")
 

@@ -14,7 +14,7 @@ def test_each_file_has_results():
     assert sorted(RESULTS) == [path.name for path in paths()]
 
 
-@pytest.mark.filterwarnings("ignore:.*was saved by pt2mx.*", "ignore:pt2mx.pt2e.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*was saved by pt2mx.*")
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path.name)
 def test_a_file_of_an_earlier_version(path):
     found, expected = results_of(path), RESULTS[path.name]

@@ -1,4 +1,7 @@
-"""The flow of Quark's `ModelQuantizer`: call `quantize_onnx` for a model or a file, with Quark's config."""
+"""Call `pt2mx.quantize_onnx` for a model or a file, with Quark's config.
+
+The one module of this folder that imports the flow: `ModelQuantizer` imports it when it quantizes.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,8 @@ def quantize_model(
     config: QuantizationConfig,
     batches: Iterable[Mapping[str, np.ndarray]] | None,
 ) -> tuple[ModelProto | None, OnnxReport]:
-    """Quantize a float model, or its file, with a config of Quark.
-
-    Args:
-        model: the model, or the path of its file.
-        output: the path of the quantized file; None to return the model.
-        config: Quark's config.
-        batches: batches by the names of inputs, to compare the outputs of both models.
-
-    Returns:
-        The quantized model if `output` is None, else None; and the report.
+    """Quantize a float model, or its file. Return the quantized model, which is None if it is written to `output`, and
+    the report.
 
     Raises:
         MXError: as `quantize_onnx`, and if the config names nodes or types that the model does not have.
