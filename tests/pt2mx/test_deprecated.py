@@ -16,7 +16,7 @@ KEPT = """
     pt2mx.pt2e.sensitivity.result:Sensitivity pt2mx.quark.enums:VitisQuantFormat
     pt2mx.pt2e.observer:MXObserver pt2mx.pt2e.fake_quantize:MXFakeQuantize
     pt2mx.pt2e.format_observer:MXFormatObserver pt2mx.pt2e.range_observers:MXMinMaxObserver
-    pt2mx.pt2e.tensor_scales:StaticScale pt2mx.pt2e.packed_weights:PackedWeight
+    pt2mx.pt2e.tensor_scales:StaticTensorScale pt2mx.pt2e.packed_weights:PackedWeight
     pt2mx.pt2e.provenance:Provenance pt2mx.pt2e.sensitivity.results:Sensitivity
     pt2mx.pt2e.report.agreement:Fidelity
 """.split()

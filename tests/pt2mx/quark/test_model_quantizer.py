@@ -108,7 +108,7 @@ def test_a_field_that_is_set_later_is_checked_too(input_model_path, tmp_path):
 
 def test_without_onnx(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
-    for name in [name for name in sys.modules if name.startswith("pt2mx.pt2e.onnx.")]:
+    for name in [name for name in sys.modules if name.startswith(("pt2mx.pt2e.onnx.", "pt2mx.quark.quantize_"))]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MXError, match=r"onnx is not installed: pip install 'pt2mx\[onnx\]'"):
         quantizer().quantize_model("float.onnx")
