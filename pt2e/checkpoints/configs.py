@@ -22,7 +22,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     unquantized,
 )
 from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, spec_of
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pt2mx.pt2e.checkpoints.safetensors_shards import ShardWriter
 from pt2mx.pt2e.checkpoints.sources import Reader
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
 from pt2mx.pt2e.checkpoints.weight_formats import format_of
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
 from pt2mx.spec import MXSpec
 
 

@@ -16,7 +16,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.build_model import check_counts
 from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
 from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, SUFFIX, GGUFFile
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 ARCHITECTURE = "general.architecture"
 #: types whose values without a scale of the whole tensor are exact in bfloat16 and float16 models

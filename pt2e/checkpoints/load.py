@@ -44,7 +44,7 @@ from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import one_line, user_errors
 from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from PIL import Image

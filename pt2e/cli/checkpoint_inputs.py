@@ -14,8 +14,8 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.batches import IMAGES, Reader, groups
 from pt2mx.pt2e.cli.hugging_face import PROCESSORS, media_config, shape_from_config
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.texts import sentences
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -20,7 +20,7 @@ from pt2mx.pt2e.checkpoints.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
@@ -22,14 +23,13 @@ from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.cli.option_checks import check_compiler, check_device, check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import Provenance, recipe_of
+from pt2mx.pt2e.program.program import read_program
+from pt2mx.pt2e.program.provenance import Provenance, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.agreement import Fidelity, fidelity
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def compile_program(

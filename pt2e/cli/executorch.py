@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.pt2e.cli.option_checks import check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.executorch.export import export_executorch, import_executorch
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.program.program import read_program
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.option_checks import check_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.program.program import read_program
 
 #: tokens of each prompt on which a decoder's file is compared with the language model
 _TOKENS = 16

@@ -20,8 +20,8 @@ from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.batches import IMAGES, RECORDINGS, read_audio, read_image
+from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.language.folder import save_part
-from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,6 +25,7 @@ from pt2mx.pt2e.cli.option_checks import check_compiler, check_folder_name
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.user_errors import one_line, user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
@@ -35,7 +36,6 @@ from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

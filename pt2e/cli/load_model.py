@@ -18,8 +18,8 @@ from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.batches import load_batches
 from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
 from pt2mx.pt2e.cli.progress import note
-from pt2mx.pt2e.report.weights import listed, nonfinite_parameters
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, user_errors
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, user_errors
+from pt2mx.pt2e.flow.weights import listed, nonfinite_parameters
 
 #: advice for code that cannot be exported
 _FOR_CODE = "change that code, or give a factory of the part of the model that can be exported"

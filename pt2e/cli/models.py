@@ -22,10 +22,10 @@ from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
 from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
 from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
 from pt2mx.pt2e.cli.usage import check_model, source_file
+from pt2mx.pt2e.files.user_errors import quiet_export
 from pt2mx.pt2e.language.texts import sentences
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.program import export_program
-from pt2mx.pt2e.user_errors import quiet_export
+from pt2mx.pt2e.program.program import export_program
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.batches import batch_files
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.cli.usage import source_file
-from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.provenance import other_version
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.files.archive import check_kind
+from pt2mx.pt2e.files.output import check_distinct, check_output
+from pt2mx.pt2e.files.user_errors import one_line
+from pt2mx.pt2e.program.provenance import other_version
 
 #: suffix of a file -> the command that writes such a file, or None
 _FILES = {

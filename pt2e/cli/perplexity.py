@@ -18,12 +18,12 @@ from pt2mx.pt2e.cli.language import calibration_blocks, load_decoder
 from pt2mx.pt2e.cli.load_model import note_coverage
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.texts import BLOCK, Perplexity, Predict, blocks, perplexity, read_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

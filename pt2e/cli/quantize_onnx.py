@@ -12,10 +12,10 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.batches import arrays_by_name, batch_files, load_batches
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.output import check_distinct, check_output
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import OnnxReport, quantize_onnx
-from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 #: of `--model`
 PREFIX = "onnx:"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.report.report import QuantizationReport
-from pt2mx.pt2e.user_errors import user_errors
 
 _JSON = ".json"
 #: suffixes of a report

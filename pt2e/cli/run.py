@@ -17,12 +17,12 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.batches import arrays_by_name, conform, load_batch
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import check_distinct, check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.runtime import load
-from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.provenance import other_version
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.program.provenance import other_version
 
 #: seconds for which a call is repeated to time it
 _SECONDS = 1.0

@@ -25,15 +25,15 @@ from pt2mx.pt2e.cli.models import Batch, call
 from pt2mx.pt2e.cli.option_checks import check_eval_options, check_eval_output, split_names
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.format_observer import MXFormatObserver
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.observe.format_observer import MXFormatObserver
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.results import Sensitivity
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.results import Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
-from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import parse
 
 

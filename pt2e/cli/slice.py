@@ -11,12 +11,12 @@ from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.option_checks import check_program_file, check_program_name
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result
-from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.program import read_program, save_program
+from pt2mx.pt2e.files.output import check_distinct, check_output
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.optimize.slice import slice_program
+from pt2mx.pt2e.program.program import read_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.slice import slice_program
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -10,12 +10,12 @@ from pt2mx.pt2e.cli.option_checks import check_folder_name
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.report_file import write_report
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.folder import REPORT, copy_processor
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.slice import slice_language_model
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def slice_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.arguments import OPSETS
+from pt2mx.pt2e.files.archive import check_kind
+from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.language.ranges import fault_of
-from pt2mx.pt2e.output import check_output
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: the models that `--model` takes, as errors name them

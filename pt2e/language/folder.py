@@ -12,12 +12,12 @@ from torch.export import ExportedProgram
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.gguf_model import gguf_in, tokenizer_of
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.output import whole_file
-from pt2mx.pt2e.program import load_program, save_program
+from pt2mx.pt2e.program.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 #: in the folder, next to the files that transformers writes
 REPORT = "report.json"
