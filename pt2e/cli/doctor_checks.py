@@ -179,6 +179,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _needed("numpy", "numpy"),
         _needed("ninja", "ninja"),
         _needed("PyYAML", "yaml"),
+        _needed("shtab", "shtab"),
         _needed("tqdm", "tqdm"),
     ),
     "machine": (

@@ -129,7 +129,7 @@ EXAMPLES = {
     ),
     "completion": (
         ("complete in bash, from ~/.bashrc", "bash > ~/.pt2mx.bash && echo 'source ~/.pt2mx.bash' >> ~/.bashrc"),
-        ("complete in zsh, from ~/.zshrc", "zsh > ~/.pt2mx.zsh && echo 'source ~/.pt2mx.zsh' >> ~/.zshrc"),
+        ("complete in zsh, from a folder of $fpath", 'zsh > "${fpath[1]}/_pt2mx"'),
         ("complete in fish", "fish > ~/.config/fish/completions/pt2mx.fish"),
     ),
 }
