@@ -20,7 +20,7 @@ from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.sources import Source
 from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
-from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 
 
 class PlannedContents:

@@ -135,9 +135,9 @@ def load_checkpoint(
         torch.Size([1, 8])
     """
     from pt2mx.pt2e.language.decoder import PREFIX, export, export_decoder, inputs
-    from pt2mx.pt2e.language.folder import load_tokenizer
     from pt2mx.pt2e.language.language_model import LanguageModel
     from pt2mx.pt2e.language.layers import layers_of
+    from pt2mx.pt2e.models.tokenizers import load_tokenizer
 
     transformers = import_extra("transformers", "hf")
     if not isinstance(folder, str | os.PathLike):

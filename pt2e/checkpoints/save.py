@@ -28,8 +28,8 @@ from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardWriter
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
-from pt2mx.pt2e.language.folder import save_part
 from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.models.tokenizers import save_part
 from pt2mx.pt2e.output import whole_file, write_text
 
 if TYPE_CHECKING:

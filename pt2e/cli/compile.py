@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -19,13 +18,13 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
-from pt2mx.pt2e.cli.option_checks import check_compiler, check_device, check_program_file
+from pt2mx.pt2e.cli.checks import check_compiler, check_device
+from pt2mx.pt2e.cli.programs import load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
-from pt2mx.pt2e.program import read_program
 from pt2mx.pt2e.provenance import Provenance, recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.agreement import Fidelity, fidelity
@@ -94,16 +93,14 @@ def _on_the_cpu(model: GraphModule) -> Callable[..., object]:
 
 def run(options: argparse.Namespace) -> Result:
     check_device(options.device)
-    if Path(options.program).is_dir():
-        return importlib.import_module("pt2mx.pt2e.cli.language").compile_folder(options)  # imports transformers
-    if options.output is None:
-        raise MXError("give --output, the package to write: a name that ends in .pt2")
-    check_package_output(options.output)
-    check_program_file(options)
     check_compiler()
+    if Path(options.program).is_dir():
+        from pt2mx.pt2e.cli.language import compile_folder  # imports transformers
+
+        return compile_folder(options)
+    check_package_output(options.output)
     with Progress(3) as progress:
-        with user_errors(f"load {options.program!r}"):
-            program = read_program(options.program)
+        program = load_program_file(options.program)
 
         progress.begin("compile")
         with user_errors("compile the program"):

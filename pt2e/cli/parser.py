@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.argument_kinds import Argument
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, Argument
 from pt2mx.version import __version__
 
 #: the exit status
@@ -189,7 +188,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Parser:
-    """Return the parser of the command line. The options that it parses have the function of the command as `run`.
+    """Return the parser of the command line. Its options have the command as `command`, and its function as `run`.
 
     Args:
         commands: command -> ("module:function", the help text); a command with actions has `function_ACTION` for each.
@@ -206,9 +205,9 @@ def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Pa
             command.default_action = next(iter(ACTIONS[name]))
             actions = command.add_subparsers(required=True, metavar="ACTION")
             for action, (text, arguments) in ACTIONS[name].items():
-                _fill(actions.add_parser(action, help=text), f"{function}_{action}", arguments)
+                _fill(actions.add_parser(action, help=text), name, f"{function}_{action}", arguments)
         else:
-            _fill(command, function, ARGUMENTS.get(name, ()))
+            _fill(command, name, function, ARGUMENTS.get(name, ()))
     return parser
 
 
@@ -218,11 +217,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, Parser]:
     return next(choices, {})
 
 
-def _fill(parser: Parser, function: str, arguments: Iterable[Argument]) -> None:
+def _fill(parser: Parser, command: str, function: str, arguments: Iterable[Argument]) -> None:
     for names, options in (*arguments, *COMMON):
         parser.add_argument(*names, **options)
     module, name = function.split(":")
-    parser.set_defaults(run=partial(_run, module, name))
+    parser.set_defaults(command=command, run=partial(_run, module, name))
 
 
 def _run(module: str, function: str, options: argparse.Namespace) -> Any:

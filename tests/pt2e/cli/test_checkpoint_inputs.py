@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli.checkpoint_inputs import TEXTS
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.models import call, load_model
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.cli.float_model import export_loaded, signature_of
+from pt2mx.pt2e.cli.inputs import conform
+from pt2mx.pt2e.models.example_inputs import TEXTS
+from pt2mx.pt2e.models.float_models import call, load_model
+from pt2mx.pt2e.models.samples import sentences
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_checkpoints_come_with_inputs(name, checkpoint):
     assert list(loaded.example) == list(inputs), "in the order of forward"
     with torch.no_grad():
         expected = call(loaded.module, loaded.example)
-        got = call(loaded.export().module(), loaded.example)
+        got = call(export_loaded(loaded).module(), loaded.example)
     assert got[0].shape == output
     leaves, got = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (expected, got))
     assert len(got) == len(leaves) and all(map(lambda a, b: torch.allclose(a, b, atol=1e-5), got, leaves))
@@ -198,7 +200,7 @@ def test_texts_with_images_are_as_in_the_example(checkpoint, photos, transformer
     assert torch.allclose(red, scaled[0], atol=1e-2) and torch.allclose(lime, scaled[1], atol=0.1)  # JPEG
     for source, batch in result.items():
         assert list(batch) == list(loaded.example) and torch.equal(batch["input_ids"], loaded.example["input_ids"])
-        assert loaded.conform(batch, source, print).keys() == batch.keys()
+        assert conform(batch, signature_of(loaded), source, print)[1].keys() == batch.keys()
 
 
 def test_files_without_a_processor_are_an_error_that_names_it(checkpoint, photos):

@@ -17,7 +17,7 @@ from pt2mx.pt2e import provenance
 from pt2mx.pt2e.archive import add_records
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo
 from pt2mx.pt2e.packages.package import load_package

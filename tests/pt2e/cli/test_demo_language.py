@@ -3,8 +3,8 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.cli import demo_language
-from pt2mx.pt2e.cli.language import load_decoder
 from pt2mx.pt2e.cli.result import size_of
+from pt2mx.pt2e.models.pretrained import load_language_model
 from tests.gguf_files import write_gguf
 from tests.language_models import checkpoint, tiny_decoder, tokenizer_of_bytes
 
@@ -28,7 +28,7 @@ def test_the_checkpoint_has_the_values_of_the_file_and_no_progress_bar_appears(t
     demo_language._convert(tmp_path, tmp_path / "cache" / "checkpoint")
     assert capfd.readouterr() == ("", "")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["checkpoint"]
-    state = load_decoder(str(tmp_path / "cache" / "checkpoint")).state_dict()
+    state = load_language_model(str(tmp_path / "cache" / "checkpoint")).state_dict()
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 

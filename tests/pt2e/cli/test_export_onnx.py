@@ -14,8 +14,8 @@ import pt2mx
 from pt2mx import MXError, extras
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.run import run as run_command
+from pt2mx.pt2e.models.packaged import load_minilm
 from tests.documents import ROOT
 from tests.flow import convert
 from tests.language_models import decoder_by_recipe

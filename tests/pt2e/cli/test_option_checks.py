@@ -4,8 +4,8 @@ from zipfile import ZipFile
 import pytest
 
 from pt2mx import MXError
+from pt2mx.pt2e.cli.checks import check_folder_name, check_program_name
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.option_checks import check_folder_name, check_program_name
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
+from pt2mx.pt2e.cli.inputs import signature_from_factory
 
 X, Y = torch.zeros(4, 6), torch.zeros(4)
 BATCH = Dim("batch", min=2, max=8)

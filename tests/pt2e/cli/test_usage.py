@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from pt2mx import MXError
+from pt2mx.pt2e.cli.checks import check_usage
 from pt2mx.pt2e.cli.command import command_parser
-from pt2mx.pt2e.cli.usage import check_model, check_usage, source_file
+from pt2mx.pt2e.models.names import check_model, source_file
 
 #: a wrong command line -> the begin of its error
 WRONG = {
@@ -49,7 +50,7 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
         "quantize --model minilm --recipe MXFP8",
         "quantize --model minilm --recipe BFP[8|8]{64}(SN)",
         "quantize --model net.py:make --recipe fp6_e3m2{16}",
-        "quantize --model onnx:net.onnx --recipe nvfp4",
+        "quantize --model onnx:net.onnx --recipe nvfp4 --output mx.onnx",
         "quantize --model hf:nowhere",
         "sensitivity hf:nowhere --dtype bfloat16 --part decoder",
         "perplexity nowhere --text a",
@@ -62,6 +63,7 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
 )
 def test_right_lines(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.onnx").touch()
     check_usage(command_parser().parse_args(line.split()))
 
 

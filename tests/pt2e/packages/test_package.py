@@ -12,7 +12,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e import provenance
 from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.package import exact_lengths, load_package
 from pt2mx.pt2e.provenance import provenance_of

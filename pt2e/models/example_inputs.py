@@ -12,9 +12,10 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.batches import IMAGES, Reader, groups
-from pt2mx.pt2e.cli.hugging_face import PROCESSORS, media_config, shape_from_config
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.models.input_files import Reader, groups
+from pt2mx.pt2e.models.names import IMAGES
+from pt2mx.pt2e.models.processors import PROCESSORS, media_config, shape_from_config
+from pt2mx.pt2e.models.samples import sentences
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class CheckpointInputs:
 
     Args:
         module: the model.
-        name: the checkpoint, as `load_checkpoint` takes it.
+        name: the checkpoint, as `load_pretrained` takes it.
     """
 
     def __init__(self, module: PreTrainedModel, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Load models from checkpoints of Hugging Face, and the processors that make their inputs of images and recordings."""
+"""Processors of transformers, which make a model's inputs of images and recordings; and the shapes of these inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,17 +14,10 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.build_model import check_counts
-from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in, files_of
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
-from pt2mx.pt2e.cli.batches import IMAGES, RECORDINGS, read_audio, read_image
-from pt2mx.pt2e.language.folder import save_part
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.models.input_files import read_audio, read_image
+from pt2mx.pt2e.models.names import IMAGES, RECORDINGS
+from pt2mx.pt2e.models.tokenizers import save_part
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -32,103 +25,11 @@ if TYPE_CHECKING:
 _SAMPLES, _FRAMES = 16_000, 96
 
 
-def load_checkpoint(name: str, dtype: str | None = None) -> PreTrainedModel:
-    """Load the model of a checkpoint, ready for export.
-
-    Args:
-        name: a local folder, or a name on the hub.
-        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for a checkpoint that cannot be loaded, or that needs code of its own.
-    """
-    transformers = import_extra("transformers", "hf")
-    try:
-        fields = {} if gguf_in(name) else transformers.PretrainedConfig.get_config_dict(name)[0]
-        architecture = (fields.get("architectures") or ["AutoModel"])[0]
-        module = from_pretrained(getattr(transformers, architecture, transformers.AutoModel), name, dtype)
-    except MXError:
-        raise
-    except Exception as error:  # any of the libraries that read a checkpoint may raise anything
-        raise MXError(
-            f"{name!r} is no Hugging Face checkpoint that can be loaded (a local folder works offline): "
-            f"{one_line(error)}"
-        ) from None
-    # a program without transformers' output types loads where transformers is not installed
-    module.register_forward_hook(lambda module, inputs, output: output.to_tuple())
-    for config in [part.config for part in module.modules() if hasattr(getattr(part, "config", None), "use_cache")]:
-        config.use_cache = False  # a cache is no tensor, and export takes tensors
-    return module
-
-
-def from_pretrained(
-    architecture: type[PreTrainedModel], name: str | os.PathLike[str], dtype: str | None = None
-) -> PreTrainedModel:
-    """Return `architecture.from_pretrained(name)` in evaluation mode, without a progress bar.
-
-    With dtype=None it keeps its own dtype.
-
-    Raises:
-        MXError: for a checkpoint that needs code of its own, which pt2mx never runs.
-    """
-    from transformers.utils import logging
-
-    if (file := gguf_in(name)) is not None:
-        return load_float_gguf(file, None if dtype is None else getattr(torch, dtype))
-    _check_buildable(name)
-    logging.disable_progress_bar()
-    return architecture.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=False).eval()
-
-
-def checkpoint_values(model: PreTrainedModel, name: str | os.PathLike[str]) -> CheckpointValues:
-    """Return the values of the checkpoint from which a model was loaded; without files on disk, the values of the
-    model."""
-    return CheckpointValues(model, None if gguf_in(name) else entries_in(files_of(name)) or None)
-
-
-def _check_buildable(name: str | os.PathLike[str]) -> None:
-    """Raise an `MXError` where transformers itself lacks the model, or the files do not hold it."""
-    transformers = import_extra("transformers", "hf")
-    fields, _ = transformers.PretrainedConfig.get_config_dict(name)
-    if entries := entries_in(files_of(name)):
-        check_counts(fields, [entry.shape for entry in entries.values()], str(name))
-    remote = fields.get("auto_map")
-    known = fields.get("model_type") in transformers.CONFIG_MAPPING
-    if remote and not (known and all(hasattr(transformers, name) for name in fields.get("architectures") or ())):
-        files = sorted({f"{reference.rpartition('.')[0]}.py" for reference in remote.values()})
-        raise MXError(
-            f"{str(name)!r} needs code of its own, which is not run: {', '.join(files)}. Where you trust it, give "
-            "--model module.py:factory, a function that loads the model with trust_remote_code=True and returns "
-            "(model, example_inputs)"
-        )
-
-
-class Processor(Protocol):
-    """Makes a model's inputs of files of one kind."""
-
-    #: of `pt2mx.pt2e.cli.batches.KINDS`
-    kind: str
-
-    def __init__(self, name: str, config: PretrainedConfig) -> None: ...
-
-    def noise(self) -> Any:
-        """Return a random item of the kind."""
-
-    def extremes(self) -> tuple[Any, Any]:
-        """Return two items whose inputs differ in each dimension that may vary."""
-
-    def read(self, file: Path) -> Any:
-        """Read an item from a file."""
-
-    def inputs(self, items: list) -> dict[str, Tensor]:
-        """Return the inputs for a batch of items that `noise` or `read` returned."""
-
-
 class ImageProcessor:
     """An image processor of transformers.
 
     Args:
-        name: the checkpoint, as `load_checkpoint` takes it.
+        name: the checkpoint, as `load_pretrained` takes it.
         config: the config of the vision part of the model.
 
     Raises:
@@ -207,6 +108,7 @@ class FeatureExtractor:
         return (0.1 * torch.randn(seconds * self.rate)).numpy()
 
 
+Processor = ImageProcessor | FeatureExtractor
 #: input -> the class that makes it of files
 PROCESSORS: dict[str, type[Processor]] = {
     "pixel_values": ImageProcessor,
