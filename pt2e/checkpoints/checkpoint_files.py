@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
+from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, Header, ShardReader, read_header
 
 #: the configuration, the only file of tensors, and the index where there are several
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -43,17 +43,21 @@ class CheckpointTensors(StoredTensors):
     """
 
     def __init__(self, folder: Path) -> None:
-        shards = headers_of(folder).items()
-        self._files = {name: folder / shard for shard, header in shards for name in header.entries}
-        self.dtypes = {name: entry.dtype for _, header in shards for name, entry in header.entries.items()}
+        self._shards = {folder / shard: header for shard, header in headers_of(folder).items()}
+        self._files = {name: file for file, header in self._shards.items() for name in header.entries}
+        self.entries = {name: self._shards[file].entries[name] for name, file in self._files.items()}
+        self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        with ShardReader(self._files[name]) as reader:
+        with self._open(name) as reader:
             return reader.tensor(name)
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        with ShardReader(self._files[name]) as reader:
+        with self._open(name) as reader:
             return reader.rows(name, first, count)
+
+    def _open(self, name: str) -> ShardReader:
+        return ShardReader(self._files[name], self._shards[self._files[name]])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -76,13 +80,6 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return config
 
 
-class Header(NamedTuple):
-    """The header of a shard: its tensors by name, and the strings of its metadata."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-
-
 def headers_of(folder: Path) -> dict[str, Header]:
     """Return the files that hold the tensors of a checkpoint, with their headers.
 
@@ -100,10 +97,7 @@ def headers_of(folder: Path) -> dict[str, Header]:
     shards = sorted(set(shard_of.values())) if index.is_file() else [WHOLE]
     if missing := [shard for shard in shards if not os.path.isfile(folder / shard)]:
         raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
-    headers = {}
-    for shard in shards:
-        with ShardReader(folder / shard) as reader:
-            headers[shard] = Header(reader.entries, reader.metadata)
+    headers = {shard: read_header(folder / shard) for shard in shards}
     _check_index(index, shard_of, headers)
     return headers
 
@@ -183,8 +177,7 @@ def entries_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for file in map(Path, files):
         if file.suffix == ".safetensors":
-            with ShardReader(file) as reader:
-                entries |= reader.entries
+            entries |= read_header(file).entries
         else:
             # torch maps no file of its format before 1.6
             state = torch.load(file, map_location="meta", mmap=is_zipfile(file), weights_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pt2mx.pt2e.checkpoints.build_model import model_on_meta
 from pt2mx.pt2e.checkpoints.checkpoint_files import (
@@ -35,33 +33,13 @@ if TYPE_CHECKING:
 _SHARD = 1 << 30
 
 
-class Reader(Protocol):
-    """Reads the tensors of a shard, as `ShardReader`."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-
-    def slices(self, name: str, multiple: int = 1) -> Iterator[tuple[int, Tensor]]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class Shards(Protocol):
-    """The shards of a checkpoint; what is written has shards of the same names.
+class FolderShards:
+    """The shards of a folder; what is written has shards of the same names.
 
     Attributes:
         entries: shard -> its tensors.
         files: the files that are read.
     """
-
-    entries: dict[str, dict[str, Entry]]
-    files: list[Path]
-
-    def open(self, shard: str) -> AbstractContextManager[Reader]: ...
-
-
-class FolderShards:
-    """The shards of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.entries = {shard: header.entries for shard, header in headers_of(folder).items()}
@@ -73,7 +51,7 @@ class FolderShards:
 
 
 class GGUFShards:
-    """The tensors of a GGUF file in shards of a size at which an interrupted run loses little."""
+    """The tensors of a GGUF file in shards of a size at which an interrupted run loses little; see `FolderShards`."""
 
     def __init__(self, file: Path, tensors: GGUFTensors) -> None:
         groups: list[dict[str, Entry]] = [{}]
@@ -95,10 +73,16 @@ class GGUFShards:
 
 
 class _GGUFReader:
+    """Reads the tensors of a shard, as `ShardReader`."""
+
     def __init__(self, entries: dict[str, Entry], tensors: GGUFTensors) -> None:
         self.entries: dict[str, Entry] = entries
         self.metadata: dict[str, str] = {}
         self.slices, self.tensor = tensors.slices, tensors.__getitem__
+
+
+Shards = FolderShards | GGUFShards
+Reader = ShardReader | _GGUFReader
 
 
 class Source(NamedTuple):

@@ -179,6 +179,8 @@ def _check_compile(options: argparse.Namespace) -> None:
 
 def _check_run(options: argparse.Namespace) -> None:
     is_onnx = Path(options.package).suffix == ".onnx"
+    if not is_onnx and options.runtime is not None:
+        raise MXError("--runtime is for ONNX files: leave it out for a package")
     if not is_onnx and not Path(options.package).is_dir():
         check_kind(options.package, "package")
     if options.output is not None:
@@ -188,8 +190,6 @@ def _check_run(options: argparse.Namespace) -> None:
         raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
     if is_onnx and options.inputs is None:
         raise MXError("an ONNX file has no example inputs: give --inputs, a .pt or .npz batch")
-    if not is_onnx and options.runtime is not None:
-        raise MXError("--runtime is for ONNX files: leave it out for a package")
 
 
 def _check_export_onnx(options: argparse.Namespace) -> None:

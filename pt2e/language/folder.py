@@ -13,7 +13,16 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.models.tokenizers import PROCESSOR, TOKENIZER, Folder, load_processor, load_tokenizer, save_part
+from pt2mx.pt2e.models.tokenizers import (
+    GENERATION,
+    PROCESSOR,
+    TOKENIZER,
+    Folder,
+    load_generation_config,
+    load_processor,
+    load_tokenizer,
+    save_part,
+)
 from pt2mx.pt2e.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.user_errors import user_errors
@@ -21,9 +30,8 @@ from pt2mx.pt2e.user_errors import user_errors
 #: in the folder, next to the files that transformers writes
 REPORT = "report.json"
 
-_GENERATION = "generation_config.json"
 #: files that the folder of a model may lack
-_OPTIONAL = (REPORT, ranks.ENCODER, _GENERATION, *TOKENIZER, *PROCESSOR)
+_OPTIONAL = (REPORT, ranks.ENCODER, GENERATION, *TOKENIZER, *PROCESSOR)
 
 
 def is_quantized(folder: Folder) -> bool:
@@ -101,10 +109,7 @@ def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, Exporte
     program = _read_program(folder, name)
     with user_errors(f"read 'config.json' in {str(folder)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder)
-    generation = None
-    if (Path(folder) / _GENERATION).is_file():
-        with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
-            generation = transformers.GenerationConfig.from_pretrained(folder)
+    generation = load_generation_config(folder)
     tokenizer = None if encoder is None else load_processor(folder)
     return program, config, generation, tokenizer or load_tokenizer(folder), encoder
 

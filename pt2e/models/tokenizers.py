@@ -1,4 +1,4 @@
-"""Load the tokenizer of a checkpoint, or the processor of a vision-language model, and save them."""
+"""Load the tokenizer, the processor and the settings of generation of a checkpoint, and save them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pt2mx.pt2e.checkpoints.gguf_model import gguf_in, tokenizer_of
 from pt2mx.pt2e.output import whole_file
 from pt2mx.pt2e.user_errors import user_errors
 
+#: the settings of generation
+GENERATION = "generation_config.json"
 #: the files of a tokenizer
 TOKENIZER = (
     "tokenizer.json",
@@ -43,6 +45,18 @@ def save_part(part: Any, folder: Folder) -> None:
     """
     with user_errors(f"write the {type(part).__name__}"):
         part.save_pretrained(folder)
+
+
+def load_generation_config(folder: Folder) -> Any:
+    """Load the settings of generation of a checkpoint; return None where it has none.
+
+    Raises:
+        MXError: where they cannot be read.
+    """
+    if not (Path(folder) / GENERATION).is_file():
+        return None
+    with user_errors(f"read {GENERATION!r} in {str(folder)!r}"):
+        return import_extra("transformers", "hf").GenerationConfig.from_pretrained(folder)
 
 
 def load_processor(folder: Folder) -> Any:

@@ -23,6 +23,7 @@ WRONG = {
     "compare minilm --dtype bfloat16": "--dtype is for checkpoints (hf:NAME), and 'minilm' is none",
     "quantize --model net.py:make --recipe mxfp8 --part net": "--part is for checkpoints (hf:NAME), and 'net.py:make'",
     "run none.pt2": "no file 'none.pt2': give what `pt2mx compile` wrote",
+    "run net.pt2 --runtime openvino": "--runtime is for ONNX files: leave it out for a package",
     "compile none.pt2": "no file 'none.pt2': give what `pt2mx quantize` or torch.export.save wrote",
     "generate nowhere --temperature -1": "--temperature -1.0 must be a finite number of at least 0",
     "generate nowhere --temperature 1 --top-p 1.5": "--top-p 1.5 must be a number from 0 to 1",
