@@ -36,6 +36,9 @@ class Architecture:
         layers_of_wide_scale: the number of layers of the one model whose attention is scaled by the width of all heads.
         experts: the field of the configuration with the number of experts.
         of_experts: other fields of models with experts.
+        expert_width: the field of the configuration with the width of an expert.
+        partial_rotary: True where the file says how many values of a head RoPE rotates.
+        reads_tokenizer: False where transformers (5.24) fails to read the tokenizer: for its scaling of RoPE.
         yarn: its settings of YaRN, apart from the factor and the original length.
     """
 
@@ -45,6 +48,9 @@ class Architecture:
     layers_of_wide_scale: int | None = None
     experts: str = "num_experts"
     of_experts: Mapping[str, Any] = field(default_factory=dict)
+    expert_width: str = "moe_intermediate_size"
+    partial_rotary: bool = False
+    reads_tokenizer: bool = True
     yarn: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,9 +62,13 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("qwen3_moe", of_experts={"norm_topk_prob": True}),
     "gemma2": Architecture("gemma2", norm_offset=1.0, layers_of_wide_scale=46),
     "gemma3": Architecture("gemma3_text", norm_offset=1.0, layers_of_wide_scale=62),
-    "phi3": Architecture("phi3"),
+    "phi3": Architecture("phi3", partial_rotary=True),
     "gpt-oss": Architecture(
-        "gpt_oss", experts="num_local_experts", yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        "gpt_oss",
+        experts="num_local_experts",
+        expert_width="intermediate_size",
+        reads_tokenizer=False,
+        yarn={"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     ),
 }
 
@@ -149,7 +159,7 @@ def _config(file: GGUFFile, row: Architecture) -> Any:
         fields |= {row.experts: values["expert_count"], **row.of_experts}
     fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    if row.model_type == "phi3" and "rope.dimension_count" in values:
+    if row.partial_rotary and "rope.dimension_count" in values:
         fields["partial_rotary_factor"] = values["rope.dimension_count"] / head
     if row.layers_of_wide_scale is not None:
         is_wide = fields["num_hidden_layers"] == row.layers_of_wide_scale
@@ -181,11 +191,11 @@ def tokenizer_of(path: Path) -> Any:
 def _reads_tokenizer(file: GGUFFile) -> bool:
     """Return whether transformers reads the tokenizer of a file: since version 5.24 by its kind, before by the
     architecture of the model."""
-    architecture = architecture_of(file).model_type
+    row = architecture_of(file)
     architectures = getattr(import_extra("transformers.integrations.ggml", "hf"), "GGUF_TO_FAST_CONVERTERS", None)
     if architectures is not None:
-        return architecture in architectures
-    if architecture == "gpt_oss":  # transformers 5.24 raises a TypeError for its scaling of RoPE
+        return row.model_type in architectures
+    if not row.reads_tokenizer:
         return False
     kinds = import_extra("transformers.integrations.gguf.gguf_tokenizer_mapping", "hf").GGUF_TOKENIZER_TYPES
     return file.metadata.get("tokenizer.ggml.model") in kinds

@@ -176,8 +176,8 @@ def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
     folder = options.model.removeprefix("hf:")
     if options.recipe is not None and gguf_in(folder) is not None:
         return False
-    if folder == options.model or is_mx_checkpoint(folder):
-        return folder != options.model
+    if is_mx_checkpoint(folder):
+        return True
     if options.recipe is None and (Path(folder) / CONFIG).is_file() and (config := quantization_of(Path(folder))):
         read_config(config)
     return False
