@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURES, ROPE_TENSORS, config_of
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_model import ARCHITECTURES, ROPE_TENSORS, config_of
 
 #: transformers' types of models that llama.cpp stores as Llama
 _LLAMAS = ("mistral", "mixtral")

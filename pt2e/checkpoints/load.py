@@ -12,22 +12,26 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.build_model import check_counts, skeleton_of, with_tensors
-from pt2mx.pt2e.checkpoints.checkpoint_files import (
+from pt2mx.pt2e.checkpoints.configs import is_known, read_config
+from pt2mx.pt2e.checkpoints.merge_parts import merge
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
+from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
+from pt2mx.pt2e.checkpoints.select_weights import as_matrix
+from pt2mx.pt2e.models.build_model import check_counts, skeleton_of, with_tensors
+from pt2mx.pt2e.models.checkpoint_files import (
     CONFIG,
     CheckpointTensors,
     StoredTensors,
     quantization_of,
     read_json,
 )
-from pt2mx.pt2e.checkpoints.checkpoint_names import stored_parts
-from pt2mx.pt2e.checkpoints.configs import is_known, read_config
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import has_codes, packed_gguf
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.merge_parts import merge
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.models.checkpoint_names import stored_parts
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import has_codes, packed_gguf
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import (
     EXPERTS,
     LINEAR,
     Scheme,
@@ -36,12 +40,8 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
-from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
-from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.select_weights import as_matrix
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import PackedTensors
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:

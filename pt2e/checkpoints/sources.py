@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pt2mx.pt2e.checkpoints.build_model import model_on_meta
-from pt2mx.pt2e.checkpoints.checkpoint_files import (
+from pt2mx.pt2e.checkpoints.configs import read_config
+from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.models.build_model import model_on_meta
+from pt2mx.pt2e.models.checkpoint_files import (
     CONFIG,
     WHOLE,
     CheckpointTensors,
@@ -18,13 +20,11 @@ from pt2mx.pt2e.checkpoints.checkpoint_files import (
     quantization_of,
     read_json,
 )
-from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUFTensors, has_codes, open_gguf, schemes_of
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, Schemes, weights_of
-from pt2mx.pt2e.checkpoints.recode import alike_form
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import GGUFTensors, has_codes, open_gguf, schemes_of
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import EMBEDDING, EXPERTS, Schemes, weights_of
+from pt2mx.pt2e.models.safetensors_shards import Entry, ShardReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

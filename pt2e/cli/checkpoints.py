@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.engines import sentence
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.pretrained import build_without_weights
 from pt2mx.pt2e.user_errors import user_errors
 

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.pt2e.checkpoints.coverage import Coverage, tensors_read
 from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
+from pt2mx.pt2e.models.coverage import Coverage, tensors_read
 from pt2mx.pt2e.models.float_models import Batch, DynamicShapes, LoadedModel, load_model
 from pt2mx.pt2e.models.input_files import load_batches
 from pt2mx.pt2e.packages.signature import Signature

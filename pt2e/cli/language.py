@@ -12,10 +12,7 @@ from torch import Tensor
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
 from pt2mx.pt2e.cli.checks import check_folder_name
@@ -31,6 +28,9 @@ from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
+from pt2mx.pt2e.models.checkpoint_files import CONFIG, quantization_of
+from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage
+from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
 from pt2mx.pt2e.models.processors import FeatureExtractor
 from pt2mx.pt2e.models.tokenizers import load_processor, load_tokenizer

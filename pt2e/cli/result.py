@@ -19,7 +19,7 @@ from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.output import json_text
 
 if TYPE_CHECKING:  # they import torch
-    from pt2mx.pt2e.checkpoints.coverage import Coverage
+    from pt2mx.pt2e.models.coverage import Coverage
     from pt2mx.pt2e.report.agreement import Fidelity
     from pt2mx.pt2e.report.report import QuantizationReport
     from pt2mx.pt2e.report.rows import OperatorReport

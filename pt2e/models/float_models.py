@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
+from pt2mx.pt2e.models.coverage import CheckpointValues
 from pt2mx.pt2e.models.example_inputs import CheckpointInputs
 from pt2mx.pt2e.models.input_files import Reader, groups, read_image
 from pt2mx.pt2e.models.names import IMAGES, check_model, source_file

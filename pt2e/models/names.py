@@ -1,4 +1,4 @@
-"""What a command line names, told without torch: models, and files of inputs."""
+"""The models and the files of inputs that a command line names, told apart without torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
+from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.models.names import SMOLLM2_PACKAGES
 from pt2mx.pt2e.models.pretrained import load_as
 from pt2mx.pt2e.models.tokenizers import load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in, tokenizer_of
+from pt2mx.pt2e.models.gguf_model import gguf_in, tokenizer_of
 from pt2mx.pt2e.output import whole_file
 from pt2mx.pt2e.user_errors import user_errors
 

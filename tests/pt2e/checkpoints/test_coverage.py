@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, PT2MXConfig
-from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in, files_of
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.float_model import export_loaded
+from pt2mx.pt2e.models.checkpoint_files import entries_in, files_of
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.models.float_models import load_model
 from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import FAMILIES, tiny_decoder, transformers

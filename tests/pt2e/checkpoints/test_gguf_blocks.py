@@ -4,7 +4,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.kernels.packing import unpack
-from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
+from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES
 
 gguf = pytest.importorskip("gguf")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_file import GGUFFile
 
 gguf = pytest.importorskip("gguf")
 

@@ -11,10 +11,10 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 import pt2mx
 from pt2mx import ELEMENTS, MXError, MXSpec
 from pt2mx.pt2e.checkpoints.configs import write_config
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
-from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, format_of, spec_of
+from pt2mx.pt2e.models.layouts import LAYOUTS
+from pt2mx.pt2e.models.module_schemes import Module, Scheme
+from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, format_of, spec_of
 
 NVFP4_RECORDED = np.load(Path(__file__).parents[2] / "pt2mx" / "nvfp4.npz")
 COMPRESSED, E4M3 = LAYOUTS["compressed-tensors"], torch.float8_e4m3fn

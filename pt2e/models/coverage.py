@@ -13,9 +13,9 @@ import torch
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.checkpoints.checkpoint_names import no_values, renames_of
-from pt2mx.pt2e.checkpoints.module_schemes import tied_names
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
+from pt2mx.pt2e.models.checkpoint_names import no_values, renames_of
+from pt2mx.pt2e.models.module_schemes import tied_names
+from pt2mx.pt2e.models.safetensors_shards import Entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
-from pt2mx.pt2e.checkpoints.build_model import skeleton_of, with_tensors
-from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
-from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
-from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE, BlockType
-from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURE, ROPE_TENSORS, architecture_of, config_of
-from pt2mx.pt2e.checkpoints.gguf_names import Source, sources_of
-from pt2mx.pt2e.checkpoints.layouts import Layout, Stored
-from pt2mx.pt2e.checkpoints.module_schemes import Rules, Scheme, Schemes, is_transposed
-from pt2mx.pt2e.checkpoints.safetensors_shards import SLICE, Entry
-from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
+from pt2mx.pt2e.models.build_model import skeleton_of, with_tensors
+from pt2mx.pt2e.models.checkpoint_files import StoredTensors
+from pt2mx.pt2e.models.checkpoint_names import Parts, linear_parts
+from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE, BlockType
+from pt2mx.pt2e.models.gguf_file import DTYPES, GGUFFile
+from pt2mx.pt2e.models.gguf_model import ARCHITECTURE, ROPE_TENSORS, architecture_of, config_of
+from pt2mx.pt2e.models.gguf_names import Source, sources_of
+from pt2mx.pt2e.models.layouts import Layout, Stored
+from pt2mx.pt2e.models.module_schemes import Rules, Scheme, Schemes, is_transposed
+from pt2mx.pt2e.models.safetensors_shards import SLICE, Entry
+from pt2mx.pt2e.models.weight_formats import read_tensor_scale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_names import linear_parts, parts_of
-from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURES
-from pt2mx.pt2e.checkpoints.module_schemes import is_transposed
+from pt2mx.pt2e.models.checkpoint_names import linear_parts, parts_of
+from pt2mx.pt2e.models.gguf_model import ARCHITECTURES
+from pt2mx.pt2e.models.module_schemes import is_transposed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

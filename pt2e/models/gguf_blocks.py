@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, spec_of
+from pt2mx.pt2e.models.weight_formats import NVFP4, spec_of
 from pt2mx.spec import MXSpec
 
 #: the type that may have a scale of the whole tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, Header, ShardReader, read_header
+from pt2mx.pt2e.models.safetensors_shards import Entry, Header, ShardReader, read_header
 
 #: the configuration, the only file of tensors, and the index where there are several
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.weight_formats import BLOCK
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.weight_formats import BLOCK
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.float_scales import codes_of
-from pt2mx.pt2e.checkpoints.weight_formats import (
+from pt2mx.pt2e.models.weight_formats import (
     BLOCK,
     FP8_BLOCKS,
     NVFP4,
@@ -313,7 +313,7 @@ def layout_named(name: object) -> Layout:
         MXError: for an unknown name.
 
     Example:
-        >>> from pt2mx.pt2e.checkpoints.layouts import layout_named
+        >>> from pt2mx.pt2e.models.layouts import layout_named
         >>> layout_named("compressed-tensors").names("fc.weight", "fp4_e2m1")
         ('fc.weight_packed', 'fc.weight_scale')
     """

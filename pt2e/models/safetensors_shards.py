@@ -175,7 +175,7 @@ def read_header(path: Path) -> Header:
     try:
         with import_extra("safetensors", "hf").safe_open(path, "np") as file:
             stored = {name: file.get_slice(name) for name in file.offset_keys()}
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
+            stated = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
             metadata = file.metadata() or {}
         with open(path, "rb") as opened:
             begin = _LENGTH + int.from_bytes(opened.read(_LENGTH), "little")
@@ -185,7 +185,7 @@ def read_header(path: Path) -> Header:
     except Exception as error:
         raise MXError(f"{str(path)!r} is no whole file of safetensors: {one_line(error)}; fetch it again") from None
     entries = {}
-    for name, (dtype, shape) in found.items():
+    for name, (dtype, shape) in stated.items():
         if dtype not in DTYPES:
             raise MXError(f"{str(path)!r} has {name} in a dtype that is not known: {dtype}")
         if math.prod(filter(None, shape)) > _MOST_VALUES:

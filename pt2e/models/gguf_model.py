@@ -13,9 +13,9 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.build_model import check_counts
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
-from pt2mx.pt2e.checkpoints.gguf_file import DTYPES, SUFFIX, GGUFFile
+from pt2mx.pt2e.models.build_model import check_counts
+from pt2mx.pt2e.models.checkpoint_files import CONFIG
+from pt2mx.pt2e.models.gguf_file import DTYPES, SUFFIX, GGUFFile
 from pt2mx.pt2e.user_errors import user_errors
 
 ARCHITECTURE = "general.architecture"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import (
     EXPERTS,
     LINEAR,
     Module,
@@ -77,7 +77,7 @@ def linear_parts(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
 
     Example:
         >>> import torch, transformers
-        >>> from pt2mx.pt2e.checkpoints.checkpoint_names import linear_parts
+        >>> from pt2mx.pt2e.models.checkpoint_names import linear_parts
         >>> sizes = dict(hidden_size=32, intermediate_size=2, num_hidden_layers=1, num_local_experts=2, vocab_size=8)
         >>> with torch.device("meta"):
         ...     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, pad_token_id=None))
@@ -194,7 +194,7 @@ def fused_with(name: str, weights: Collection[str]) -> set[str]:
     """Return the weights that libraries fuse with a weight, itself included.
 
     Example:
-        >>> from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
+        >>> from pt2mx.pt2e.models.checkpoint_names import fused_with
         >>> sorted(fused_with("mlp.up_proj.weight", ["mlp.up_proj.weight", "mlp.gate_proj.weight"]))
         ['mlp.gate_proj.weight', 'mlp.up_proj.weight']
     """

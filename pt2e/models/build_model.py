@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
+from pt2mx.pt2e.models.checkpoint_files import CONFIG
 from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
