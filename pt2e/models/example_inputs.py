@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,44 +24,29 @@ if TYPE_CHECKING:
 _BATCH, _LENGTH = 2, 33
 
 
-def _texts(config: PretrainedConfig, name: str, batch: dict) -> dict[str, Tensor]:
+#: inputs that can be built in
+_BUILT_IN = {"input_ids", "decoder_input_ids", *PROCESSORS}
+
+
+def texts(config: PretrainedConfig, name: str) -> dict[str, Tensor]:
+    """Return the built-in sentences in the tokens of a checkpoint, and their mask.
+
+    Without a tokenizer, or with one without a vocabulary, the tokens are random.
+    """
     config = config.get_text_config()
     longest = getattr(config, "max_position_embeddings", None)
-    tokens = _tokens(name, longest)
-    if tokens is not None:
-        ids = tokens["input_ids"]
-        if ids.unique().numel() >= 8 and ids.max() < config.vocab_size:
-            return {"input_ids": ids, "attention_mask": tokens["attention_mask"]}
-    # no tokenizer, or one without a vocabulary: random ids
-    ids = torch.randint(config.vocab_size, (_BATCH, min(_LENGTH, longest or _LENGTH)))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _tokens(name: str, longest: int | None) -> dict | None:
+    limits = {"padding": True, "truncation": longest is not None, "max_length": longest}
     transformers = import_extra("transformers", "hf")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        limits = {"padding": True, "truncation": longest is not None, "max_length": longest}
-        return tokenizer(sentences()[:8], return_tensors="pt", return_attention_mask=True, **limits)
+        tokens = tokenizer(sentences()[:8], return_tensors="pt", return_attention_mask=True, **limits)
+        ids = tokens["input_ids"]
+        if ids.unique().numel() >= 8 and ids.max() < config.vocab_size:
+            return {"input_ids": ids, "attention_mask": tokens["attention_mask"]}
     except Exception:  # each tokenizer fails in its own way
-        return None
-
-
-def _decoder_texts(config: PretrainedConfig, name: str, batch: dict) -> dict[str, Tensor]:
-    if "input_ids" in batch:
-        return {"decoder_input_ids": batch["input_ids"].clone()}
-    return {"decoder_input_ids": torch.randint(config.get_text_config().vocab_size, (_BATCH, _LENGTH // 4))}
-
-
-#: input -> a function of the config, the checkpoint's name and the inputs made so far; it makes the input, and its mask
-TEXTS: dict[str, Callable[[PretrainedConfig, str, dict], dict[str, Tensor]]] = {
-    "input_ids": _texts,
-    "decoder_input_ids": _decoder_texts,
-}
-
-
-#: inputs that can be built in
-_BUILT_IN = TEXTS.keys() | PROCESSORS.keys()
+        pass
+    ids = torch.randint(config.vocab_size, (_BATCH, min(_LENGTH, longest or _LENGTH)))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 class CheckpointInputs:
@@ -145,9 +129,17 @@ class CheckpointInputs:
         return sorted(needed, key=lambda key: (key == "decoder_input_ids", list(self._parameters).index(key)))
 
     def _batch(self) -> dict[str, Tensor]:
+        config = self._module.config
         batch: dict[str, Tensor] = {}
         for key in self._needed:
-            batch |= TEXTS[key](self._module.config, self._name, batch) if key in TEXTS else self._noise(key)
+            if key == "input_ids":
+                batch |= texts(config, self._name)
+            elif key != "decoder_input_ids":
+                batch |= self._noise(key)
+            elif "input_ids" in batch:
+                batch[key] = batch["input_ids"].clone()
+            else:
+                batch[key] = torch.randint(config.get_text_config().vocab_size, (_BATCH, _LENGTH // 4))
         return self._of_model(batch)
 
     def _of_model(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from pt2mx import MXError
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.float_model import export_loaded, signature_of
 from pt2mx.pt2e.cli.inputs import conform
-from pt2mx.pt2e.models.example_inputs import TEXTS
+from pt2mx.pt2e.models.example_inputs import texts
 from pt2mx.pt2e.models.float_models import call, load_model
 from pt2mx.pt2e.models.samples import sentences
 
@@ -34,26 +34,25 @@ def config_of(**fields):
 
 def test_sentences_in_the_tokens_of_the_checkpoint(tokenizer, tmp_path):
     config = config_of(vocab_size=len(tokenizer), max_position_embeddings=512)
-    made = TEXTS["input_ids"](config, str(tmp_path), {})
+    made = texts(config, str(tmp_path))
     assert tokenizer.batch_decode(made["input_ids"], skip_special_tokens=True) == [s.lower() for s in sentences()[:8]]
     assert torch.equal(made["attention_mask"], (made["input_ids"] != tokenizer.pad_token_id).long())
-    assert torch.equal(TEXTS["decoder_input_ids"](config, str(tmp_path), made)["decoder_input_ids"], made["input_ids"])
 
 
 def test_sentences_are_no_longer_than_the_model_takes(tokenizer, tmp_path):
     config = config_of(vocab_size=len(tokenizer), max_position_embeddings=6)
-    assert TEXTS["input_ids"](config, str(tmp_path), {})["input_ids"].shape == (8, 6)
+    assert texts(config, str(tmp_path))["input_ids"].shape == (8, 6)
 
 
 @pytest.mark.parametrize(("fields", "length"), [({}, 33), ({"max_position_embeddings": 20}, 20)])
 def test_tokens_of_no_meaning_without_a_tokenizer(fields, length, tmp_path):
-    made = TEXTS["input_ids"](config_of(vocab_size=99, **fields), str(tmp_path), {})
+    made = texts(config_of(vocab_size=99, **fields), str(tmp_path))
     assert made["input_ids"].shape == (2, length) and 50 < made["input_ids"].max() < 99
     assert torch.equal(made["attention_mask"], torch.ones_like(made["input_ids"]))
 
 
 def test_a_tokenizer_of_another_vocabulary_is_not_used(tokenizer, tmp_path):
-    assert TEXTS["input_ids"](config_of(vocab_size=99), str(tmp_path), {})["input_ids"].shape == (2, 33)
+    assert texts(config_of(vocab_size=99), str(tmp_path))["input_ids"].shape == (2, 33)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

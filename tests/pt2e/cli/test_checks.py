@@ -1,13 +1,15 @@
-"""What the command line refuses before torch is imported."""
+"""What the command line refuses before its work, most of it before torch is imported."""
 
+import os
 import subprocess
 import sys
+from zipfile import ZipFile
 
 import pytest
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli.checks import check_usage
-from pt2mx.pt2e.cli.command import command_parser
+from pt2mx.pt2e.cli.checks import check_folder_name, check_program_name, check_usage
+from pt2mx.pt2e.cli.command import command_parser, main
 from pt2mx.pt2e.models.names import check_model, source_file
 
 #: a wrong command line -> the begin of its error
@@ -88,3 +90,67 @@ def test_models():
     assert source_file("a/net.py:make") == "a/net.py" and source_file("minilm") is None
     for source in ("minilm", "hf:x", "torchvision:resnet18", "onnx:a.onnx", "net.py:make"):
         check_model(source)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file").write_text("")
+
+
+@pytest.mark.parametrize("name", ["a.pt2", "A.PT2", "there/a.b.pt2", os.devnull])
+@pytest.mark.usefixtures("folder")
+def test_names_of_programs(name):
+    check_program_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "a.onnx",
+            r"its name must end in \.pt2; `pt2mx export-onnx` makes a \.onnx file of what `pt2mx quantize` wrote",
+        ),
+        ("a.safetensors", r"its name must end in \.pt2; `pt2mx save-checkpoint` makes"),
+        ("a.pt", r"its name must end in \.pt2$"),
+        ("a", r"its name must end in \.pt2$"),
+        ("pt2", r"its name must end in \.pt2$"),
+        ("there", "it must be a file"),
+        ("nowhere/a.pt2", "a folder that exists"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_names_that_are_none_of_a_program(name, message):
+    with pytest.raises(MXError, match=message):
+        check_program_name(name)
+
+
+@pytest.mark.parametrize("name", ["new", "there", "llama-3.1", "a.b/"])
+@pytest.mark.usefixtures("folder")
+def test_names_of_folders(name):
+    check_folder_name(name, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.onnx", r"'a\.onnx' has the name of a file: a language model is written to a folder; `pt2mx export-onnx`"),
+        ("a.safetensors", "has the name of a file: .*; `pt2mx save-checkpoint` makes"),
+        ("a.GGUF", "has the name of a file: a language model is written to a folder$"),
+        ("file", "is a file"),
+        ("./there/../checkpoint", "is the folder of the checkpoint"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_names_that_are_none_of_a_folder(name, message):
+    with pytest.raises(MXError, match=message):
+        check_folder_name(name, "checkpoint")
+
+
+@pytest.mark.usefixtures("folder")
+def test_outputs_of_a_package_are_torchs(capsys):
+    with ZipFile("a.pt2", "w") as archive:
+        archive.writestr("a/data/aotinductor/model", "")
+    assert main(["run", "a.pt2", "--output", "a.npz"]) == 2
+    assert "cannot write 'a.npz': its name must end in .pt or .pth" in capsys.readouterr().err
