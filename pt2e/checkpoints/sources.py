@@ -16,7 +16,6 @@ from pt2mx.pt2e.models.checkpoint_files import (
     WHOLE,
     CheckpointTensors,
     StoredTensors,
-    headers_of,
     quantization_of,
     read_json,
 )
@@ -41,13 +40,10 @@ class FolderShards:
         files: the files that are read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.entries = {shard: header.entries for shard, header in headers_of(folder).items()}
-        self.files = [folder / shard for shard in self.entries]
-        self._folder = folder
-
-    def open(self, shard: str) -> ShardReader:
-        return ShardReader(self._folder / shard)
+    def __init__(self, tensors: CheckpointTensors) -> None:
+        self.entries = {shard: header.entries for shard, header in tensors.headers.items()}
+        self.files = [tensors.folder / shard for shard in self.entries]
+        self.open = tensors.open
 
 
 class GGUFShards:
@@ -120,10 +116,10 @@ def read_source(path: Path, layout: Layout, keep_codes: bool) -> Source:
         return _gguf_source(file, layout, keep_codes and has_codes(file))
     config, quantization = read_json(path / CONFIG), quantization_of(path)
     schemes = read_config(quantization) if quantization else None
-    shards = FolderShards(path)
-    shapes = [entry.shape for entries in shards.entries.values() for entry in entries.values()]
+    tensors = CheckpointTensors(path)
+    shapes = [entry.shape for entry in tensors.entries.values()]
     model = model_on_meta(path, {**config, "quantization_config": None} if quantization else config, shapes)
-    return Source(path, config, model, shards, schemes, CheckpointTensors(path))
+    return Source(path, config, model, FolderShards(tensors), schemes, tensors)
 
 
 def _gguf_source(path: Path, layout: Layout, keep_codes: bool) -> Source:

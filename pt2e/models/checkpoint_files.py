@@ -43,27 +43,28 @@ class CheckpointTensors(StoredTensors):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._shards = {folder / shard: header for shard, header in headers_of(folder).items()}
-        self._files = {name: file for file, header in self._shards.items() for name in header.entries}
-        self.entries = {name: self._shards[file].entries[name] for name, file in self._files.items()}
+        self.folder, self.headers = folder, headers_of(folder)
+        self._shards = {name: shard for shard, header in self.headers.items() for name in header.entries}
+        self.entries = {name: self.headers[shard].entries[name] for name, shard in self._shards.items()}
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
+    def open(self, shard: str) -> ShardReader:
+        """Open a file of the folder."""
+        return ShardReader(self.folder / shard, self.headers[shard])
+
     def __getitem__(self, name: str) -> Tensor:
-        with self._open(name) as reader:
+        with self.open(self._shards[name]) as reader:
             return reader.tensor(name)
 
     def rows(self, name: str, first: int, count: int) -> Tensor:
-        with self._open(name) as reader:
+        with self.open(self._shards[name]) as reader:
             return reader.rows(name, first, count)
 
-    def _open(self, name: str) -> ShardReader:
-        return ShardReader(self._files[name], self._shards[self._files[name]])
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._shards)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._shards)
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
