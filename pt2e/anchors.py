@@ -10,9 +10,9 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import root_name
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import name_of, node_arg
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.report.weights import constants_of, is_constant
+from pt2mx.pt2e.flow.weights import constants_of, is_constant
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
 
 

@@ -7,7 +7,7 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.qspec import mx_spec
+from pt2mx.pt2e.observe.qspec import mx_spec
 
 
 def check_annotations(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> None:

@@ -20,9 +20,9 @@ from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.prepare import INITIAL_KEY
-from pt2mx.pt2e.report.weights import listed, nonfinite_weights, note_weights
+from pt2mx.pt2e.flow.prepare import INITIAL_KEY
+from pt2mx.pt2e.flow.weights import listed, nonfinite_weights, note_weights
+from pt2mx.pt2e.observe.observer import MXObserver
 
 
 def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:

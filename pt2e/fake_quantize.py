@@ -8,8 +8,8 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.node import FakeQuantize, insert_before, node_arg
-from pt2mx.pt2e.observer import MXObserver, observed_value
-from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase
+from pt2mx.pt2e.observe.observer import MXObserver, observed_value
+from pt2mx.pt2e.observe.torchao_pt2e import FakeQuantizeBase
 from pt2mx.spec import MXSpec
 
 
@@ -26,7 +26,7 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.observe.qspec import mx_qscheme
         >>> fake_quantize = pt2mx.MXFakeQuantize(mx_qscheme(pt2mx.MXSpec("mxfp4")))
         >>> x = torch.tensor([1.0, 2.0, 3.3, 6.0], requires_grad=True)
         >>> y = fake_quantize(x)

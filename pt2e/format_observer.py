@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
-from pt2mx.pt2e.observer import MXObserver, StatisticsCollector
+from pt2mx.pt2e.observe.observer import MXObserver, StatisticsCollector
 from pt2mx.spec import MXSpec, parse
 
 #: meta key of a `dequantize_mx` node: the statistics of its tensor in each candidate, by `str` of the spec

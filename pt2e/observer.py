@@ -18,9 +18,9 @@ from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.ops.step_variance import in_backward_pass
-from pt2mx.pt2e.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
-from pt2mx.pt2e.tensor_scales import TENSOR_SCALES, StaticTensorScale
-from pt2mx.pt2e.torchao_pt2e import ObserverBase, QuantizationSpec, is_fake
+from pt2mx.pt2e.observe.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
+from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES, StaticTensorScale
+from pt2mx.pt2e.observe.torchao_pt2e import ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the observed `QuantizationStatistics` of its tensor
@@ -86,10 +86,10 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     With `enable_fake_quant` it returns the quantized values instead, to evaluate a prepared model before conversion.
     The scales of blocks come from their values: the statistics change no output. Of what calibration sees, only the
-    static scale of a whole tensor does (`pt2mx.pt2e.tensor_scales`), of formats that have one.
+    static scale of a whole tensor does (`pt2mx.pt2e.observe.tensor_scales`), of formats that have one.
 
     Args:
-        qscheme: the spec, encoded by `pt2mx.pt2e.qspec.mx_qscheme`; torchao passes it from the annotation.
+        qscheme: the spec, encoded by `pt2mx.pt2e.observe.qspec.mx_qscheme`; torchao passes it from the annotation.
         fake_quant: True to start with fake quantization.
         observe: True to start with the collection of statistics.
         annotation: the other fields of a torchao `QuantizationSpec`; ignored.
@@ -100,7 +100,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.observe.qspec import mx_qscheme
         >>> observer = pt2mx.MXObserver(mx_qscheme(pt2mx.MXSpec("mxfp4")))
         >>> observer(torch.tensor([1.0, 2.0, 3.3, 6.0]))
         tensor([1.0000, 2.0000, 3.3000, 6.0000])

@@ -228,7 +228,7 @@ def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
 
     Example:
         >>> import pt2mx
-        >>> from pt2mx.pt2e.packed_weights import storage_note
+        >>> from pt2mx.pt2e.flow.packed_weights import storage_note
         >>> storage_note((64, 1, 3, 3), pt2mx.MXSpec("mxfp4", axis=1))  # a depthwise convolution
         '16 bits a value: blocks of only 1 value, each with a scale and whole bytes of its own'
         >>> storage_note((64, 64), pt2mx.MXSpec("int5"))

@@ -28,14 +28,14 @@ from pt2mx.fx.training.train_eval import (
     to_train_eval_modules,
 )
 from pt2mx.pt2e import torchao_pt2e
-from pt2mx.pt2e.anchors import set_anchors
-from pt2mx.pt2e.annotations import check_annotations
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver, observed_value
-from pt2mx.pt2e.packed_weights import PACKED_MATMULS
-from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, float_size
-from pt2mx.pt2e.report.weights import listed
-from pt2mx.pt2e.shared_scales import share_tensor_scales
+from pt2mx.pt2e.flow.anchors import set_anchors
+from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS
+from pt2mx.pt2e.flow.shared_scales import share_tensor_scales
+from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, float_size
+from pt2mx.pt2e.flow.weights import listed
+from pt2mx.pt2e.observe.annotations import check_annotations
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver, observed_value
 
 #: the name that torch.export gives to tensors that are no attributes of a module
 _LIFTED = "lifted_tensor_"

@@ -23,10 +23,10 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.ops.contract import OPERATORS, schema_of
-from pt2mx.pt2e.archive import check_kind
-from pt2mx.pt2e.deserialize import deserialize
-from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
-from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.files.archive import check_kind
+from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.program.deserialize import deserialize
+from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: torch saves one program at a time: it changes state of the process meanwhile

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.archive import read_record
+from pt2mx.pt2e.files.archive import read_record
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 

@@ -10,8 +10,8 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import check_ste
-from pt2mx.pt2e.tensor_scales import check_tensor_scale
-from pt2mx.pt2e.torchao_pt2e import QuantizationSpec
+from pt2mx.pt2e.observe.tensor_scales import check_tensor_scale
+from pt2mx.pt2e.observe.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 
 _TAG = "mx"
@@ -58,7 +58,7 @@ def mx_qspec(
         >>> print(converted.weight_data.shape)
         torch.Size([8, 32])
     """
-    from pt2mx.pt2e.observer import MXObserver  # which imports this module
+    from pt2mx.pt2e.observe.observer import MXObserver  # which imports this module
 
     check_ste(ste)
     check_tensor_scale(tensor_scale)
@@ -90,7 +90,7 @@ def spec_of_qscheme(qscheme: tuple) -> MXSpec:
     if not isinstance(qscheme, tuple) or qscheme[:1] != (_TAG,):
         raise MXError(
             f"qscheme={str(qscheme)[:60]!r} is no MX spec: annotate with pt2mx.mx_qspec(spec, observer), which writes "
-            "it, or pass pt2mx.pt2e.qspec.mx_qscheme(spec)"
+            "it, or pass pt2mx.pt2e.observe.qspec.mx_qscheme(spec)"
         )
     _, scale_format, block_rows, _ = _trailing(qscheme)
     element, block_size, axis, scale_mode, rounding = qscheme[1:6]

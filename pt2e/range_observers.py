@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 
 #: meta key of a `dequantize_mx` node: the `ValueRange` that was observed of its tensor
 RANGE_KEY = "mx_range"
@@ -56,8 +56,8 @@ class MXMinMaxObserver(MXObserver):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
-        >>> from pt2mx.pt2e.range_observers import MXMinMaxObserver
+        >>> from pt2mx.pt2e.observe.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.observe.range_observers import MXMinMaxObserver
         >>> observer = MXMinMaxObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), ch_axis=0)
         >>> _ = observer(torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
         >>> observer.value_range
@@ -159,8 +159,8 @@ class MXMovingAverageMinMaxObserver(MXMinMaxObserver):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
-        >>> from pt2mx.pt2e.range_observers import MXMovingAverageMinMaxObserver
+        >>> from pt2mx.pt2e.observe.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.observe.range_observers import MXMovingAverageMinMaxObserver
         >>> observer = MXMovingAverageMinMaxObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), averaging_constant=0.5)
         >>> for largest in (2.0, 4.0):
         ...     _ = observer(torch.tensor([0.0, largest]))
@@ -208,8 +208,8 @@ class MXHistogramObserver(MXMinMaxObserver):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.qspec import mx_qscheme
-        >>> from pt2mx.pt2e.range_observers import MXHistogramObserver
+        >>> from pt2mx.pt2e.observe.qspec import mx_qscheme
+        >>> from pt2mx.pt2e.observe.range_observers import MXHistogramObserver
         >>> observer = MXHistogramObserver(mx_qscheme(pt2mx.MXSpec("mxfp8")), bins=4)
         >>> _ = observer(torch.tensor([-1.5, 0.5, 0.6, 1.5]))
         >>> observer.limit, observer.histogram

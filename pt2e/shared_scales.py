@@ -17,7 +17,7 @@ from pt2mx.fx.graph.node import args_of, name_of, node_arg, shape_of
 from pt2mx.fx.graph.qdq import insert_amax
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -86,7 +86,7 @@ def connected(pairs: Iterable[tuple[Hashable, _Item]]) -> dict[_Item, list[_Item
         item -> the items of its group, itself included, the same list for each of them.
 
     Example:
-        >>> from pt2mx.pt2e.shared_scales import connected
+        >>> from pt2mx.pt2e.flow.shared_scales import connected
         >>> connected([("x", "gate"), ("x", "up"), ("y", "down")])
         {'gate': ['gate', 'up'], 'up': ['gate', 'up'], 'down': ['down']}
     """

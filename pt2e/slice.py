@@ -17,17 +17,17 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decode_weights import DecodedWeight, decode_weights, encode_unchanged
-from pt2mx.pt2e.anchors import check_narrower, observed_weights
-from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.flow.anchors import check_narrower, observed_weights
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS, converted_graph
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.flow.weights import carry_notes
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
-from pt2mx.pt2e.packed_weights import PACKED_MATMULS, converted_graph
-from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY
 
 #: meta keys under which a graph that was not loaded keeps the settings of its own recipe
 _OF_RECIPE = (Q_ANNOTATION_KEY, CONFIG_KEY, REASON_KEY, REMARK_KEY)

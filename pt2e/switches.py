@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.torchao_pt2e import is_prepared
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.torchao_pt2e import is_prepared
 
 
 def _observers(model: nn.Module) -> list[MXObserver]:

@@ -43,7 +43,7 @@ def shared_amax(tensors: Iterable[Tensor]) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from pt2mx.pt2e.tensor_scales import shared_amax
+        >>> from pt2mx.pt2e.observe.tensor_scales import shared_amax
         >>> shared_amax([torch.tensor([1.0, -3.0]), torch.tensor([[2.0]])])
         tensor(3.)
     """
@@ -63,7 +63,7 @@ class StaticTensorScale(nn.Module):
 
     Example:
         >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.tensor_scales import StaticTensorScale
+        >>> from pt2mx.pt2e.observe.tensor_scales import StaticTensorScale
         >>> scale = StaticTensorScale(pt2mx.parse("nvfp4"), "static")
         >>> for amax in (1344.0, 2688.0, 1.0):
         ...     scale.observe(torch.tensor([amax, 0.0]))

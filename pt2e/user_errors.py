@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 import pt2mx.fx
 import pt2mx.pt2e
 from pt2mx.errors import MXError
-from pt2mx.pt2e.torchao_pt2e import torchao
+from pt2mx.pt2e.observe.torchao_pt2e import torchao
 
 #: advice for a checkpoint whose model cannot be exported
 WITHOUT_EXPORT = (

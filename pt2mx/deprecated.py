@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 #: old module or package -> new one, with its submodules: `pt2mx.pt2e.old`
 MODULES: dict[str, str] = {
-    "pt2mx.pt2e.collector": "pt2mx.pt2e.observer",
+    "pt2mx.pt2e.collector": "pt2mx.pt2e.observe.observer",
     "pt2mx.pt2e.contents": "pt2mx.pt2e.inspect",
     "pt2mx.pt2e.contents.contents": "pt2mx.pt2e.inspect.inspect_file",
     "pt2mx.pt2e.debug.comparison": "pt2mx.pt2e.debug.errors",
@@ -34,12 +34,12 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.onnx.float_report": "pt2mx.pt2e.onnx.quantize.quantize_onnx",
     "pt2mx.pt2e.optimize.hessian_observer": "pt2mx.pt2e.optimize.observers",
     "pt2mx.pt2e.optimize.index_observer": "pt2mx.pt2e.optimize.observers",
-    "pt2mx.pt2e.origin": "pt2mx.pt2e.provenance",
-    "pt2mx.pt2e.report.fidelity": "pt2mx.pt2e.report.agreement",
-    "pt2mx.pt2e.report.finite": "pt2mx.pt2e.report.weights",
-    "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.sensitivity.results",
-    "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.sensitivity.results",
-    "pt2mx.pt2e.stored_bits": "pt2mx.pt2e.packed_weights",
+    "pt2mx.pt2e.origin": "pt2mx.pt2e.program.provenance",
+    "pt2mx.pt2e.report.fidelity": "pt2mx.analysis.agreement",
+    "pt2mx.pt2e.report.finite": "pt2mx.pt2e.flow.weights",
+    "pt2mx.pt2e.sensitivity.recipe_comparison": "pt2mx.pt2e.report.results",
+    "pt2mx.pt2e.sensitivity.result": "pt2mx.pt2e.report.results",
+    "pt2mx.pt2e.stored_bits": "pt2mx.pt2e.flow.packed_weights",
     "pt2mx.quark.enums": "pt2mx.quark.attributes",
     "pt2mx.quark.library": "pt2mx.quark.model_quantizer",
 }
@@ -47,8 +47,8 @@ MODULES: dict[str, str] = {
 #: old name in a module -> new one: `pt2mx:old_function`, `pt2mx.pt2e.module:OldClass`
 NAMES: dict[str, str] = {
     "pt2mx:origin_of": "pt2mx:provenance_of",
-    "pt2mx.pt2e.origin:Origin": "pt2mx.pt2e.provenance:Provenance",
-    "pt2mx.pt2e.origin:origin_of": "pt2mx.pt2e.provenance:provenance_of",
+    "pt2mx.pt2e.origin:Origin": "pt2mx.pt2e.program.provenance:Provenance",
+    "pt2mx.pt2e.origin:origin_of": "pt2mx.pt2e.program.provenance:provenance_of",
     "pt2mx.pt2e.contents.contents:contents_of": "pt2mx.pt2e.inspect.inspect_file:inspect_file",
     "pt2mx.pt2e.debug.bisect:Piece": "pt2mx.pt2e.debug.bisect:Subgraph",
     "pt2mx.pt2e.debug.comparison:Compared": "pt2mx.pt2e.debug.errors:OperatorErrors",

@@ -8,6 +8,7 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, modelopt_config, quark_config, read_only_configs
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
@@ -22,7 +23,6 @@ from pt2mx.pt2e.models.module_schemes import (
     unquantized,
 )
 from pt2mx.pt2e.models.weight_formats import BLOCK, spec_of
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:

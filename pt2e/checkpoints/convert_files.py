@@ -25,13 +25,13 @@ from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.sources import Source, read_source
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
+from pt2mx.pt2e.files.output import check_output, write_text
 from pt2mx.pt2e.models.checkpoint_files import CONFIG, INDEX, MODELOPT, WHOLE
 from pt2mx.pt2e.models.gguf_file import SUFFIX
 from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.gguf_tensors import GGUF
 from pt2mx.pt2e.models.layouts import layout_named
 from pt2mx.pt2e.models.tokenizers import load_tokenizer, save_part
-from pt2mx.pt2e.output import check_output, write_text
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 

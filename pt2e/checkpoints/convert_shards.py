@@ -18,10 +18,10 @@ from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.sources import Reader
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
+from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.models.checkpoint_names import fused_with
 from pt2mx.pt2e.models.safetensors_shards import ShardWriter
 from pt2mx.pt2e.models.weight_formats import format_of
-from pt2mx.pt2e.output import whole_file
 from pt2mx.spec import MXSpec
 
 

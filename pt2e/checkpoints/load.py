@@ -18,6 +18,7 @@ from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeho
 from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.build_model import check_counts, skeleton_of, with_tensors
 from pt2mx.pt2e.models.checkpoint_files import (
     CONFIG,
@@ -42,7 +43,6 @@ from pt2mx.pt2e.models.module_schemes import (
 )
 from pt2mx.pt2e.models.safetensors_shards import Entry
 from pt2mx.pt2e.models.weight_formats import PackedTensors
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

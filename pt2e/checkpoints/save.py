@@ -23,6 +23,7 @@ from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
+from pt2mx.pt2e.files.output import whole_file, write_text
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.models.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.models.gguf_tensors import GGUF
@@ -30,7 +31,6 @@ from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.models.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.models.safetensors_shards import Entry, ShardWriter
 from pt2mx.pt2e.models.tokenizers import save_part
-from pt2mx.pt2e.output import whole_file, write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

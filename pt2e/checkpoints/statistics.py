@@ -17,8 +17,8 @@ from pt2mx.algorithms import gptq
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.select_weights import is_linear
+from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.models.safetensors_shards import Entry, ShardReader, ShardWriter, read_header
-from pt2mx.pt2e.output import whole_file
 from pt2mx.spec import MXSpec
 
 #: key of a file's metadata: parameter -> rows

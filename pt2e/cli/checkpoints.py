@@ -14,10 +14,10 @@ from pt2mx.pt2e.checkpoints.engines import sentence
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.pretrained import build_without_weights
-from pt2mx.pt2e.user_errors import user_errors
 
 #: tensors named for each reason
 _NAMED = 4

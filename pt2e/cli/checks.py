@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.archive import check_kind
 from pt2mx.pt2e.cli.arguments import OPSETS
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
+from pt2mx.pt2e.files.archive import check_kind
+from pt2mx.pt2e.files.output import check_distinct, check_output
 from pt2mx.pt2e.language.ranges import fault_of
 from pt2mx.pt2e.models.names import check_model, input_files, source_file
-from pt2mx.pt2e.output import check_distinct, check_output
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: options for loading a checkpoint
@@ -347,7 +347,7 @@ def check_compiler() -> None:
     """Raise an `MXError` without a C++ compiler: Inductor needs one, on a GPU too."""
     from torch._inductor import cpp_builder
 
-    from pt2mx.pt2e.user_errors import one_line
+    from pt2mx.pt2e.files.user_errors import one_line
 
     try:
         cpp_builder.get_cpp_compiler()

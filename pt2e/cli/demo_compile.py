@@ -17,7 +17,7 @@ from pt2mx.pt2e.cli.progress import stage_line
 from pt2mx.pt2e.models.packaged import load_minilm
 from pt2mx.pt2e.models.samples import sentences
 from pt2mx.pt2e.packages.package import load_package
-from pt2mx.pt2e.program import load_program
+from pt2mx.pt2e.program.program import load_program
 
 _RUNS = 5
 

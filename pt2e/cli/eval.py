@@ -13,9 +13,9 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.checks import split_names
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.output import json_text, write_text
-from pt2mx.pt2e.user_errors import user_errors
 
 #: the results of lm-eval without documents and settings
 _KEYS = ("results", "groups", "group_subtasks", "n-shot", "n-samples", "versions", "higher_is_better")

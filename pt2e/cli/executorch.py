@@ -9,12 +9,12 @@ from collections import Counter
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.pt2e.cli.programs import example_call, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.executorch.export import export_executorch, import_executorch
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.programs import example_call, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.language.language_model import LanguageModel

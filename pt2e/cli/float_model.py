@@ -16,13 +16,13 @@ from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, quiet_export, user_errors
+from pt2mx.pt2e.flow.weights import listed, nonfinite_parameters
 from pt2mx.pt2e.models.coverage import Coverage, tensors_read
 from pt2mx.pt2e.models.float_models import Batch, DynamicShapes, LoadedModel, load_model
 from pt2mx.pt2e.models.input_files import load_batches
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.program import export_program
-from pt2mx.pt2e.report.weights import listed, nonfinite_parameters
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, quiet_export, user_errors
+from pt2mx.pt2e.program.program import export_program
 
 #: advice for code that cannot be exported
 _FOR_CODE = "change that code, or give a factory of the part of the model that can be exported"

@@ -19,12 +19,12 @@ from pt2mx.pt2e.cli.conversation import Conversation
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.models.input_files import read_image
 from pt2mx.pt2e.models.pretrained import load_language_model
-from pt2mx.pt2e.output import json_text, write_text
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result | None:

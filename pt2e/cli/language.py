@@ -20,6 +20,7 @@ from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.folder import REPORT
 from pt2mx.pt2e.language.language_model import LanguageModel
@@ -36,7 +37,6 @@ from pt2mx.pt2e.models.processors import FeatureExtractor
 from pt2mx.pt2e.models.tokenizers import load_processor, load_tokenizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,6 +17,7 @@ from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.language import calibration_blocks
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.folder import is_quantized
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
@@ -24,7 +25,6 @@ from pt2mx.pt2e.language.texts import BLOCK, Perplexity, Predict, blocks, perple
 from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
 from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

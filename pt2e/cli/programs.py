@@ -8,9 +8,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.cli.progress import note
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import other_version
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.program.program import read_program
+from pt2mx.pt2e.program.provenance import other_version
 
 
 def load_program_file(path: str) -> ExportedProgram:

@@ -16,28 +16,28 @@ from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.algorithms.options import look_at_inputs
+from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.build_program import can_become_program, program_of
 from pt2mx.pt2e.cli.checks import check_compiler, check_device, recipe_missing
 from pt2mx.pt2e.cli.float_model import export, exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.inputs import arrays_by_name
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
-from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.flow.weights import nonfinite_operands
 from pt2mx.pt2e.models.float_models import Batch, LoadedModel, call
 from pt2mx.pt2e.models.input_files import load_batches
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
 from pt2mx.pt2e.optimize.report import optimization_report
-from pt2mx.pt2e.prepare import prepare_pt2e
-from pt2mx.pt2e.program import save_program
+from pt2mx.pt2e.program.build_program import can_become_program, program_of
+from pt2mx.pt2e.program.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
-from pt2mx.pt2e.report.weights import nonfinite_operands
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result | None:

@@ -18,11 +18,11 @@ from pt2mx.pt2e.cli.inputs import arrays_by_name, conform
 from pt2mx.pt2e.cli.programs import note_other_version
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import deferred_interrupts, whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.input_files import load_batch
 from pt2mx.pt2e.onnx.runtime import load
-from pt2mx.pt2e.output import deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
-from pt2mx.pt2e.user_errors import user_errors
 
 #: seconds for which a call is repeated to time it
 _SECONDS = 1.0

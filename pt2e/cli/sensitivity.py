@@ -18,16 +18,16 @@ from pt2mx.pt2e.cli.checks import check_device, split_names
 from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.format_observer import MXFormatObserver
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
 from pt2mx.pt2e.models.float_models import Batch, call
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.observe.format_observer import MXFormatObserver
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.results import Sensitivity
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.results import Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
-from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import parse
 
 

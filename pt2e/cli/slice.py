@@ -9,11 +9,11 @@ from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.cli.programs import load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
-from pt2mx.pt2e.program import save_program
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.optimize.slice import slice_program
+from pt2mx.pt2e.program.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.slice import slice_program
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.sums import sqnr_db
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.report.page.page import table_page
+from pt2mx.pt2e.files.output import write_text
+from pt2mx.pt2e.page.page import table_page
 
 #: the operator in the row of an output of the model
 OUTPUT = "output"

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.models.tokenizers import (
@@ -23,9 +24,8 @@ from pt2mx.pt2e.models.tokenizers import (
     load_tokenizer,
     save_part,
 )
-from pt2mx.pt2e.program import load_program, save_program
+from pt2mx.pt2e.program.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 #: in the folder, next to the files that transformers writes
 REPORT = "report.json"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.checkpoint_files import CONFIG
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.input_files import Reader, groups
 from pt2mx.pt2e.models.names import IMAGES
 from pt2mx.pt2e.models.processors import PROCESSORS, media_config, shape_from_config
 from pt2mx.pt2e.models.samples import sentences
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

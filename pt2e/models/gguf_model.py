@@ -13,10 +13,10 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.build_model import check_counts
 from pt2mx.pt2e.models.checkpoint_files import CONFIG
 from pt2mx.pt2e.models.gguf_file import DTYPES, SUFFIX, GGUFFile
-from pt2mx.pt2e.user_errors import user_errors
 
 ARCHITECTURE = "general.architecture"
 #: types whose values without a scale of the whole tensor are exact in bfloat16 and float16 models

@@ -16,8 +16,8 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.models.names import BATCHES, IMAGES, KINDS, RECORDINGS, input_files
-from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -11,13 +11,13 @@ import torch
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.user_errors import one_line, user_errors
 from pt2mx.pt2e.models.build_model import check_counts
 from pt2mx.pt2e.models.checkpoint_files import entries_in, files_of
 from pt2mx.pt2e.models.coverage import CheckpointValues
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
-from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.files.user_errors import one_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self

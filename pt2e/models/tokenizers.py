@@ -8,9 +8,9 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.gguf_model import gguf_in, tokenizer_of
-from pt2mx.pt2e.output import whole_file
-from pt2mx.pt2e.user_errors import user_errors
 
 #: the settings of generation
 GENERATION = "generation_config.json"

@@ -19,10 +19,10 @@ from torch.fx import Graph, GraphModule
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.fx.graph.source_node import nodes_by_source
+from pt2mx.pt2e.files.output import check_output
+from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.output import check_output
-from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from onnx import ModelProto

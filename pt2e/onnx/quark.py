@@ -15,10 +15,10 @@ from typing import Any
 from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
+from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.onnx.files import onnx, opset_of, raise_opset, read_model, tensor_types, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, fake_quantize
 from pt2mx.pt2e.onnx.nodes import DOMAIN, FakeQuantizeMX, graphs_in, node_attributes
-from pt2mx.pt2e.output import check_output
 from pt2mx.spec import MXSpec
 
 #: the names of Quark's operator, the newer first, and their domains

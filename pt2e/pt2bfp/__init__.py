@@ -8,9 +8,19 @@ change no number, and `eps`, `qscheme` and similar arguments have no effect.
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.analysis.agreement import check_diff
+from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.observe.switches import disable_fake_quant, disable_observer, enable_fake_quant, enable_observer
+from pt2mx.pt2e.observe.torchao_pt2e import (
+    OperatorConfig,
+    QuantizationAnnotation,
+    SharedQuantizationSpec,
+    annotate_input_qspec_map,
+    annotate_output_qspec,
+)
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
 from pt2mx.pt2e.pt2bfp.formats import max_norm, min_norm
@@ -39,16 +49,6 @@ from pt2mx.pt2e.pt2bfp.specs import (
     default_fake_quant,
     default_per_channel_weight_fake_quant,
     default_weight_fake_quant,
-)
-from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
-from pt2mx.pt2e.report.agreement import check_diff
-from pt2mx.pt2e.switches import disable_fake_quant, disable_observer, enable_fake_quant, enable_observer
-from pt2mx.pt2e.torchao_pt2e import (
-    OperatorConfig,
-    QuantizationAnnotation,
-    SharedQuantizationSpec,
-    annotate_input_qspec_map,
-    annotate_output_qspec,
 )
 from pt2mx.spec import parse
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.fx.portable import make_portable
 from pt2mx.pt2e import convert
-from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.pt2bfp.quantizer import BFPQuantizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 

@@ -7,13 +7,13 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.pt2e.observe.qspec import mx_qspec
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec
 from pt2mx.pt2e.pt2bfp.specs import BFPConfig
-from pt2mx.pt2e.qspec import mx_qspec
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY
 from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, argument_of, operands_of, role_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec
 from pt2mx.spec import MXSpec
 
 

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
-from pt2mx.pt2e.torchao_pt2e import (
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.observe.torchao_pt2e import (
     FakeQuantize,
     HistogramObserver,
     MinMaxObserver,
@@ -24,6 +23,7 @@ from pt2mx.pt2e.torchao_pt2e import (
     QuantizationSpec,
     fake_quantize,
 )
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.spec import MXSpec, parse
 
 #: the default format of a spec

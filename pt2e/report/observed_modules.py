@@ -14,11 +14,11 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.flow.sizes import sources_of
+from pt2mx.pt2e.flow.weights import constants_of
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
-from pt2mx.pt2e.report.sizes import sources_of
-from pt2mx.pt2e.report.weights import constants_of
 
 
 @dataclass

@@ -25,13 +25,13 @@ from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.kernels.float_scales import is_nan
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.format_observer import CANDIDATES_KEY, MXFormatObserver
-from pt2mx.pt2e.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
-from pt2mx.pt2e.packed_weights import stored_weights
+from pt2mx.pt2e.flow.packed_weights import stored_weights
+from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY, MXFormatObserver
+from pt2mx.pt2e.observe.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.observe.torchao_pt2e import is_fake
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
-from pt2mx.pt2e.report.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
-from pt2mx.pt2e.torchao_pt2e import is_fake
 from pt2mx.spec import MXSpec
 
 #: the meta of nodes that a report reads

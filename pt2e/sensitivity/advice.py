@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from pt2mx.analysis.metrics import METRICS
+from pt2mx.analysis.samples import LEAST_SAMPLES
 from pt2mx.analysis.tables import ratio_text
-from pt2mx.pt2e.sensitivity.metrics import METRICS
-from pt2mx.pt2e.sensitivity.samples import LEAST_SAMPLES
 
 if TYPE_CHECKING:
-    from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
+    from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
 
 #: the name of the float model's row
 FLOAT = "float"
@@ -23,7 +23,7 @@ def quality_text(quality: float) -> str:
     """Return a quality with three digits of its distance from 1, so that .99997 and .99998 differ.
 
     Example:
-        >>> from pt2mx.pt2e.sensitivity.advice import quality_text
+        >>> from pt2mx.pt2e.report.advice import quality_text
         >>> quality_text(1 - 3.06e-5), quality_text(0.9712), quality_text(24.5)
         ('0.9999694', '0.9712', '24.5')
     """

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from pt2mx.analysis.samples import can_rank
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.sensitivity.advice import advice, quality_text
-from pt2mx.pt2e.sensitivity.samples import can_rank
+from pt2mx.pt2e.files.output import write_text
+from pt2mx.pt2e.report.advice import advice, quality_text
 
 #: the kinds of operands of a module that can be quantized
 OPERANDS = ("both", "weights", "activations")

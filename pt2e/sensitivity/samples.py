@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from pt2mx.pt2e.sensitivity.metrics import METRICS, Distance, batch_distance, distance_over, outputs_of
+from pt2mx.analysis.metrics import METRICS, Distance, batch_distance, distance_over, outputs_of
 
 #: fewest samples whose spread is known well enough to rank by it
 LEAST_SAMPLES = 5
@@ -44,7 +44,7 @@ def mean_and_samples(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple
         pairs: the sum and the divisor of each sample.
 
     Example:
-        >>> from pt2mx.pt2e.sensitivity.samples import mean_and_samples
+        >>> from pt2mx.analysis.samples import mean_and_samples
         >>> mean_and_samples([(1.0, 4.0), (2.0, 2.0)])
         (0.5, (0.16666666666666669, 0.8333333333333333))
     """

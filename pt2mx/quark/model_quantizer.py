@@ -22,7 +22,7 @@ from pt2mx.errors import nearest
 from pt2mx.kernels.cpu.build import cache_folder, use_built
 
 #: `pt2mx.quantize_onnx` belongs to the PT2E flow, so `quantize_model` imports it
-_FLOW = "pt2mx.pt2e.onnx.quark_models"
+_FLOW = "pt2mx.quark.quantize_model"
 
 
 class ModelQuantizer:

@@ -8,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXQuantizationConfig, MXQuantizer, fake_quantize_mx
-from pt2mx.pt2e.slice import slice_graph
+from pt2mx.pt2e.optimize.slice import slice_graph
 from tests.models import IDS, IMAGES, NormalizedConv, Tied
 from tests.subgraph_models import Cond, Nested
 

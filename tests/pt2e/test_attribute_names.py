@@ -8,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.report.weights import nonfinite_weights
+from pt2mx.pt2e.flow.weights import nonfinite_weights
 from tests.flow import exported
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

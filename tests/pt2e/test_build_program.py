@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.build_program import can_become_program, program_of
+from pt2mx.pt2e.program.build_program import can_become_program, program_of
 from tests.flow import calibrated, described
 
 

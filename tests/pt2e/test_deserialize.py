@@ -8,7 +8,7 @@ from torch._export.serde import serialize
 from torch.export import Dim
 
 import pt2mx
-from pt2mx.pt2e.deserialize import _replaced, deserialize
+from pt2mx.pt2e.program.deserialize import _replaced, deserialize
 
 
 class Branch(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx.pt2e.program import read_program
+from pt2mx.pt2e.program.program import read_program
 
 #: the defaults of the older schemas, as torch writes them
 DEFAULTS = {

@@ -17,7 +17,7 @@ from pt2mx import (
     prepare_pt2e,
     prepare_qat_pt2e,
 )
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
 from tests.flow import exported
 from tests.graph import quantized_at_each_call
 from tests.models import OF_EACH_KIND

@@ -11,7 +11,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e import output
-from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file, write_text
+from pt2mx.pt2e.files.output import check_distinct, check_output, deferred_interrupts, whole_file, write_text
 
 #: writes beyond a limit on the size of files, like on a full disk, with torch's and Python's writers; run in another
 #: process
@@ -20,7 +20,7 @@ import resource, sys
 import torch
 from torch import nn
 from pt2mx import MXError
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
 
 model = nn.Linear(512, 512)
 program = torch.export.export(model, (torch.randn(2, 512),))

@@ -9,7 +9,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.fx.passes.fold_weights import parameter_name
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_bytes, packed_weights
+from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_bytes, packed_weights
 from tests.compare import differing
 from tests.flow import convert, prepare
 from tests.fresh_process import run_program
@@ -107,7 +107,7 @@ def test_weights(name):
 
 _READ = """
 import sys, torch, pt2mx
-from pt2mx.pt2e.packed_weights import packed_weights
+from pt2mx.pt2e.flow.packed_weights import packed_weights
 for name in sys.argv[1:]:
     weights = packed_weights(pt2mx.load_program(f"{name}.pt2"))
     torch.save([(w.name, w.spec.element.name, w.spec.block_size, w.spec.axis, *w[2:]) for w in weights], f"{name}.pt")

@@ -13,9 +13,9 @@ from pt2mx import MXError, MXQuantizer
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Quantize, is_ours
 from pt2mx.pt2e import provenance
-from pt2mx.pt2e.archive import add_records, read_record
-from pt2mx.pt2e.output import whole_file
-from pt2mx.pt2e.provenance import Provenance, provenance_of, recipe_of
+from pt2mx.pt2e.files.archive import add_records, read_record
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.program.provenance import Provenance, provenance_of, recipe_of
 from tests.flow import calibrated, exported
 
 X = torch.randn(4, 64)

@@ -2,7 +2,7 @@ import torch
 from torchao.quantization.pt2e.quantizer import QuantizationSpec
 
 from pt2mx import MXObserver, MXSpec, parse
-from pt2mx.pt2e.qspec import mx_qspec, mx_spec, spec_of_qscheme, ste_of_qscheme
+from pt2mx.pt2e.observe.qspec import mx_qspec, mx_spec, spec_of_qscheme, ste_of_qscheme
 
 
 def test_round_trip():

@@ -8,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXObserver
-from pt2mx.pt2e.range_observers import (
+from pt2mx.pt2e.observe.range_observers import (
     RANGE_KEY,
     MXHistogramObserver,
     MXMinMaxObserver,

@@ -11,8 +11,8 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_t
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.graph.constants import computed_from
-from pt2mx.pt2e.shared_scales import connected
-from pt2mx.pt2e.tensor_scales import shared_amax
+from pt2mx.pt2e.flow.shared_scales import connected
+from pt2mx.pt2e.observe.tensor_scales import shared_amax
 from tests.flow import calibrated, exported
 from tests.graph import calls, count
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.packed_weights import packed_weights
+from pt2mx.pt2e.flow.packed_weights import packed_weights
 from tests.compare import differing
 from tests.flow import convert, reloaded
 from tests.models import BATCH, IDS, IMAGES, Encoder, NormalizedConv, Tied

@@ -7,8 +7,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.qspec import mx_qscheme, mx_qspec
-from pt2mx.pt2e.tensor_scales import StaticTensorScale
+from pt2mx.pt2e.observe.qspec import mx_qscheme, mx_qspec
+from pt2mx.pt2e.observe.tensor_scales import StaticTensorScale
 from tests.flow import calibrated, exported
 from tests.graph import calls
 from tests.pt2e.test_scale_formats import BATCH, Net, X, fake_quantized

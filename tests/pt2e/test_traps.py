@@ -13,7 +13,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config, ops
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.torchao_pt2e import FakeQuantizeBase, ObserverBase
+from pt2mx.pt2e.observe.torchao_pt2e import FakeQuantizeBase, ObserverBase
 from tests.flow import calibrated, exported
 
 CONFIG = get_default_mx_quantization_config("mxfp4", "mxfp8")

@@ -83,7 +83,7 @@ def test_trap_19_inductors_configuration_stays(run_python):
     code = """
 import torch._inductor.config as config
 before = config.save_config_portable()
-import pt2mx.pt2e.prepare
+import pt2mx.pt2e.flow.prepare
 print(before == config.save_config_portable())
 """
     assert run_python(code, fresh=True).split() == ["True"]
@@ -139,7 +139,7 @@ def test_trap_24_quiet_import(run_python):
     """torchao announces CUDA extensions that a CPU machine lacks, and warns."""
     code = (
         "import io, contextlib, sys, warnings; e = io.StringIO(); warnings.simplefilter('error')\n"
-        "with contextlib.redirect_stderr(e), contextlib.redirect_stdout(e): import pt2mx.pt2e.prepare\n"
+        "with contextlib.redirect_stderr(e), contextlib.redirect_stdout(e): import pt2mx.pt2e.flow.prepare\n"
         "print(repr(e.getvalue()))"
     )
     assert run_python(code, fresh=True).strip() == "''"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXError
-from pt2mx.pt2e.user_errors import one_line, quiet_export, user_errors
+from pt2mx.pt2e.files.user_errors import one_line, quiet_export, user_errors
 
 HERE = os.path.relpath(__file__)
 

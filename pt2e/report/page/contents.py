@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from pt2mx.analysis.metrics import METRICS
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
+from pt2mx.pt2e.page.graphs import DrawnGraph, node_positions
 from pt2mx.pt2e.quantizer import recipe as recipes
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
+from pt2mx.pt2e.report.results import RecipeComparison, Sensitivity
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
-from pt2mx.pt2e.sensitivity.metrics import METRICS
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.report.report import QuantizationReport

@@ -16,7 +16,7 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from pt2mx.pt2e.report.page.contents import PageContext, contents
+from pt2mx.pt2e.page.contents import PageContext, contents
 from pt2mx.version import __version__
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def page(report: QuantizationReport, context: PageContext) -> str:
 
 def asset(name: str) -> str:
     """Read a file of this folder."""
-    return resources.files("pt2mx.pt2e.report.page").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("pt2mx.pt2e.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def escaped(text: str) -> str:

@@ -4,9 +4,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pt2mx import MXError
+from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.models import safetensors_shards
 from pt2mx.pt2e.models.safetensors_shards import DTYPES, Entry, ShardReader, ShardWriter
-from pt2mx.pt2e.output import whole_file
 from tests.damaged_files import damaged
 
 

@@ -4,7 +4,7 @@ import onnx
 import pytest
 
 from pt2mx import MXError, quark
-from pt2mx.pt2e.onnx.quark_models import quantize_model
+from pt2mx.quark.quantize_model import quantize_model
 from tests.onnx_float_files import old_network
 
 NAMES = ["conv1", "ConvTranspose_2", "grouped", "fc", "head"]

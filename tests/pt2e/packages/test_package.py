@@ -15,7 +15,7 @@ from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import exact_lengths, load_package
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.program.provenance import provenance_of
 from tests.flow import calibrated, convert
 
 

@@ -35,7 +35,7 @@ def config(is_qat=False):
 
 
 def spec_of(annotation):
-    return pt2mx.pt2e.qspec.mx_spec(annotation)
+    return pt2mx.pt2e.observe.qspec.mx_spec(annotation)
 
 
 def seen(observer):

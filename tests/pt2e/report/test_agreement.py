@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.report.agreement import check_diff
+from pt2mx.analysis.agreement import check_diff
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 INF = torch.tensor([1.0, math.inf, -math.inf])

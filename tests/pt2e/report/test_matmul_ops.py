@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXError, lower_to_inductor, quantization_report
-from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
+from pt2mx.pt2e.flow.matmul_ops import is_matmul_like, operator_path
 from tests.flow import convert
 
 aten = torch.ops.aten

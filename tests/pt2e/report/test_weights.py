@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.report.weights import listed, nonfinite_operands, nonfinite_parameters
+from pt2mx.pt2e.flow.weights import listed, nonfinite_operands, nonfinite_parameters
 from tests.flow import calibrated, exported
 
 NAN, INF = float("nan"), float("inf")

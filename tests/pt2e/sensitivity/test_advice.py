@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from pt2mx.pt2e.sensitivity.advice import advice, quality_text
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
+from pt2mx.pt2e.report.advice import advice, quality_text
+from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
 
 FLOAT = RecipeRow("float", 400, 32.0, 1.0)
 FOUR, EIGHT = RecipeRow("four", 50, 4.0, 0.97), RecipeRow("eight", 100, 8.0, 0.995)

@@ -4,7 +4,7 @@ import math
 import pytest
 
 from pt2mx import MXError
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
+from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 
 
 def test_result(tmp_path):

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from pt2mx.pt2e.sensitivity.metrics import mean_distance
-from pt2mx.pt2e.sensitivity.samples import can_rank, half_interval, mean_and_samples, sample_distances
+from pt2mx.analysis.metrics import mean_distance
+from pt2mx.analysis.samples import can_rank, half_interval, mean_and_samples, sample_distances
 
 
 @pytest.mark.parametrize("metric", ["kl", "cosine", "noise"])

@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-STYLE = resources.files("pt2mx.pt2e.report.page").joinpath("page.css").read_text()
+STYLE = resources.files("pt2mx.pt2e.page").joinpath("page.css").read_text()
 SCHEMES = [
     dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
 ]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx.pt2e.page.contents import PageContext, contents, outliers, plain
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.report.page.contents import PageContext, contents, outliers, plain
 from tests.reports import full_report, operator, report_of
 
 

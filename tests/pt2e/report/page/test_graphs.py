@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.report.page.graphs import DrawnGraph, node_positions
+from pt2mx.pt2e.page.graphs import DrawnGraph, node_positions
 from tests.flow import convert, exported
 from tests.models import Tied
 from tests.subgraph_models import Branches

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from pt2mx.pt2e.report.report import QuantizationReport
+from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 from pt2mx.pt2e.report.rows import OperatorReport
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
 from tests.browser import CHROMIUM, Browser, Page
 from tests.reports import HOSTILE, full_report, operator, report_of
 

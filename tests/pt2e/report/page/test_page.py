@@ -7,7 +7,7 @@ import pytest
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.report.page.page import asset, table_page
+from pt2mx.pt2e.page.page import asset, table_page
 from tests.reports import HOSTILE, full_report, operator, report_of
 
 
