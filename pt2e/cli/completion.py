@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import shtab
 
-from pt2mx.pt2e.cli.command import command_parser
 from pt2mx.pt2e.cli.parser import subparsers
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.quantizer.shipped import names
@@ -17,14 +16,13 @@ _WORDS = {"recipe": names(), "recipes": names(), "model": ["minilm", "torchvisio
 
 
 def run(options: argparse.Namespace) -> Result:
-    parser = command_parser()
-    for action in _actions(parser):
+    for action in _actions(options.parser):
         if action.choices is None and action.nargs != 0 and action.type is None:
             if action.dest in _WORDS:  # where no word completes, a file may
                 action.choices = _WORDS[action.dest]
             else:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    script = shtab.complete(parser, options.shell)
+    script = shtab.complete(options.parser, options.shell)
     return Result(script, {"shell": options.shell, "script": script})
 
 

@@ -196,6 +196,7 @@ def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Pa
     """
     text = "Quantize PyTorch models to the OCP MX formats."
     parser = Parser(prog="pt2mx", description=text, epilog=epilog, formatter_class=_RAW)
+    parser.set_defaults(parser=parser)  # for the completion of shells
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (function, text) in commands.items():

@@ -55,6 +55,10 @@ class Subgraph:
         return f"{' -> '.join(self.nodes)} in {modules}: relative error {self.error:.3g}"
 
 
+#: pickles of older versions name it so
+Piece = Subgraph
+
+
 class _Suspect(NamedTuple):
     """Nodes whose two forms differ by an error, and what a file stores about them."""
 

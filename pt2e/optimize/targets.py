@@ -19,8 +19,8 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, ho
 from pt2mx.fx.graph.node import named_args, register_buffer
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
-from pt2mx.pt2e import torchao_pt2e
 from pt2mx.pt2e.flow.shared_scales import connected, sibling_key
+from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.tensor_scales import shared_amax
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.optimize.matmul_views import Matmul, MatmulView, matmul_of

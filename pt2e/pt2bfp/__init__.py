@@ -24,15 +24,13 @@ from pt2mx.pt2e.observe.torchao_pt2e import (
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
 from pt2mx.pt2e.pt2bfp.formats import max_norm, min_norm
-from pt2mx.pt2e.pt2bfp.quantization_mapping import (
-    DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS,
+from pt2mx.pt2e.pt2bfp.quantize import (
     DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
-    get_default_dynamic_quant_module_mappings,
-    get_default_static_quant_module_mappings,
-    get_dynamic_quant_module_class,
-    get_static_quant_module_class,
+    convert,
+    prepare,
+    prepare_qat,
+    quantize,
 )
-from pt2mx.pt2e.pt2bfp.quantize import convert, prepare, prepare_qat, quantize
 from pt2mx.pt2e.pt2bfp.quantize_graph import convert_fx, convert_pt2e, prepare_fx, prepare_qat_fx
 from pt2mx.pt2e.pt2bfp.quantizer import (
     BFPQuantizer,
@@ -53,7 +51,6 @@ from pt2mx.pt2e.pt2bfp.specs import (
 from pt2mx.spec import parse
 
 __all__ = [
-    "DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS",
     "DEFAULT_FORMAT",
     "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
     "BFPOperatorConfig",
@@ -86,12 +83,8 @@ __all__ = [
     "enable_fake_quant",
     "enable_observer",
     "get_bias_qspec",
-    "get_default_dynamic_quant_module_mappings",
-    "get_default_static_quant_module_mappings",
-    "get_dynamic_quant_module_class",
     "get_input_act_qspec",
     "get_output_act_qspec",
-    "get_static_quant_module_class",
     "get_weight_qspec",
     "max_norm",
     "min_norm",
