@@ -65,7 +65,7 @@ wheel: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*.cpp pt2mx/kernels/cpu/src/*.h pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp pt2mx/quark/src/*.cpp
+	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*.cpp pt2mx/kernels/cpu/src/*.h pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp
 	@echo "lint: compile each C++ header alone, for each instruction set (-fsyntax-only, in parallel)"
 	$(BIN)/python -m tests.headers
 

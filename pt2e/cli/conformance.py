@@ -7,7 +7,7 @@ import argparse
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.output import check_output, json_text, write_text
+from pt2mx.pt2e.files.output import json_text, write_text
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -21,8 +21,6 @@ def run(options: argparse.Namespace) -> Result:
         raise MXError(
             "`pt2mx conformance` needs the package mx-conformance: pip install ./tests/conformance in a clone of pt2mx"
         ) from None
-    if options.output is not None:
-        check_output(options.output, (".json", ".md"))
     try:
         installed, absent = select(options.implementation, options.format)
     except ConformanceError as error:  # a class of its own, as the package runs without pt2mx

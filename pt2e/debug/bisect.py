@@ -23,7 +23,7 @@ from pt2mx.pt2e.debug.errors import comparable, relative_error
 from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, check_module, is_tuple_of_operator, run, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range
-from pt2mx.pt2e.output import check_output
+from pt2mx.pt2e.files.output import check_output
 
 #: returns the other form of a subgraph: a function of the subgraph's inputs
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -53,6 +53,10 @@ class Subgraph:
     def __str__(self) -> str:
         modules = ", ".join(filter(None, self.modules)) or "the root"
         return f"{' -> '.join(self.nodes)} in {modules}: relative error {self.error:.3g}"
+
+
+#: pickles of older versions name it so
+Piece = Subgraph
 
 
 class _Suspect(NamedTuple):

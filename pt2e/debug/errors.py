@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.sums import sqnr_db
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.report.page.page import table_page
+from pt2mx.pt2e.files.output import write_text
 
 #: the operator in the row of an output of the model
 OUTPUT = "output"
@@ -206,6 +205,8 @@ class StageComparison:
         Returns:
             The page.
         """
+        from pt2mx.pt2e.page.page import table_page  # above this folder: loaded where a page is asked for
+
         rows = [_cells(row) for row in self.rows]
         return write_text(table_page("Stage comparison", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
 

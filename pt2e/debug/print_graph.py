@@ -18,7 +18,7 @@ from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.fx.graph.source_node import modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
 
 #: the most names in a cell, and in an error

@@ -29,7 +29,7 @@ from pt2mx.pt2e.debug.interpreter import (
 )
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.print_graph import operator_text
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 
 #: a form of a model: a graph, an ONNX file, or a function of the same inputs, whose outputs alone are compared
 Stage = GraphModule | ExportedProgram | str | os.PathLike[str] | Callable[..., Any]

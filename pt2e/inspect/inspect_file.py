@@ -28,7 +28,8 @@ from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length
-from pt2mx.pt2e.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.files.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_weights
 from pt2mx.pt2e.inspect.schema import (
     FileInfo,
     PackedWeightInfo,
@@ -41,9 +42,8 @@ from pt2mx.pt2e.inspect.schema import (
 from pt2mx.pt2e.language.ranks import ENCODER, programs_in
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.program.program import read_program
+from pt2mx.pt2e.program.provenance import provenance_of
 from pt2mx.spec import MXSpec
 
 _SCALE_BIAS = 127

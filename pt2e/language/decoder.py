@@ -16,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
     KINDS,
@@ -35,8 +36,7 @@ from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.language.shared_sizes import shared_sizes
 from pt2mx.pt2e.language.source import decoder_call
-from pt2mx.pt2e.program import export_program
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
+from pt2mx.pt2e.program.program import export_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,12 +22,12 @@ from torch.utils._sympy import solve as torch_solve
 from torch.utils._sympy.functions import FloorDiv
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.archive import add_records, check_kind, read_record
-from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.files.archive import add_records, check_kind, read_record
+from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
-from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 
 #: of the thread that has replaced torch's function in `exact_lengths`
 _solving = threading.RLock()

@@ -14,6 +14,7 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.higher_order_ops import graph_modules, nodes_in_order
 from pt2mx.fx.graph.node import args_of, called, make_positional, shape_of
 from pt2mx.fx.graph.source_node import modules_of, propagate_module_stack
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_operator
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -30,7 +31,6 @@ from pt2mx.pt2e.quantizer.operators import (
 )
 from pt2mx.pt2e.quantizer.settings import Config
 from pt2mx.pt2e.quantizer.stored_settings import StoredSettings
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 
 
 class MXQuantizer(StoredSettings, Quantizer):

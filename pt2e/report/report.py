@@ -15,17 +15,15 @@ from torch.fx import GraphModule
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.recompile import module_of
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.output import json_text, write_text
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.flow.matmul_ops import refuse_lowered
+from pt2mx.pt2e.flow.sizes import float_size, size_of, tensors_of
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.dataframe import dataframe
-from pt2mx.pt2e.report.matmul_ops import refuse_lowered
-from pt2mx.pt2e.report.page.contents import PageContext
-from pt2mx.pt2e.report.page.page import page
+from pt2mx.pt2e.report.results import RecipeComparison, Sensitivity
 from pt2mx.pt2e.report.rows import OperatorReport, operator_reports, read_report
-from pt2mx.pt2e.report.sizes import float_size, size_of, tensors_of
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
 
 if TYPE_CHECKING:
     import pandas
@@ -207,6 +205,9 @@ class QuantizationReport:
             >>> text.splitlines()[0]
             '<!DOCTYPE html>'
         """
+        from pt2mx.pt2e.page.contents import PageContext  # above this folder: loaded where a page is asked for
+        from pt2mx.pt2e.page.page import page
+
         context = PageContext(model, recipe, quality or {}, comparison, sensitivity, before, after)
         return write_text(page(self, context), path)
 

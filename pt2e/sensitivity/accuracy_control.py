@@ -11,14 +11,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from pt2mx.analysis.metrics import number_of
 from pt2mx.errors import MXError
-from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
-from pt2mx.pt2e.prepare import check_quantizer, prepare_pt2e
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.observed_modules import observed_modules
+from pt2mx.pt2e.flow.prepare import check_quantizer, prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.observed_modules import observed_modules
-from pt2mx.pt2e.sensitivity.metrics import number_of
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 
 #: returns the quality of a model that takes the arguments of the exported one; larger is better

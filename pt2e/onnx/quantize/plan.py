@@ -12,7 +12,6 @@ import torch
 from onnx import NodeProto, TensorProto
 from torch.fx import Graph, Node
 
-from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, block_axis, operands_of
@@ -23,6 +22,7 @@ from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe import ORDER, SMALL_WEIGHTS
 from pt2mx.pt2e.quantizer.settings import Config
+from pt2mx.quark import attributes as quark
 from pt2mx.spec import MXSpec
 
 #: data types that MX formats can replace

@@ -15,9 +15,10 @@ from mx_conformance.errors import MXError
 from mx_conformance.formats import FORMATS, parse_element
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
+    import torch
     from torch import Tensor
+
+    from pt2mx.spec import MXSpec
 
 
 class Case(NamedTuple):
@@ -40,7 +41,7 @@ def pt2mx_torch() -> Iterator[Case]:
     """Yield the cases of pt2mx's reference kernel, plain torch operations: it must have no deviation."""
     from pt2mx.kernels import reference_chunked
 
-    return _pt2mx(reference_chunked)
+    return _pt2mx(reference_chunked.quantize, reference_chunked.dequantize)
 
 
 def pt2mx_cpp() -> Iterator[Case]:
@@ -49,30 +50,40 @@ def pt2mx_cpp() -> Iterator[Case]:
     Raises:
         MXError: if no compiler has built it.
     """
-    from pt2mx.kernels.cpu import build, quantize
+    from pt2mx.kernels.cpu import build
+    from pt2mx.kernels.cpu import quantize as cpu
+    from pt2mx.ops.quantization import Dequantize, Quantize
 
     if not build.is_available():
         raise MXError("the C++ kernels are not built: see `pt2mx doctor`")
-    return _pt2mx(quantize)
+
+    def quantize(x: Tensor, spec: MXSpec, seed: None) -> Any:
+        return cpu.quantize(Quantize(x, *spec.quantize_args(), seed), spec)
+
+    def dequantize(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Any:
+        call = Dequantize(data, scale, spec.element.name, spec.block_size, dtype, spec.axis, length)
+        return cpu.dequantize(call, spec, length)
+
+    return _pt2mx(quantize, dequantize)
 
 
-def _pt2mx(kernels: ModuleType) -> Iterator[Case]:
+def _pt2mx(quantize: Callable[..., Any], dequantize: Callable[..., Any]) -> Iterator[Case]:
     import torch
 
     from pt2mx.modes import scale_modes
     from pt2mx.scale_formats import SCALE_FORMATS
     from pt2mx.spec import MXSpec
 
-    def quantize(spec: MXSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-        return kernels.quantize(x, spec, None)
+    def quantized(spec: MXSpec, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(x, spec, None)
 
-    def dequantize(spec: MXSpec, data: Tensor, scale: Tensor) -> Tensor:
-        return kernels.dequantize(data, scale, spec, torch.float32, data.shape[1] * 8 // spec.element.bits)
+    def dequantized(spec: MXSpec, data: Tensor, scale: Tensor) -> Tensor:
+        return dequantize(data, scale, spec, torch.float32, data.shape[1] * 8 // spec.element.bits)
 
     for name in FORMATS:
         for mode in scale_modes(SCALE_FORMATS["e8m0"], MXSpec(name).element):
             spec = MXSpec(name, axis=1, scale_mode=mode)
-            yield Case(name, partial(quantize, spec), partial(dequantize, spec), mode, "even", "low_first", False)
+            yield Case(name, partial(quantized, spec), partial(dequantized, spec), mode, "even", "low_first", False)
 
 
 def torchao() -> Iterator[Case]:

@@ -9,9 +9,9 @@ from pt2mx import MXQuantizer, fake_quantize_mx, get_default_mx_quantization_con
 from pt2mx.algorithms import GPTQ, Rotation
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
+from pt2mx.pt2e.flow.prepare import to_annotate
 from pt2mx.pt2e.optimize.rotation import rotate_matmuls
 from pt2mx.pt2e.optimize.targets import weight_targets
-from pt2mx.pt2e.prepare import to_annotate
 from tests.graph import count
 
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))

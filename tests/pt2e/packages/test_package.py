@@ -10,12 +10,12 @@ from torch.utils._sympy import solve as torch_solve
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e import provenance
-from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
+from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import exact_lengths, load_package
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.program import provenance
+from pt2mx.pt2e.program.provenance import provenance_of
 from tests.flow import calibrated, convert
 
 
