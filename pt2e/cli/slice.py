@@ -6,7 +6,6 @@ import argparse
 import importlib
 from pathlib import Path
 
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.cli import report_file
 from pt2mx.pt2e.cli.option_checks import check_program_file, check_program_name
 from pt2mx.pt2e.cli.progress import Progress
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> Result:
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
             save_program(sliced, options.output, quantizer)
-        report = quantization_report(module_of(sliced, check_guards=False))
+        report = quantization_report(sliced.module(check_guards=False))
         if options.report is not None:
             report_file.write_report(report, options.report, model=options.program, recipe=options.recipe)
     return quantized_result(report, options, progress)

@@ -69,7 +69,8 @@ class Subject:
         Raises:
             MXError: for results of another form.
         """
-        assert self.quantize is not None
+        if self.quantize is None:
+            raise MXError("the implementation has no function that quantizes: give quantize")
         array = _ARRAYS[self.framework](x.copy())
         result = self.quantize(array if self.dtype == "float32" else array.bfloat16())
         if not isinstance(result, tuple | list):
@@ -92,7 +93,8 @@ class Subject:
         Raises:
             MXError: for results of another form.
         """
-        assert self.dequantize is not None
+        if self.dequantize is None:
+            raise MXError("the implementation has no function that dequantizes: give dequantize")
         make = _ARRAYS[self.framework]
         result = self.dequantize(make(data.copy()), make(scale.copy()))
         values = _array(result)
