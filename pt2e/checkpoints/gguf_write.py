@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX, GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_metadata import add_metadata, architecture_named, check_config
-from pt2mx.pt2e.checkpoints.gguf_model import ROPE_TENSORS
 from pt2mx.pt2e.checkpoints.gguf_tokenizer import add_tokenizer
 from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.gguf_file import SUFFIX, GGUFFile
+from pt2mx.pt2e.models.gguf_model import ROPE_TENSORS
 
 #: tensors begin at multiples of so many bytes
 _ALIGNMENT = 32

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, value_of
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, with_float_scales
+from pt2mx.pt2e.models.weight_formats import PackedTensors, with_float_scales
 from pt2mx.spec import MXSpec
 
 

@@ -11,8 +11,8 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
 from pt2mx.spec import MXSpec
 
 #: weight format -> the formats that may hold the same values under the same codes, the most similar first

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
-from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_values, check_whole
 from pt2mx.pt2e.checkpoints.engines import engines_that_load
-from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
-from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of, with_head
 from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.sources import Source
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR, format_of, spec_of
+from pt2mx.pt2e.models.checkpoint_files import CONFIG
+from pt2mx.pt2e.models.checkpoint_names import Parts, check_compatibility
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of, with_head
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import NVFP4_DIVISOR, format_of, spec_of
 from pt2mx.spec import MXSpec, parse
 
 if TYPE_CHECKING:

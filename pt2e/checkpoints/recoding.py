@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
-from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
-from pt2mx.pt2e.checkpoints.module_schemes import Schemes
 from pt2mx.pt2e.checkpoints.recode import recode, shared_factor
 from pt2mx.pt2e.checkpoints.regroup import Regrouping
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, read_tensor_scale, spec_of
+from pt2mx.pt2e.models.checkpoint_files import StoredTensors
+from pt2mx.pt2e.models.checkpoint_names import fused_with
+from pt2mx.pt2e.models.module_schemes import Schemes
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import PackedTensors, read_tensor_scale, spec_of
 
 
 @dataclass

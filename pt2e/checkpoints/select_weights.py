@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
+from pt2mx.pt2e.models.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.observe.qspec import mx_spec
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY

@@ -11,12 +11,10 @@ from pt2mx.conformance.result import Conformance
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.files.output import check_output, json_text, write_text
+from pt2mx.pt2e.files.output import json_text, write_text
 
 
 def run(options: argparse.Namespace) -> Result:
-    if options.output is not None:
-        check_output(options.output, (".json", ".md"))
     for format in options.format:
         parse_claim(format)
     for name in options.implementation:

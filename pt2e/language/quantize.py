@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
@@ -31,6 +30,7 @@ from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.language.vision import check_tower, has_tower
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.cpu import build
 from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.modes import scale_modes
+from pt2mx.ops.quantization import Dequantize, Quantize
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 
 def torch_cases() -> Iterator[Case]:
     """Yield the cases of the reference kernel, plain torch operations."""
-    return _cases(reference_chunked)
+    return _cases(reference_chunked.quantize, reference_chunked.dequantize)
 
 
 def cpp_cases() -> Iterator[Case]:
@@ -33,20 +34,29 @@ def cpp_cases() -> Iterator[Case]:
     """
     if not build.is_available():
         raise MXError("the C++ kernels are not built: see `pt2mx doctor`")
-    return _cases(cpu)
+    return _cases(_quantize_on_cpu, _dequantize_on_cpu)
 
 
-def _cases(kernels: ModuleType) -> Iterator[Case]:
+def _cases(quantize: Callable[..., Any], dequantize: Callable[..., Any]) -> Iterator[Case]:
     for name, element in FORMATS.items():
         for mode in scale_modes(SCALE_FORMATS["e8m0"], element):
             spec = MXSpec(name, axis=1, scale_mode=mode)
-            quantize = partial(_quantize, kernels, spec)
-            yield Case(name, quantize, partial(_dequantize, kernels, spec), mode, "even", "low_first", False)
+            of_data = partial(_dequantize, dequantize, spec)
+            yield Case(name, partial(_quantize, quantize, spec), of_data, mode, "even", "low_first", False)
 
 
-def _quantize(kernels: ModuleType, spec: MXSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.quantize(x, spec, None)
+def _quantize(quantize: Callable[..., Any], spec: MXSpec, x: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize(x, spec, None)
 
 
-def _dequantize(kernels: ModuleType, spec: MXSpec, data: Tensor, scale: Tensor) -> Tensor:
-    return kernels.dequantize(data, scale, spec, torch.float32, data.shape[1] * 8 // spec.element.bits)
+def _dequantize(dequantize: Callable[..., Any], spec: MXSpec, data: Tensor, scale: Tensor) -> Tensor:
+    return dequantize(data, scale, spec, torch.float32, data.shape[1] * 8 // spec.element.bits)
+
+
+def _quantize_on_cpu(x: Tensor, spec: MXSpec, seed: None) -> Any:
+    return cpu.quantize(Quantize(x, *spec.quantize_args(), seed), spec)
+
+
+def _dequantize_on_cpu(data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int) -> Any:
+    call = Dequantize(data, scale, spec.element.name, spec.block_size, dtype, spec.axis, length)
+    return cpu.dequantize(call, spec, length)

@@ -1,8 +1,8 @@
 from pt2mx.algorithms.options import PRESETS
 from pt2mx.analysis.metrics import METRICS
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.cli import arguments
 from pt2mx.pt2e.executorch.export import BACKENDS
+from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.onnx.export import DIALECTS, OPSETS
 from pt2mx.pt2e.onnx.runtime import RUNTIMES
 from pt2mx.pt2e.report.results import OPERANDS

@@ -12,7 +12,7 @@ from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from tests.compare import relative_error
 from tests.flow import exported

@@ -7,9 +7,9 @@ from torch.export import Dim
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
+from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.program import provenance
 from pt2mx.pt2e.program.provenance import provenance_of
