@@ -133,11 +133,10 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
             if module.kind == EMBEDDING:
                 layout.check_embedding(name, module.scheme.form)
             layout.check_inputs(name, module.scheme.form, module.scheme.inputs)
-    if layout.name not in _METHODS:
+    method = _METHODS.get(layout.name)
+    if method is None or method.write is None:
         return {}
-    write = _METHODS[layout.name].write
-    assert write is not None  # a layout of `LAYOUTS`
-    config = write(modules)
+    config = method.write(modules)
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)

@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
@@ -112,12 +111,12 @@ def exported_module(
     with user_errors("export the model", _FOR_CODE if loaded.values is None else WITHOUT_EXPORT):
         program = export_loaded(loaded)
     if loaded.values is None:
-        return module_of(program), None, program
+        return program.module(), None, program
     coverage = loaded.values.held_by(tensors_read(program))
     coverage.check(part, allow_partial)
     note_coverage(coverage)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    return remove_unused(module_of(program)), coverage, program
+    return remove_unused(program.module()), coverage, program
 
 
 def note_coverage(coverage: Coverage) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.cli.programs import load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
@@ -34,7 +33,7 @@ def _slice_file(options: argparse.Namespace, quantizer: MXQuantizer, progress: P
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
         save_program(sliced, options.output, quantizer)
-    return quantization_report(module_of(sliced, check_guards=False))
+    return quantization_report(sliced.module(check_guards=False))
 
 
 def _slice_folder(options: argparse.Namespace, quantizer: MXQuantizer, progress: Progress) -> QuantizationReport:

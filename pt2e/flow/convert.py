@@ -14,7 +14,7 @@ from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.recompile import recompile_once
+from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, storages_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
@@ -62,8 +62,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
     if not isinstance(fold_quantize, bool):
         raise MXError(f"fold_quantize={fold_quantize!r} must be True or False")
     _check_dtypes(model)
-    with recompile_once() as mark:
-        converted = mark(_convert(model, fold_quantize))
+    converted = generate_code(_convert(model, fold_quantize))
     if names := nonfinite_weights(converted):
         warnings.warn(f"NaN or Inf in {listed(names)}: blocks that hold such become NaN as a whole", stacklevel=2)
     return converted
@@ -71,7 +70,7 @@ def convert_pt2e(model: GraphModule, fold_quantize: bool = True) -> GraphModule:
 
 def _convert(model: GraphModule, fold_quantize: bool) -> GraphModule:
     meta, shared = dict(model.meta), storages_of(model)
-    model = copy_sharing_tensors(model)
+    model = copy_sharing_tensors(model, delays_code=True)
     _reset_buffers(model, meta.pop(INITIAL_KEY, {}))
     for module in model.modules():
         if isinstance(module, MXObserver):

@@ -16,7 +16,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
-from pt2mx.fx.graph.recompile import recompile_once
+from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
 from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
@@ -36,6 +36,7 @@ from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.annotations import check_annotations
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver, observed_value
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: the name that torch.export gives to tensors that are no attributes of a module
 _LIFTED = "lifted_tensor_"
@@ -140,12 +141,9 @@ def prepare_qat_pt2e(
 def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
     check_exported(model)
     check_quantizer(quantizer)
-    with recompile_once() as mark:
-        return mark(_prepare_copy(model, quantizer, for_training))
-
-
-def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training: bool) -> GraphModule:
     model = to_annotate(model, for_training)
+    if not isinstance(quantizer, MXQuantizer):
+        generate_code(model)  # another library's quantizer may run the model
     meta = dict(model.meta)
     mark_constants(model)
     try:
@@ -160,14 +158,14 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
         warnings.warn(
             f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
             "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
-            stacklevel=4,
+            stacklevel=3,
         )
     if names := random_operators(model, bool(training)):
         warnings.warn(
             f"{listed(names)} of the exported model draw random numbers in evaluation and in the converted model too, "
             "because no argument of theirs sets the mode: if they belong to training (noise, a decomposed "
             "alpha_dropout), export model.eval()",
-            stacklevel=4,
+            stacklevel=3,
         )
     if for_training:
         _warn_of_codes(graphs)
@@ -177,7 +175,7 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
             fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
     for graph in graphs:
         share_tensor_scales(graph)
-    prepared = PreparedModule(model, model.graph)
+    prepared = generate_code(PreparedModule(model, model.graph))
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
         prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in tensors_in_written_memory(model).items()}
@@ -187,10 +185,11 @@ def _prepare_copy(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_tra
 
 def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     """Return a copy of an exported graph for quantizers to annotate: without dead code and, except for training, with
-    batch norms folded into the layers before them. It shares the unchanged parameters, and notes the size of `model`.
+    batch norms folded into the layers before them. It shares the unchanged parameters, notes the size of `model`, and
+    has no code until `generate_code`.
     """
     size = float_size(model)
-    model = copy_sharing_tensors(model)
+    model = copy_sharing_tensors(model, delays_code=True)
     model.meta[FLOAT_SIZE_KEY] = size
     if for_training:
         mark_followers(model)
@@ -289,7 +288,7 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
         warnings.warn(
             f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "
             "exported model that optimize was given",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
@@ -303,7 +302,7 @@ def _warn_of_constants(model: GraphModule) -> None:
             f"{listed(names)} are constants of the exported model, which training does not change: torch.export makes "
             "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in "
             "an nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language import decoder
@@ -121,7 +120,7 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    graph = remove_unused(module_of(exported, check_guards=False))
+    graph = remove_unused(exported.module(check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     encoder = None

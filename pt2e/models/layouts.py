@@ -113,7 +113,8 @@ class Layout:
         scale = scale.view(stored.scale_dtype)
         tensors = [codes, scale.unsqueeze(-1).unsqueeze(-3) if stored.spread_scales else scale]
         if spec.scale_format.tensor:
-            assert tensor_scale is not None
+            if tensor_scale is None:
+                raise MXError(f"{weight} in {form} has no tensor scale, which {self.name} stores: give one")
             tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
         return dict(zip(self.names(weight, form), tensors, strict=True))
 

@@ -161,7 +161,11 @@ class ShardWriter:
     def write(self, name: str, first: int, rows: Tensor) -> None:
         """Write rows of a tensor, the first of them at index `first`."""
         entry = self._entries[name]
-        assert rows.dtype == entry.dtype and tuple(rows.shape[1:]) == entry.shape[1:], name
+        if rows.dtype != entry.dtype or tuple(rows.shape[1:]) != entry.shape[1:]:
+            raise MXError(
+                f"rows of {name} are {rows.dtype} of shape {tuple(rows.shape)}, but its header says {entry.dtype} of "
+                f"shape {entry.shape}"
+            )
         self._file.seek(self._begin + entry.begin + first * entry.row_bytes)
         self._file.write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
 

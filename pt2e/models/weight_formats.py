@@ -66,6 +66,17 @@ class PackedTensors(NamedTuple):
     spec: MXSpec
     tensor_scale: Tensor | None = None
 
+    @property
+    def stated_tensor_scale(self) -> Tensor:
+        """The tensor scale of a scale format with one.
+
+        Raises:
+            MXError: for codes without one.
+        """
+        if self.tensor_scale is None:
+            raise MXError(f"codes in {self.spec} have no tensor scale: give the checkpoint's")
+        return self.tensor_scale
+
 
 def format_of(spec: MXSpec) -> str:
     """Return the name of the format that a weight or an input has: its element, for E8M0 scales of one row."""

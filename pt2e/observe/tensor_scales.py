@@ -90,7 +90,8 @@ class StaticTensorScale(nn.Module):
         if not x.numel():
             return
         join = TENSOR_SCALES[self.rule]
-        assert join is not None
+        if join is None:
+            raise MXError(f"tensor_scale={self.rule!r} has a tensor scale for each call, which no batch sets")
         magnitude = x.detach().to(torch.float32).abs()
         new = torch.where(magnitude < torch.inf, magnitude, -1.0).amax()
         joined = torch.where(self.amax < 0, new, join(self.amax, new))

@@ -25,6 +25,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.pt2e.flow.anchors import check_sliceable
 from pt2mx.pt2e.flow.prepare import check_exported, check_quantizer, to_annotate
@@ -118,7 +119,7 @@ def optimize(
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     check_quantizer(quantizer)
-    result = to_annotate(model)
+    result = generate_code(to_annotate(model))
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
     if wide is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Set
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.constants import placeholders_first
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import name_of, set_value, tensor_of, value_of
-from pt2mx.fx.graph.recompile import recompile_once
+from pt2mx.fx.graph.node import set_value, value_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, deep_copy
 
 
@@ -38,14 +37,7 @@ def program_of(
         program: the other program.
         example: example inputs by name, where the graph has other inputs than the program; None: it has the same.
     """
-    with recompile_once() as mark:
-        result = _program_of(copy_sharing_tensors(model), program, example)
-        mark(result.graph_module)
-    return result
-
-
-def _program_of(model: GraphModule, program: ExportedProgram, example: Mapping[str, Any] | None) -> ExportedProgram:
-    """Return the program of a graph, which becomes the graph of the result."""
+    model = copy_sharing_tensors(model, delays_code=True)  # the program generates its code
     graph, state, signature = model.graph, model.state_dict(keep_vars=True), program.graph_signature
     for node in graph.find_nodes(op="call_module", target="_guards_fn"):
         graph.erase_node(node)
@@ -89,24 +81,36 @@ def _lift_tensors(model: GraphModule, saved: Set[str]) -> list[InputSpec]:
     """
     placeholders_first(model)
     first, buffers = model.graph.find_nodes(op="placeholder")[0], dict(model.named_buffers())
-    reads: dict[int, list[Node]] = {}  # a tied tensor has several names, and one input
+    reads: dict[int, _Read] = {}  # a tied tensor has several names, and one input
     for node in model.graph.find_nodes(op="get_attr"):
-        reads.setdefault(id(tensor_of(model, node)), []).append(node)
-
-    def kind_of(node: Node) -> InputKind:
-        if isinstance(tensor_of(model, node), nn.Parameter):
-            return InputKind.PARAMETER
-        return InputKind.BUFFER if name_of(node) in buffers else InputKind.CONSTANT_TENSOR
-
+        name, tensor = str(node.target), attrgetter(str(node.target))(model)
+        if id(tensor) not in reads:
+            reads[id(tensor)] = _Read(name, tensor, _kind_of(name, tensor, buffers), [])
+        reads[id(tensor)].nodes.append(node)
+    fake_mode = value_of(first).fake_mode
     specs = []
-    for nodes in sorted(reads.values(), key=lambda nodes: kind_of(nodes[0]).value):
-        name, kind, tensor = name_of(nodes[0]), kind_of(nodes[0]), tensor_of(model, nodes[0])
+    for name, tensor, kind, nodes in sorted(reads.values(), key=lambda read: read.kind.value):
         with model.graph.inserting_before(first):
             lifted = model.graph.placeholder(f"{kind.name[0].lower()}_{name.replace('.', '_')}")
-        lifted.meta["val"] = value_of(first).fake_mode.from_tensor(tensor, static_shapes=True)
+        lifted.meta["val"] = fake_mode.from_tensor(tensor, static_shapes=True)
         for node in nodes:
             node.replace_all_uses_with(lifted)
             model.graph.erase_node(node)
         persistent = name in saved if kind is InputKind.BUFFER else None
         specs.append(InputSpec(kind, TensorArgument(lifted.name), name, persistent))
     return specs
+
+
+class _Read(NamedTuple):
+    """A tensor of a graph, its first name, and the nodes that read it."""
+
+    name: str
+    tensor: Tensor
+    kind: InputKind
+    nodes: list[Node]
+
+
+def _kind_of(name: str, tensor: Tensor, buffers: Mapping[str, Tensor]) -> InputKind:
+    if isinstance(tensor, nn.Parameter):
+        return InputKind.PARAMETER
+    return InputKind.BUFFER if name in buffers else InputKind.CONSTANT_TENSOR

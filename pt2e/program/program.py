@@ -21,11 +21,10 @@ from torch.export import ExportedProgram
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.recompile import recompile_once
 from pt2mx.ops.contract import OPERATORS, schema_of
+from pt2mx.patches.program_schema import schema_read_once
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
-from pt2mx.pt2e.program.deserialize import deserialize
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -145,7 +144,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
         graphs = {name: json.loads(archive.read(name)) for name in archive.namelist() if _is_graph(name)}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
-            return deserialize(path)
+            return _load(path)
         for node in short:
             _write_out(node)
         with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +156,12 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
                     else:
                         with archive.open(name) as record, upgraded.open(name, "w", force_zip64=True) as written:
                             shutil.copyfileobj(record, written)
-            return deserialize(copy)
+            return _load(copy)
+
+
+def _load(path: str | os.PathLike[str]) -> ExportedProgram:
+    with schema_read_once():
+        return torch.export.load(path)
 
 
 def _is_graph(name: str) -> bool:
@@ -196,10 +200,9 @@ def _write_out(node: dict[str, Any]) -> None:
 def export_program(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> ExportedProgram:
-    """Return `torch.export.export` of a module, without gradients. It generates the code of the graph once."""
-    with torch.no_grad(), recompile_once() as mark:
+    """Return `torch.export.export` of a module, without gradients."""
+    with torch.no_grad():
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
         for graph in graph_modules(program.graph_module):
             graph._tracer_cls = graph.graph._tracer_cls = None  # unpickling could not make export's tracer again
-        mark(program.graph_module)
     return program

@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,7 @@ _OPERATORS: dict[type[nn.Module], str] = {
 
 
 def _operands(operator: str) -> tuple[Operand, ...]:
-    row = OPERANDS[operator]
-    assert isinstance(row, tuple)
-    return row
+    return cast(tuple[Operand, ...], OPERANDS[operator])
 
 
 #: operands of recurrent layers. Their parameters have the names of a cell's, with a suffix. The hidden state is not

@@ -41,7 +41,6 @@ def _reference_representation(model: GraphModule) -> GraphModule:
     with torch.no_grad():
         program = torch.export.export(model, args, kwargs, dynamic_shapes=(*shapes[0], *shapes[1].values()))
         reference = make_portable(program).module()
-    assert isinstance(reference, GraphModule)
     reference.meta.update(model.meta)
     return reference
 
@@ -112,9 +111,7 @@ def _export(model: nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
     auto = torch.export.Dim.AUTO
     shapes = pytree.tree_map(lambda x: [auto] * x.dim() if isinstance(x, Tensor) else None, inputs)
     with torch.no_grad():
-        graph = torch.export.export(model, inputs, dynamic_shapes=shapes).module()
-    assert isinstance(graph, GraphModule)
-    return graph
+        return torch.export.export(model, inputs, dynamic_shapes=shapes).module()
 
 
 def _more_rows(x: Tensor) -> Tensor:

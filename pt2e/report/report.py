@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.files.output import json_text, write_text
 from pt2mx.pt2e.flow.matmul_ops import refuse_lowered
 from pt2mx.pt2e.flow.sizes import float_size, size_of, tensors_of
@@ -238,7 +237,8 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
         (2048, 272, 4.25)
     """
     if isinstance(model, ExportedProgram):
-        model = module_of(model, check_guards=False)
+        program: ExportedProgram = model
+        return quantization_report(program.module(check_guards=False))
     if not isinstance(model, GraphModule):
         # no import of LanguageModel, which brings transformers
         programs: list[ExportedProgram] = getattr(model, "programs", [])

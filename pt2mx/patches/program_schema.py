@@ -1,48 +1,29 @@
-"""Load an exported program as `torch.export.load` does, but faster.
+"""Make `torch.export.load` resolve each type and parse each size once.
 
-For each node of a graph torch resolves the types of its schema and parses the sizes of tensors again. That was more
-than half of the time to load a language model, whose graph has few types and few sizes. This module makes torch do it
-once for each type and size.
+torch (2.13) does both again for each node. That was more than half of the time to load a language model, whose graph
+has few types and few sizes. A torch that caches them in `torch._export.serde.serialize` needs no patch.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch._export.serde import serialize
-from torch.export import ExportedProgram
 
-_lock = threading.Lock()
-
-
-def deserialize(path: str | os.PathLike[str]) -> ExportedProgram:
-    """Return `torch.export.load(path)`. Threads take turns."""
-    deserializer = serialize.GraphModuleDeserializer
-    with (
-        _lock,
-        _replaced(serialize, "typing", _Typing),
-        _replaced(deserializer, "_parse_sym_expr", _parse_once),
-    ):
-        return torch.export.load(path)
+from pt2mx.patches.replaced import replaced
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute by `replacement(attribute)`, or do nothing if this version of torch lacks it."""
-    if (before := vars(owner).get(name)) is None:
+def schema_read_once() -> Iterator[None]:
+    """Cache the types and sizes of the programs that are loaded within the context."""
+    with (
+        replaced(serialize, "typing", _Typing),
+        replaced(serialize.GraphModuleDeserializer, "_parse_sym_expr", _parse_once),
+    ):
         yield
-        return
-    setattr(owner, name, replacement(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 class _Typing:
