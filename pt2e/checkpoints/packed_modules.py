@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.node import Dequantize, args_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
+from pt2mx.pt2e.models.weight_formats import PackedTensors
 from pt2mx.spec import MXSpec
 
 #: attribute of a module: parameter -> the arguments of `dequantize_mx` after codes and scales

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
+from pt2mx.pt2e.models.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.quantizer.annotate import OUTPUT, reason_unfit
 from pt2mx.pt2e.quantizer.matching import Choice, type_key
 from pt2mx.pt2e.quantizer.operators import fixed_operands

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.qspec import mx_qscheme
 from pt2mx.pt2e.pt2bfp.specs import BFPConfig
-from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import Operand, convolution_operands, fixed_operands, reduced_axis
 from pt2mx.spec import MXSpec

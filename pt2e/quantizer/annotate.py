@@ -12,12 +12,12 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.qspec import mx_qspec
+from pt2mx.pt2e.observe.qspec import mx_qspec
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.graph_patterns import REMARK, along_head_dim, default_exclusion
 from pt2mx.pt2e.quantizer.matching import Choice
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
 from pt2mx.spec import MXSpec
 
 #: meta key of an operator's node: why it, or one of its operands, stays in high precision

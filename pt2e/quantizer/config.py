@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.ops.checks import check_ste
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.qspec import mx_qscheme
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.qspec import mx_qscheme
+from pt2mx.pt2e.observe.tensor_scales import check_tensor_scale
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
-from pt2mx.pt2e.tensor_scales import check_tensor_scale
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`

@@ -21,6 +21,7 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.higher_order_ops import graph_modules, nodes_in_order
 from pt2mx.fx.graph.node import args_of, called, make_positional, shape_of
 from pt2mx.fx.graph.source_node import propagate_module_stack
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_choice
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig, checked_config, checked_spec
@@ -35,7 +36,6 @@ from pt2mx.pt2e.quantizer.operators import (
     replace_argument,
 )
 from pt2mx.pt2e.quantizer.site import Site, number_calls, sites_of
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 

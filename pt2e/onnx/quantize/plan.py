@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from onnx import NodeProto, TensorProto
 
-from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import plain_name
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
@@ -22,6 +21,7 @@ from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe import ALGORITHMS, KV_CACHE, ORDER, SMALL_WEIGHTS
 from pt2mx.pt2e.quantizer.site import Site
+from pt2mx.quark import attributes as quark
 from pt2mx.spec import MXSpec
 
 #: data types that MX formats can replace
