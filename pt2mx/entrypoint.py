@@ -53,7 +53,7 @@ def start(arguments: list[str]) -> None:
 def _is_refused(options: argparse.Namespace) -> bool:
     """Return True for a wrong command line, which `main` refuses by the same check."""
     from pt2mx.errors import MXError
-    from pt2mx.pt2e.cli.usage import check_usage
+    from pt2mx.pt2e.cli.checks import check_usage
 
     try:
         check_usage(options)

@@ -220,14 +220,22 @@ class _OtherWidth(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, spec: MXSpec, seed: int | None, ste: str) -> Tensor:
         ctx.save_for_backward(*([x] if ste == "clipped" else []))
         ctx.spec, row = spec, torch.atleast_1d(x)
-        (y,) = with_memory_format_of(row, reference_chunked.fake_quantize, (row,), spec, seed_of(x, spec, seed))
+        seed_tensor = seed_of(x, spec, seed)
+
+        def kernel(spec: MXSpec, row: Tensor) -> Tensor:
+            return reference_chunked.fake_quantize(row, spec, seed_tensor)
+
+        (y,) = with_memory_format_of(row, kernel, spec, row)
         return y if x.dim() else y.as_strided_((), ())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def kernel(spec: MXSpec, row: Tensor, grad: Tensor) -> Tensor:
+            return reference_chunked.clip_gradient(grad, row, spec)
+
         for x in ctx.saved_tensors:
-            row, tensors = torch.atleast_1d(x), (torch.atleast_1d(grad), torch.atleast_1d(x))
-            (grad,) = with_memory_format_of(row, reference_chunked.clip_gradient, tensors, ctx.spec)
+            row = torch.atleast_1d(x)
+            (grad,) = with_memory_format_of(row, kernel, ctx.spec, row, torch.atleast_1d(grad))
             grad = grad if x.dim() else grad.as_strided_((), ())
         return grad, None, None, None
 

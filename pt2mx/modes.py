@@ -125,21 +125,21 @@ def scale_modes(
     """Return the scale modes of a scale format, by name; with an element, those that are defined for it."""
     if not scale_format.is_power_of_two:
         return FLOAT_SCALE_MODES
-    return {
-        name: mode
-        for name, mode in SCALE_MODES.items()
-        if element is None or mode.elements is None or element.name in mode.elements
-    }
+    return {name: mode for name, mode in SCALE_MODES.items() if element is None or _is_defined(mode, element)}
+
+
+def _is_defined(mode: ScaleMode, element: ElementFormat) -> bool:
+    return mode.elements is None or element.name in mode.elements
 
 
 def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFormat) -> None:
     """Raise an `MXError` unless scales of this format and element have a scale mode of that name."""
-    modes = scale_modes(scale_format)
+    modes = SCALE_MODES if scale_format.is_power_of_two else FLOAT_SCALE_MODES
     if not isinstance(name, str) or name not in modes:
         scales = "" if scale_format.is_power_of_two else f" of {scale_format} scales"
         raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
-    defined = scale_modes(scale_format, element)
-    if name not in defined:
+    if modes is SCALE_MODES and not _is_defined(SCALE_MODES[name], element):
+        defined = scale_modes(scale_format, element)
         raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
 
 

@@ -11,15 +11,16 @@ from torch import Tensor
 from pt2mx import FORMATS, MXSpec
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import reference
-from pt2mx.kernels.cpu import quantize as cpu
+from pt2mx.kernels.cpu import quantize as quantize_kernels
 from pt2mx.kernels.reference import random_bits
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS
 from tests.compare import differing
+from tests.kernel_calls import ByArguments, selected
 from tests.oracle import modes_of
 from tests.random_values import random_values
 
+cpu = ByArguments(quantize_kernels)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MODES = [(scale_mode, rounding) for scale_mode in SCALE_MODES for rounding in ROUNDINGS]
 
@@ -90,7 +91,7 @@ def linear(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, spec: MXSpec, dtype: torch.dtype | None = None
 ) -> Tensor:
     """`linear_mx` by the kernel, or by its definition where that returns None."""
-    return run_kernel("linear_mx", x, data, scale, bias, spec, 0, dtype)
+    return selected.linear(x, data, scale, bias, spec, 0, dtype)
 
 
 def environment(folder: object, **variables: str) -> dict[str, str]:

@@ -5,8 +5,8 @@ import math
 from bisect import bisect_left
 from fractions import Fraction
 
+from mx_conformance.exact import floor_log2, grid, random_number, round_value
 from pt2mx import ElementFormat, ScaleFormat
-from pt2mx.conformance.exact import floor_log2, grid, random_number, round_value
 
 _TOP = Fraction(2) ** 128
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import pt2mx
-from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES
+from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES
 
 #: transformers' type of model -> llama.cpp's architecture
 _ARCHITECTURES = {

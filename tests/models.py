@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from pt2mx import MXSpec
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
-from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.samples import sentences
 from tests.flow import exported
 
 BATCH = ({0: torch.export.Dim("batch")},)

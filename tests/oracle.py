@@ -1,4 +1,4 @@
-"""The elements and scale modes to compare with `pt2mx.conformance.exact`, MX quantization in exact fractions."""
+"""The elements and scale modes to compare with `mx_conformance.exact`, MX quantization in exact fractions."""
 
 from pt2mx import ELEMENTS
 from pt2mx.modes import scale_modes

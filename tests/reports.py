@@ -10,8 +10,8 @@ import pt2mx
 from pt2mx import MXFormatObserver, MXQuantizationConfig, MXQuantizer
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.pt2e.report.report import QuantizationReport
+from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
 from tests.flow import calibrated, exported
 
 #: names that are markup, an end of a script, a template's field, a word of JavaScript, other scripts, or very long

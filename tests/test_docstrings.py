@@ -33,8 +33,9 @@ MODULES = {
 }
 #: the kernels that operators call: several backends of one definition, whose docstrings give shapes
 INTERNAL = "pt2mx.kernels"
+#: their functions take the arguments of another library's, which documents them; tests/*/test_names.py call each
+SURFACES = ("pt2mx.microxcaling.", "pt2mx.pychop.", "pt2mx.quark.", "pt2mx.torchmx.", "pt2mx.pt2e.pt2bfp.")
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Example")
-QUESTION = re.compile(r"(What|Whether|Which|Where|How|Let|When|If)\b")
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -140,6 +141,8 @@ def faults(value: Callable, name: str, as_method: bool = False) -> list[str]:
     text = own_docstring(value)
     if not text:
         return [f"{name}: no docstring"]
+    if name.startswith(SURFACES):
+        return []
     missing = [p for p in parameters(value) if not re.search(rf"\b{re.escape(p)}\b", section(text, "Args"))]
     missing_sections = [f"{name}: Args without {', '.join(missing)}"] if missing else []
     if not inspect.isclass(value) and returns_something(value) and not section(text, "Returns"):
@@ -190,18 +193,7 @@ def test_example(name, text, tmp_path, monkeypatch):
     torch.manual_seed(0)
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     said: list[str] = []
-    doctest.DocTestRunner(optionflags=OPTIONS).run(test, out=said.append)
+    doctest.DocTestRunner(verbose=False, optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
     assert not list(tmp_path.iterdir()), "files left behind"
     assert not patched()
-
-
-def test_no_docstring_begins_like_a_question():
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    questions = [
-        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}"
-        for path in MODULES.values()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, kinds) and QUESTION.match(text := ast.get_docstring(node) or "")
-    ]
-    assert not questions, "\n".join(questions)

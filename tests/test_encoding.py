@@ -75,11 +75,11 @@ READS = """
 import sys
 from pathlib import Path
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.checkpoints.checkpoint_files import read_json
+from pt2mx.pt2e.models.checkpoint_files import read_json
 from pt2mx.pt2e.cli.command import main
 from pt2mx.entrypoint import start
 from pt2mx.pt2e.language.texts import built_in_text, read_text
-from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.quantizer.shipped import tasks
 folder = Path(sys.argv[1])
 text = read_text(folder / "text.txt")

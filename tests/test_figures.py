@@ -9,7 +9,7 @@ from tests.benchmarks.recipes import tables
 from tests.documents import DOCUMENTS, ROOT, name_of
 
 BENCHMARKS, CONFIGS = ROOT / "tests/benchmarks/README.md", ROOT / "configs/README.md"
-_CONFORMANCE = ROOT / "pt2mx/conformance/README.md"  # its numbers are values of tensors
+_CONFORMANCE = ROOT / "tests/conformance/README.md"  # its numbers are values of tensors
 PAGES = [
     path
     for path in (*DOCUMENTS, *sorted((ROOT / "notebooks/site").glob("*.md")))
@@ -92,14 +92,3 @@ def test_the_check_knows_figures_and_finds_changed_ones(monkeypatch):
     for figure, other in (("2.6x", "2.7x"), ("1.8x to ", ""), ("24 s", "25 s"), ("1024", "1,025"), (".9797", ".9798")):
         assert len(unsourced(ROOT / "README.md", page.replace(figure, other))) == 1
     assert len(unsourced(ROOT / "README.md", page.replace("#a", "#b"))) == len(figures)
-
-
-def test_comments_give_no_speed():
-    """They name no machine, no command and no date."""
-    files = (
-        p
-        for folder in ("pt2mx", "fx", "pt2e")
-        for suffix in ("py", "cpp", "h")
-        for p in (ROOT / folder).rglob(f"*.{suffix}")
-    )
-    assert [f"{name_of(path)}: {m[0]}" for path in files for m in re.finditer(_SPEED, path.read_text())] == []

@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 
 import pt2mx
 from pt2mx import FORMATS, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from tests.models import exported_encoder
 
 #: bits of a weight -> the largest file, relative to the float32 program (issue: what the first release must show)

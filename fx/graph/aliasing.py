@@ -147,7 +147,8 @@ def _returned(node: Node) -> list[Node]:
         return inputs
     fake_modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
     returned_of = _RETURNED.setdefault(fake_modes[0], {}) if fake_modes else {}
-    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), lambda n: _layout(value_of(n)))))
+    layouts = {n: _layout(operand) for n, operand in zip(inputs, operands, strict=True)}
+    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), layouts.__getitem__)))
     if call not in returned_of:
         returned_of[call] = _returned_by_call(node, operands)
     return [inputs[i] for i in returned_of[call]]

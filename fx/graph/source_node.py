@@ -85,7 +85,7 @@ def module_calls(node: Node) -> list[tuple[str, str, str]]:
     first. The root's name is ""."""
     stack = node.meta.get("nn_module_stack") or {}
     return [
-        (call, _plain(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
+        (call, plain_name(name), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}")
         for call, (name, kind) in stack.items()
     ]
 
@@ -119,7 +119,7 @@ def propagate_module_stack(model: GraphModule) -> None:
             propagate_module_stack(graph)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return `encoder.0.attn` for the `L['self'].encoder[0].attn` and `L['self']._modules['encoder'][0].attn` of strict
     export, also after the `_export_root` of a subgraph; the name itself otherwise."""
     name = re.sub(r"^(L\['self'\]\.?)?(_export_root\b\.?)?", "", name)

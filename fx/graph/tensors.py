@@ -19,21 +19,29 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.modes import has_effect
+from pt2mx.fx.graph.recompile import delay_code
 
 T = TypeVar("T")
 
 
-def copy_sharing_tensors(model: GraphModule) -> GraphModule:
+def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> GraphModule:
     """Return a deep copy of graph, submodules and meta that shares the parameters and buffers of `model`.
 
     A pass may change the copy's graph and the attributes of its modules without changing `model`. The memory that the
     graph writes (a counter, a cache) is copied, without the gradient that a run may have left in it: running the copy
     must not change `model` either.
+
+    delays_code: the copy and its subgraphs have no code until `generate_code`.
     """
     written = written_storages(model)
     tensors = _tensors_of(model)
-    memo = {id(tensor): tensor for tensor in tensors if storage_of(tensor) not in written}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors if storage_of(tensor) not in written}
     memo |= replaced([tensor for tensor in tensors if storage_of(tensor) in written], written, Tensor.clone)
+    if delays_code:
+        for module in graph_modules(model):
+            graph = deep_copy(module.graph, memo)
+            delay_code(graph)
+            memo[id(module.graph)] = graph
     return deep_copy(model, memo)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
@@ -16,19 +14,15 @@ from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
 from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
 from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
-from pt2mx.kernels.cpu import bf16_matmul
-from pt2mx.kernels.select import runs_triton
+from pt2mx.kernels.constants import LEAST_ROWS
+from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
 
 aten = torch.ops.aten
 
-#: fewest multiplications for which a call is faster on the CPU, despite its overhead of 25 us
-_MIN_MULTIPLIES = 1 << 21
 _MATMULS = (aten.matmul.default, aten.bmm.default, aten.mm.default)
 #: dtypes of attention that the pass replaces
 _OF_ATTENTION = (torch.float32, torch.bfloat16)
-#: most keys for which bfloat16 attention without a mask is faster than torch's on a GPU
-_MOST_KEYS = 128
 
 
 @graph_pass((*_MATMULS, aten.scaled_dot_product_attention.default), QUANTIZED)
@@ -54,8 +48,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
         if operator is attention_bfloat16 and not accepts_any_order(node, writes):
             continue
         with model.graph.inserting_before(node):
-            dtype = dtype_of(node)
-            if value_of(node).is_cuda and dtype == torch.float32:  # on a GPU the quantizing kernel can write bfloat16
+            if dtype_of(node) == torch.float32 and supports("quantize activations to bfloat16", value_of(node)):
                 operands = tuple(_cast(operand) for operand in operands)
             matmul = model.graph.call_function(operator, (*operands, *options))
         matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
@@ -83,11 +76,9 @@ def _matmul(node: Node) -> _Call | None:
         return None
     of_x, of_y = shapes
     fits = len(of_x or ()) == len(of_y or ()) >= 2 and (of_x or ())[:-2] == (of_y or ())[:-2]
-    return (
-        (matmul_bfloat16, (x, y), (torch.float32,))
-        if fits and _is_supported(node, (*shape, (of_x or ())[-1]))
-        else None
-    )
+    if not fits or not supports("multiply activations in bfloat16", value_of(node), (*shape, (of_x or ())[-1])):
+        return None
+    return matmul_bfloat16, (x, y), (torch.float32,)
 
 
 def _attention(node: Node) -> _Call | None:
@@ -102,35 +93,20 @@ def _attention(node: Node) -> _Call | None:
     if mask is not None and (args["is_causal"] or dtype_of(mask) not in (torch.bool, dtype)):
         return None
     (_, _, queries), (_, _, keys) = of_query, of_key
-    if isinstance(queries, int) and queries < bf16_matmul.LEAST_ROWS:
+    if isinstance(queries, int) and queries < LEAST_ROWS:
         return None
-    if dtype == torch.bfloat16 and value_of(node).is_cuda and mask is None:
-        if not isinstance(keys, int) or keys > _MOST_KEYS:
-            return None
     heads, key_heads = of_query[1], of_key[1]
     if not (isinstance(heads, int) and isinstance(key_heads, int) and key_heads and heads % key_heads == 0):
         return None
-    options = mask, args["is_causal"], args["scale"], dtype, *NOT_QUANTIZED
-    return (attention_bfloat16, operands, options) if _is_supported(node, (*of_query, of_key[2], width)) else None
+    if not supports("attend in bfloat16", value_of(node), (*of_query, keys, width), mask is not None):
+        return None
+    return attention_bfloat16, operands, (mask, args["is_causal"], args["scale"], dtype, *NOT_QUANTIZED)
 
 
 _REWRITES: dict[object, Callable[[Node], _Call | None]] = {
     **dict.fromkeys(_MATMULS, _matmul),
     aten.scaled_dot_product_attention.default: _attention,
 }
-
-
-def _is_supported(node: Node, sizes: tuple[int | str, ...]) -> bool:
-    """Return whether the device computes a matmul faster in bfloat16. `sizes`: of all dimensions, the reduced one
-    included."""
-    value = value_of(node)
-    if not isinstance(value, Tensor):
-        return False
-    if value.device.type == "cuda":
-        return runs_triton(value.device)
-    known = [n for n in sizes if isinstance(n, int)]
-    small = len(known) == len(sizes) and math.prod(known) < _MIN_MULTIPLIES
-    return value.device.type == "cpu" and not small and bool(bf16_matmul.bf16_isa())
 
 
 def _holds_bfloat16(node: Node, written: set[Node]) -> bool:

@@ -25,19 +25,7 @@ from pt2mx.fx.graph.node import (
     tensor_of,
     value_of,
 )
-from pt2mx.kernels.cpu.linear import (
-    AMX,
-    AVX512_BF16,
-    FEW_ROWS,
-    INT8,
-    TABLE,
-    VECTOR_ROWS,
-    decoder_of,
-    integers_are_faster,
-    isa_for,
-    isa_supports,
-    multiplies_integers,
-)
+from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import dequantize_mx
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
@@ -129,26 +117,15 @@ def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> tup
 
 
 def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
-    """Return whether this CPU's matrix instructions support a matmul, and are faster than the kernel for its dtype."""
-    value, shape = value_of(node), shape_of(call.x)
-    if value is None or value.device.type != "cpu" or shape is None:
-        return False
-    *rows, k = shape
+    """Return whether matrix instructions support a matmul, and are faster than the kernel for its dtype."""
+    *rows, k = shape_of(call.x) or (None,)
     if not isinstance(k, int) or not call.has_plain_scale:
         return False
     quantization, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
     x = MXSpec(quantization.element, quantization.block_size) if quantization else None
-    integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
     known = [n for n in rows if isinstance(n, int)]
     count = math.prod(known) if len(known) == len(rows) else None
-    if count is not None and count <= (VECTOR_ROWS if integers else FEW_ROWS):
-        return False
-    is_supported = decoder_of(weight, k)[0] != TABLE and isa_supports(x, weight, k)
-    if value.dtype == torch.bfloat16:  # takes as long as the dense matmul, which needs a decoded weight
-        return integers or (is_supported and isa_for(weight, k) & (AMX | AVX512_BF16) == AVX512_BF16)
-    if x is not None and isa_for(weight, k) == INT8 and not integers_are_faster(x, weight, count, k, value.shape[-1]):
-        return False
-    return value.dtype == torch.float32 and is_supported
+    return supports("multiply quantized x in bfloat16", value_of(node), x, weight, count, k)
 
 
 @graph_pass((LinearMX, GroupedLinearMX), QUANTIZED)
@@ -198,4 +175,4 @@ def _runs_on_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
     value = value_of(node)
     if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide or not call.has_plain_scale:
         return False
-    return force or (value.device.type == "cuda" and torch.cuda.get_device_capability(value.device) >= (8, 0))
+    return force or supports("multiply x and weights rounded to bfloat16", value)

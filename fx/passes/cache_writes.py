@@ -1,4 +1,4 @@
-"""New keys and values on the CPU: one operator that quantizes them into a cache of codes."""
+"""New keys and values: one operator that quantizes them into a cache of codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Quantize, args_of, insert_before, named_args, node_arg, value_of
 from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.cache import StoreMX, store_mx
 
@@ -33,7 +34,7 @@ def fuse_cache_writes(model: GraphModule) -> None:
     """Replace the quantization of new keys and values before `attention_mx`, and the writes of their codes and scales,
     by `store_mx`.
 
-    The pass skips caches that anything else reads or writes, and other devices.
+    The pass skips caches that anything else reads or writes, and devices without a kernel for it.
     """
     nodes = model.graph.find_nodes(op="call_function", target=attention_mx)
     pairs = [(node, *pair) for node in nodes if (pair := _pair(node))]
@@ -71,7 +72,12 @@ def _pair(node: Node) -> tuple[_Written, _Written] | None:
 
 def _written(attention: Node, codes: Node, scale: Node) -> _Written | None:
     writes = _write(attention, codes), _write(attention, scale)
-    if writes[0] is None or writes[1] is None or codes is scale or value_of(codes).device.type != "cpu":
+    if (
+        writes[0] is None
+        or writes[1] is None
+        or codes is scale
+        or not supports("store codes of new tokens", value_of(codes))
+    ):
         return None
     (slots, data), (scale_slots, scales) = (args_of(write)[2:] for write in writes)  # type: ignore[arg-type]
     for part, index in ((data, 1), (scales, 0)):

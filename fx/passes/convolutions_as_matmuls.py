@@ -6,7 +6,6 @@ Channels are last in memory, so that each block of channels belongs to one pixel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
-from pt2mx.kernels.cpu.linear import has_bf16_isa, has_isa, isa_supports
+from pt2mx.kernels.select import supports
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
@@ -43,10 +42,6 @@ aten = torch.ops.aten
 #: operator -> number of spatial dimensions
 _DIMENSIONS = {aten.conv1d.default: 1, aten.conv2d.default: 2}
 _GROUP = 32  # channels that are multiplied together
-#: fewest multiplications per output value for which a convolution of few channels is faster. Time relative to oneDNN
-#: (tests/benchmarks/convolutions.py): 0.76 with 75 multiplications; with 27 and 48, 0.84 in reused memory and 0.95 to
-#: 1.3 in fresh pages
-_MIN_REDUCTION = 64
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def _convolution(node: Node) -> Convolution | None:
     """Return the convolution that a node computes if matrix instructions can compute it; otherwise None."""
     args, value, dimensions = named_args(node), value_of(node), _DIMENSIONS[operator_of(node)]
     x, weight = FakeQuantize.of(args["input"]), Dequantize.of(args["weight"])
-    if x is None or weight is None or value is None or value.device.type != "cpu":
+    if x is None or weight is None or value is None:
         return None
     if not (x.has_plain_scale and weight.has_plain_scale):
         return None
@@ -124,17 +119,14 @@ def _convolution(node: Node) -> Convolution | None:
     quantization, spec = quantization_to_bfloat16(x.replace(spec=x.spec.replace(axis=-1)), rank), weight.spec
     if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
         return None
-    if 4 * channels < 3 * (channels + -channels % _GROUP):
-        merges_taps = channels < _GROUP and value.dtype == torch.float32 and args["dilation"][-1] == 1
-        if (
-            not merges_taps
-            or channels * math.prod(map(int, kernel)) < _MIN_REDUCTION
-            or not has_bf16_isa(spec, channels)
-        ):
-            return None
-        quantization = None  # a kernel of its own is slower for rows of few values
-    elif not has_isa(spec, channels) or not isa_supports(MXSpec(x.element, x.block_size), spec, channels):
+    is_narrow = 4 * channels < 3 * (channels + -channels % _GROUP)
+    if is_narrow and (value.dtype != torch.float32 or args["dilation"][-1] != 1):
         return None
+    of_x = MXSpec(x.element, x.block_size)
+    if not supports("convolve packed weights", value, of_x, spec, channels, kernel, is_narrow):
+        return None
+    if is_narrow:
+        quantization = None  # a kernel of its own is slower for rows of few values
     no_height = ((1,), (0,), (1,))  # stride, padding and dilation of the height that conv1d lacks
     conv_args = zip(no_height, (args[name] for name in ("stride", "padding", "dilation")), strict=True)
     pairs = tuple(

@@ -14,7 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
-from pt2mx.kernels.cpu.attention import supports_dense
+from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, stored
 
@@ -51,13 +51,10 @@ class _Call(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """True where a kernel supports the operator alone. On a CPU the kernel of `attention_mx` supports codes."""
-        is_dense, device = self.operator is DecodingAttention.overload, self.query.device.type
-        if device == "cuda":
-            return not is_dense or self.query.dtype == torch.bfloat16
-        group, *widths = self.query.shape[1] // self.heads, self.query.shape[3], self.values.shape[3]
-        is_known = all(isinstance(size, int) for size in (group, *widths))
-        return is_dense and device == "cpu" and is_known and supports_dense(group, *widths)
+        """True where a kernel supports the operator alone; of `attention_mx` a kernel may support codes."""
+        if self.operator is DecodingAttention.overload:
+            return supports("attend to new tokens", self.query, self.keys, self.values)
+        return supports("attend to codes of new tokens", self.query)
 
 
 @graph_pass((_ATTENTION, attention_mx))
@@ -72,7 +69,7 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
     zeros = None
-    if everywhere or calls[0].query.is_cuda:
+    if everywhere or supports("count programs of attention", calls[0].query):
         most = JOINED_SEQUENCES * max(call.heads for call in calls)
         counters = torch.zeros(most, dtype=torch.int32, device=calls[0].query.device)
         name = register_buffer(model, "attention_zeros", counters)

@@ -36,7 +36,7 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.kernels.cpu.linear import has_isa
+from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.hadamard import hadamard
 
@@ -184,8 +184,7 @@ def unpack_weights(model: GraphModule) -> None:
         read = [n for n in (matmul.codes, matmul.scale, matmul.tensor_scale) if n is not None]
         if not constants.issuperset(read) or not isinstance(k, int):
             continue
-        is_bfloat16 = matmul.target_dtype is not None and value_of(node).device.type == "cpu"
-        if not is_bfloat16 or not has_isa(matmul.spec, k):
+        if matmul.target_dtype is None or not supports("multiply by packed weights", value_of(node), matmul.spec, k):
             constants.add(_use_plain_matmul(model, node, matmul, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
@@ -227,9 +226,10 @@ def _dequantize(call: LinearMX, dtype: torch.dtype, k: int) -> Dequantize:
 def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
     """Return whether a GPU matmul takes bfloat16, returns float32, and has known sizes, which reshaping x to two
     dimensions needs."""
-    value, shape = value_of(packed), shape_of(packed) or (None,)
-    known = all(isinstance(n, int) for n in shape)
-    return known and call.target_dtype == torch.float32 and dtype_of(call.x) == torch.bfloat16 and value.is_cuda
+    known = all(isinstance(n, int) for n in shape_of(packed) or (None,))
+    if not known or call.target_dtype != torch.float32 or dtype_of(call.x) != torch.bfloat16:
+        return False
+    return supports("multiply x and weights rounded to bfloat16", value_of(packed))
 
 
 def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:

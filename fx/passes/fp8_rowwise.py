@@ -26,11 +26,10 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
+from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 
-#: compute capabilities of GPUs whose tensor cores multiply FP8 at twice the rate of bfloat16
-_CAPABILITIES = ((8, 9), (9, 0))
 #: fewest rows of x, and fewest values of a weight, for which FP8 is faster than bfloat16. Time relative to bfloat16 on
 #: an H200: 0.82 for 2048 x 1024 x 1024, 1.3 for 2048 x 1536 x 384
 _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
@@ -96,7 +95,7 @@ def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, fo
     known = all(isinstance(r, int) for r in rows)
     if k * n < _LEAST_WEIGHT or (known and math.prod(r for r in rows if isinstance(r, int)) < _LEAST_ROWS):
         return False
-    return value.device.type == "cuda" and torch.cuda.get_device_capability(value.device) in _CAPABILITIES
+    return supports("multiply FP8 rows", value)
 
 
 def _register_rows(model: GraphModule, call: LinearMX) -> tuple[str, str] | None:

@@ -12,7 +12,6 @@ import operator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
@@ -31,9 +30,7 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
-from pt2mx.kernels.constants import supports_bf16x2
-from pt2mx.kernels.cpu.build import is_available
-from pt2mx.kernels.select import runs_triton
+from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.attention import attention_bfloat16, attention_mx, matmul_bfloat16
@@ -45,7 +42,7 @@ from pt2mx.spec import MXSpec
 aten = torch.ops.aten
 #: fewest values for which a call is faster than Inductor's fused code, despite its overhead of 25 us
 _MIN_VALUES = 1 << 16
-#: operators that Inductor calls on a GPU, and does not generate code for
+#: operators that Inductor calls, and does not generate code for
 _CALLS = (
     aten.linear.default, aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default,
     aten.scaled_dot_product_attention.default, linear_mx, mm_fp8_rows, attention_mx, matmul_bfloat16,
@@ -157,32 +154,22 @@ def _fusible_quantization(node: Node) -> FakeQuantize | RotatedFakeQuantize | No
         return None
     if order_in_memory(value) != contiguous_order(value):  # a quantization keeps this order, a fused call does not
         return None
-    is_supported = _IS_SUPPORTED.get(value.device.type)
-    return call if is_supported and is_supported(call, value) else None
-
-
-def _is_supported_on_cpu(call: FakeQuantize | RotatedFakeQuantize, value: Tensor) -> bool:
-    return is_available()
-
-
-def _is_supported_on_gpu(call: FakeQuantize | RotatedFakeQuantize, value: Tensor) -> bool:
-    """Return whether a GPU kernel can compute the activation or the norm before a quantization, or a call produces its
-    input.
-
-    Otherwise Inductor generates the kernel that produces the input, and quantizes there.
-    """
     spec = MXSpec(call.element, call.block_size, -1, call.scale_mode, call.rounding)
-    if not supports_bf16x2(spec, value.shape[-1], value.dtype) or not runs_triton(value.device):
-        return False
-    if call.x.target in ACTIVATIONS or norm_before(call.x, set()) is not None:
+    if not supports("quantize activations", value, spec):
+        return None
+    return call if supports("quantize activations alone", value) or _is_of_kernel(call.x) else None
+
+
+def _is_of_kernel(x: Node) -> bool:
+    """Return whether a kernel can compute x, an activation or a norm, before it quantizes, or a call produces x.
+
+    Otherwise Inductor generates the kernel that produces x, and quantizes there.
+    """
+    if x.target in ACTIVATIONS or norm_before(x, set()) is not None:
         return True
-    source = call.x
-    while is_view(source):
-        source = node_arg(source)
-    return source.target in _CALLS
-
-
-_IS_SUPPORTED = {"cpu": _is_supported_on_cpu, "cuda": _is_supported_on_gpu}
+    while is_view(x):
+        x = node_arg(x)
+    return x.target in _CALLS
 
 
 @graph_pass(LinearMX, ops.fake_quantize_mx)

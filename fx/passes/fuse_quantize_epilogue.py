@@ -11,7 +11,6 @@ This saves memory traffic, and a kernel that reads the values only to quantize t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,8 +32,8 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
-from pt2mx.kernels.constants import BLOCK, WIDEST, supports_epilogue
-from pt2mx.kernels.cpu.linear import FEW_ROWS, INT8, has_isa, isa_for
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.attention import attention_bfloat16
@@ -113,24 +112,18 @@ def fuse_quantize_epilogue(model: GraphModule) -> None:
 
 
 def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
-    """Fuse a quantization into a bfloat16 linear layer of many rows, if this machine has matrix instructions for it."""
+    """Fuse a quantization into a bfloat16 linear layer of many rows, where its kernel supports that."""
     quantized, matmul = quantization.node, quantization.source
     call = LinearMX.of(matmul)
     if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized} or not call.has_plain_scale:
         return None
-    value, k = value_of(matmul), (shape_of(call.x) or (None,))[-1]
-    if value is None or value.device.type != "cpu" or call.rotation or dtype_of(call.x) != torch.bfloat16:
-        return None
-    rows = value.shape[:-1]
-    known = [size for size in rows if isinstance(size, int)]
-    if len(known) == len(rows) and math.prod(known) <= FEW_ROWS:
+    k = (shape_of(call.x) or (None,))[-1]
+    if not isinstance(k, int) or call.rotation or dtype_of(call.x) != torch.bfloat16:
         return None
     weight = MXSpec(call.element, call.block_size)
-    if not isinstance(k, int) or not has_isa(weight, k):
-        return None
-    if isa_for(weight, k) == INT8 and call.target_dtype is None:
-        return None  # x may have other values: `use_bf16_matmul` sets a dtype where x consists of integers
-    if not supports_epilogue(quantization.spec, (shape_of(matmul) or (None,))[-1], dtype_of(matmul)):
+    has_any_values = call.target_dtype is None  # `use_bf16_matmul` sets a dtype where x consists of integers
+    use = "quantize the result of a matmul"
+    if not supports(use, value_of(matmul), quantization.spec, weight, k, has_any_values):
         return None
 
     def fuse() -> None:
@@ -153,12 +146,9 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
     if path is None or quantization.activation != "none" or writes.reach((quantized, *path)):
         return None
     attention, args = path[0], named_args(path[0])
-    value, width = value_of(attention), (shape_of(attention) or (None,))[-1]
-    if args["elem_dtype_name"] is not None or value is None or not isinstance(width, int):
+    if args["elem_dtype_name"] is not None or quantization.block_size != BLOCK:
         return None
-    if width > WIDEST.get(value.device.type, 0) or quantization.block_size != BLOCK:
-        return None
-    if not supports_epilogue(quantization.spec, width, value.dtype):
+    if not supports("quantize the result of attention", value_of(attention), quantization.spec):
         return None
     dtype = quantization.dtype or dtype_of(merged)
     casts = _casts_of(quantized, writes) if dtype == dtype_of(merged) else []

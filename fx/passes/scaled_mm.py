@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
@@ -29,6 +28,7 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.scaled_mm import FORMS, Form
+from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.scaled_mm import scaled_mm_mx, swizzle_scale
 
@@ -83,7 +83,7 @@ def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form, force: bool) -> bo
     k, rows = x[-1], weight[0]
     if not isinstance(k, int) or k % BLOCK or not isinstance(rows, int) or rows % 16:
         return False
-    return force or (value.device.type == "cuda" and torch.cuda.get_device_capability(value.device)[0] in form.majors)
+    return force or supports("multiply MX on tensor cores", value, form)
 
 
 def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:

@@ -16,7 +16,7 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.kernels.select import runs_triton
+from pt2mx.kernels.select import supports
 from pt2mx.ops import linear
 
 
@@ -112,15 +112,9 @@ def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node], eve
     """Return whether `use_mma_layout` takes a call, unless the layout cannot represent its weight."""
     if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
         return False
-    device = tensor_of(model, call.codes).device
-    return _supports_mma_layout(call) and (everywhere or _has_kernels(device, call.element))
-
-
-def _has_kernels(device: torch.device, element: str) -> bool:
-    """Return whether a GPU has the kernels for the layout: E4M3 takes an instruction of compute capability 8.9."""
-    if device.type != "cuda" or not runs_triton(device):
+    if not _supports_mma_layout(call):
         return False
-    return element != "fp8_e4m3" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return everywhere or supports("multiply weights in the MMA layout", tensor_of(model, call.codes), call.element)
 
 
 def _supports_mma_layout(call: LinearMX) -> bool:

@@ -1,13 +1,12 @@
-"""The table of targets, and `translate`: write a converted model's MX operators in the dialect of another compiler.
+"""The table of targets, and `translate`: write a converted model with the MX operators of another compiler.
 
-A target is a row of `TARGETS` and a function. The row says which formats the dialect has, so that `translate` refuses
-others before the function runs.
+A target is a row of `TARGETS`: its function, and the formats that the compiler has, so that `translate` refuses others
+before the function runs.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -16,38 +15,27 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.targets.parts import Pair, pairs_of
-
-#: element -> its type in MLIR
-MLIR_ELEMENTS = {
-    "fp8_e4m3": "f8E4M3FN",
-    "fp8_e5m2": "f8E5M2",
-    "fp6_e3m2": "f6E3M2FN",
-    "fp6_e2m3": "f6E2M3FN",
-    "fp4_e2m1": "f4E2M1FN",
-}
+from pt2mx.fx.targets.circle import to_circle
+from pt2mx.fx.targets.pairs import Pair, pairs_of
+from pt2mx.fx.targets.torchao import to_torchao
 
 
 @dataclass(frozen=True)
 class Target:
-    """A dialect with MX operators.
+    """A compiler with MX operators.
 
     Args:
-        adapter: "module:function" of the adapter. It takes (model, row) and returns the graph module, which it may
-            change, or text.
-        writes: the operators that the adapter writes.
-        elements: element format -> its name in the dialect.
-        activations: the elements of activations; empty if the dialect has no operator that quantizes.
-        scale_modes, roundings: scale modes and roundings that the dialect's quantizing operator computes; empty for
-            any, where the operator says them.
+        write: (model, its quantized tensors, `elements`) -> the model, changed to the compiler's operators.
+        elements: element format -> its name there.
+        activations: the elements of activations; empty if there is no operator that quantizes.
+        scale_modes, roundings: scale modes and roundings that its quantizing operator computes; empty for any.
         block_sizes: the sizes of a block; empty for any.
         any_axis: False if blocks run along the last dimension only.
         whole_blocks: True if the size along the axis must be a multiple of the block size.
         matrices: True if tensors have two dimensions.
     """
 
-    adapter: str
-    writes: tuple[str, ...]
+    write: Callable[[GraphModule, Sequence[Pair], Mapping[str, str]], GraphModule]
     elements: Mapping[str, str]
     activations: frozenset[str] = frozenset()
     scale_modes: tuple[str, ...] = ()
@@ -57,25 +45,18 @@ class Target:
     whole_blocks: bool = True
     matrices: bool = False
 
-    def load(self) -> Callable[[GraphModule, Target], GraphModule | str]:
-        """Return the adapter."""
-        module, function = self.adapter.split(":")
-        return getattr(importlib.import_module(f"pt2mx.fx.targets.{module}"), function)
-
 
 TARGETS: dict[str, Target] = {
     # ExecuTorch's `executorch.extension.llm.export.mx`; its MLX backend reads the operator
     "torchao": Target(
-        "torchao:to_torchao",
-        ("torchao::dequantize_mx",),
+        to_torchao,
         {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"},
         block_sizes=(),
         matrices=True,
     ),
     # Samsung's TICO, for Circle files of ONE: the formulas of microxcaling, round="nearest" is half away from zero
     "circle": Target(
-        "circle:to_circle",
-        ("circle_custom::quantize_mx", "circle_custom::dequantize_mx"),
+        to_circle,
         {**{name: name for name in FORMATS}, "fp4_e2m1": "fp4"},
         frozenset(FORMATS),
         ("floor",),
@@ -83,74 +64,48 @@ TARGETS: dict[str, Target] = {
         any_axis=True,
         whole_blocks=False,
     ),
-    # TOSA 1.1 with the extension mxfp; ExecuTorch's Arm backend emulates its cast by scales that are rounded up
-    "tosa": Target(
-        "tosa:to_tosa",
-        ("tosa.cast_to_block_scaled", "tosa.cast_from_block_scaled", "tosa.matmul_t_block_scaled"),
-        MLIR_ELEMENTS,
-        frozenset(MLIR_ELEMENTS),
-        ("rceil",),
-        ("even",),
-    ),
-    # the custom calls of XLA's BlockScalingRewriter; activations are quantized by a call of our own, which says how
-    "stablehlo": Target(
-        "stablehlo:to_stablehlo",
-        ("@pt2mx.quantize_mx", "@__op$dequantize", "@__op$block_scaled_dot"),
-        MLIR_ELEMENTS,
-        frozenset(MLIR_ELEMENTS),
-    ),
-    # TensorRT reads ONNX: MXFP8 by operators of its own, FP4 weights by DequantizeLinear
-    "tensorrt": Target(
-        "tensorrt:to_tensorrt",
-        ("trt.TRT_MXFP8DynamicQuantize", "trt.TRT_MXFP8DequantizeLinear", "DequantizeLinear"),
-        {"fp8_e4m3": "float8e4m3fn", "fp4_e2m1": "float4e2m1"},
-        frozenset({"fp8_e4m3"}),
-        ("rceil",),
-        ("even",),
-    ),
 }
 
 
-def translate(model: GraphModule, target: str) -> GraphModule | str:
-    """Write the MX operators of a converted model in the dialect of another compiler.
+def translate(model: GraphModule, target: str) -> GraphModule:
+    """Write a converted model with the MX operators of another compiler.
 
     Args:
         model: the result of `convert_pt2e`; it does not change.
         target: a key of `TARGETS`.
 
     Returns:
-        A graph module whose other operators are the model's, for "torchao" and "circle". For the other targets text:
-        one function for each linear layer of two quantized operands, without its bias, and for each other quantized
-        tensor.
+        A graph module whose other operators are the model's.
 
     Raises:
-        MXError: for an unknown target, a model without quantized tensors, and a tensor that the dialect does not have.
+        MXError: for an unknown target, a model without quantized tensors, and a tensor that the compiler does not have.
 
     Example:
         >>> import torch, pt2mx
         >>> from pt2mx.fx.targets.table import translate
         >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
         >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
-        >>> config = pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8(rceil)")
+        >>> config = pt2mx.get_default_mx_quantization_config("mxfp8", None)
         >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer().set_global(config)))
-        >>> "tosa.matmul_t_block_scaled" in translate(converted, "tosa")
+        >>> "torchao.dequantize_mx" in translate(converted, "torchao").code
         True
     """
     if not isinstance(target, str) or target not in TARGETS:
         raise MXError(f"unknown target {target!r}: {nearest(target, TARGETS)}")
     if not isinstance(model, GraphModule):
         raise MXError(f"expected a converted graph module, not {type(model).__name__}: pass what convert_pt2e returned")
-    row, model = TARGETS[target], fold_all_weights(copy_sharing_tensors(model))
+    row = TARGETS[target]
+    model = fold_all_weights(copy_sharing_tensors(model))
     pairs = pairs_of(model)
     if not pairs:
         raise MXError("the model has no quantized tensors: pass what convert_pt2e returned")
     for pair in pairs:
         _check(target, row, pair)
-    return row.load()(model, row)
+    return row.write(model, pairs, row.elements)
 
 
 def _check(target: str, row: Target, pair: Pair) -> None:
-    """Raise an MXError for a tensor that the dialect does not have."""
+    """Raise an MXError for a tensor that the compiler does not have."""
     spec, size = pair.spec, pair.shape[pair.spec.axis]
     kind = "weights" if pair.is_weight else "activations"
     elements = sorted(row.elements if pair.is_weight else row.activations)

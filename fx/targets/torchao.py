@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.node import Dequantize, node_arg, register_buffer, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused, remove_unused
 from pt2mx.fx.targets.operators import operator_of
-from pt2mx.fx.targets.parts import pairs_of
-from pt2mx.fx.targets.table import Target
+from pt2mx.fx.targets.pairs import Pair
 
 _SCHEMA = (
     "(Tensor qdata, Tensor scale, ScalarType elem_dtype, SymInt block_size, ScalarType output_dtype=float32) -> Tensor"
 )
 
 
-def to_torchao(model: GraphModule, target: Target) -> GraphModule:
+def to_torchao(model: GraphModule, pairs: Sequence[Pair], elements: Mapping[str, str]) -> GraphModule:
     """Read each weight by `torchao::dequantize_mx`; its codes and scales get the native dtypes."""
     operator = operator_of("torchao::dequantize_mx", _SCHEMA, "executorch.extension.llm.export.mx", _dequantize)
-    for pair in pairs_of(model):
-        call, dtype = Dequantize.expect(pair.node), getattr(torch, target.elements[pair.spec.element.name])
+    for pair in pairs:
+        dtype = getattr(torch, elements[pair.spec.element.name])
         with model.graph.inserting_before(pair.node):
-            native = [
-                model.graph.get_attr(register_buffer(model, f"{pair.name}_{part}", tensor_of(model, node).view(to)))
-                for part, node, to in (
-                    ("qdata", node_arg(pair.node, 0), dtype),
-                    ("e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu),
-                )
-            ]
-            for node in native:
-                node.meta["val"] = tensor_of(model, node)
-            args = (*native, dtype, pair.spec.block_size, call.dtype)
+            codes = _native(model, f"{pair.name}_qdata", node_arg(pair.node, 0), dtype)
+            scale = _native(model, f"{pair.name}_e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu)
+            args = (codes, scale, dtype, pair.spec.block_size, Dequantize.expect(pair.node).dtype)
             new = model.graph.call_function(operator, args)
         new.meta.update(pair.node.meta)
         pair.node.replace_all_uses_with(new)
         erase_unused(pair.node)
     return remove_unused(model)
+
+
+def _native(model: GraphModule, name: str, node: Node, dtype: torch.dtype) -> Node:
+    """Return a node that reads the bytes of another one's buffer as a dtype."""
+    value = tensor_of(model, node).view(dtype)
+    native = model.graph.get_attr(register_buffer(model, name, value))
+    native.meta["val"] = value
+    return native
 
 
 def _dequantize(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.models.layouts import LAYOUTS
+from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
@@ -19,7 +19,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     most_common,
     unquantized,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, NVFP4_DIVISOR, format_of, spec_of
+from pt2mx.pt2e.models.weight_formats import BLOCK, NVFP4_DIVISOR, format_of, spec_of
 
 _MX = {"strategy": "group", "group_size": BLOCK, "scale_dtype": "torch.uint8"}
 _NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}

@@ -8,8 +8,9 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, modelopt_config, quark_config, read_only_configs
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
+from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
@@ -21,8 +22,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     not_converted,
     unquantized,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import BLOCK, spec_of
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.models.weight_formats import BLOCK, spec_of
 
 
 def write_mxfp4(modules: Mapping[str, Module]) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
 
     Example:
         >>> from pt2mx.pt2e.checkpoints.configs import read_config, write_config
-        >>> from pt2mx.pt2e.checkpoints.layouts import layout_named
-        >>> from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
+        >>> from pt2mx.pt2e.models.layouts import layout_named
+        >>> from pt2mx.pt2e.models.module_schemes import Module, Scheme
         >>> modules = {"fc": Module("Linear", Scheme("fp4_e2m1")), "head": Module("Linear", None)}
         >>> config = write_config(layout_named("compressed-tensors"), modules)
         >>> config["format"], config["config_groups"]["group_0"]["targets"], config["ignore"]
@@ -133,11 +133,10 @@ def write_config(layout: Layout, modules: Mapping[str, Module]) -> dict[str, Any
             if module.kind == EMBEDDING:
                 layout.check_embedding(name, module.scheme.form)
             layout.check_inputs(name, module.scheme.form, module.scheme.inputs)
-    if layout.name not in _METHODS:
+    method = _METHODS.get(layout.name)
+    if method is None or method.write is None:
         return {}
-    write = _METHODS[layout.name].write
-    assert write is not None  # a layout of `LAYOUTS`
-    config = write(modules)
+    config = method.write(modules)
     schemes = read_config(config)
     for name, module in modules.items():
         read = schemes.of(name)

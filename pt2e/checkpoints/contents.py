@@ -16,12 +16,15 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
 from pt2mx.kernels.float_scales import has_each
-from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, inputs_text
 from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor, tensor_scaled_inputs
+from pt2mx.pt2e.checkpoints.regroup import divide
+from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
+from pt2mx.pt2e.models.checkpoint_names import check_compatibility, fused_with, stored_parts
+from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, inputs_text
+from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
@@ -33,10 +36,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     weights_of,
     with_head,
 )
-from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor, tensor_scaled_inputs
-from pt2mx.pt2e.checkpoints.regroup import divide
-from pt2mx.pt2e.checkpoints.weight_formats import spec_of
-from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
+from pt2mx.pt2e.models.weight_formats import spec_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from pt2mx.errors import MXError
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
-from pt2mx.pt2e.checkpoints.checkpoint_names import check_compatibility, missing_tensors, no_values, renames_of
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
-from pt2mx.pt2e.checkpoints.layouts import Layout, inputs_text
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
+from pt2mx.pt2e.checkpoints.sources import Shards, Source
+from pt2mx.pt2e.models.checkpoint_files import CONFIG
+from pt2mx.pt2e.models.checkpoint_names import check_compatibility, missing_tensors, no_values, renames_of
+from pt2mx.pt2e.models.layouts import Layout, inputs_text
+from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
@@ -29,11 +32,8 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     weights_of,
     with_head,
 )
-from pt2mx.pt2e.checkpoints.recode import alike_form
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, Selection, holds_columns, select_weights
-from pt2mx.pt2e.checkpoints.sources import Shards, Source
-from pt2mx.pt2e.checkpoints.weight_formats import format_of, is_misread, spec_of
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import format_of, is_misread, spec_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.spec import MXSpec
 

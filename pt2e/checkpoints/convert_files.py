@@ -18,20 +18,20 @@ from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints import modelopt_config
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, INDEX, MODELOPT, WHOLE
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
 from pt2mx.pt2e.checkpoints.gguf_convert import convert_to_gguf
-from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
-from pt2mx.pt2e.checkpoints.layouts import layout_named
 from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.sources import Source, read_source
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
-from pt2mx.pt2e.language.folder import load_tokenizer, save_part
-from pt2mx.pt2e.output import check_output, write_text
+from pt2mx.pt2e.files.output import check_output, write_text
+from pt2mx.pt2e.models.checkpoint_files import CONFIG, INDEX, MODELOPT, WHOLE
+from pt2mx.pt2e.models.gguf_file import SUFFIX
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import GGUF
+from pt2mx.pt2e.models.layouts import layout_named
+from pt2mx.pt2e.models.tokenizers import load_tokenizer, save_part
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.version import __version__
 

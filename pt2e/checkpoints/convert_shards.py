@@ -14,14 +14,14 @@ from torch import Tensor
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx, tensor_scale_mx
-from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
-from pt2mx.pt2e.checkpoints.safetensors_shards import ShardWriter
 from pt2mx.pt2e.checkpoints.sources import Reader
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
-from pt2mx.pt2e.checkpoints.weight_formats import format_of
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.models.checkpoint_names import fused_with
+from pt2mx.pt2e.models.safetensors_shards import ShardWriter
+from pt2mx.pt2e.models.weight_formats import format_of
 from pt2mx.spec import MXSpec
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -124,8 +126,7 @@ def packed_layer(layer: nn.Module, specs: LayerSpecs) -> PackedWeight:
     """Return the packed layer, still without values, for an `nn.Linear`, an `nn.Embedding` or a Conv1D of transformers.
 
     It shares the bias."""
-    assert isinstance(layer.weight, Tensor)
-    weight = as_matrix(layer, layer.weight)
+    weight = as_matrix(layer, cast(Tensor, layer.weight))
     rows, columns = weight.shape
     if isinstance(layer, nn.Embedding):
         embedding = MXEmbedding(rows, columns, specs.weight, layer.padding_idx, weight.dtype, weight.device)

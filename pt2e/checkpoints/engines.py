@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, is_transposed, weights_of
-from pt2mx.pt2e.checkpoints.weight_formats import FP8_BLOCKS, NVFP4, NVFP4_DIVISOR
+from pt2mx.pt2e.models.checkpoint_names import fused_with
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import EMBEDDING, EXPERTS, LINEAR, Module, Scheme, is_transposed, weights_of
+from pt2mx.pt2e.models.weight_formats import FP8_BLOCKS, NVFP4, NVFP4_DIVISOR
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE
-from pt2mx.pt2e.checkpoints.gguf_file import DTYPES
 from pt2mx.pt2e.checkpoints.gguf_metadata import architecture_named, rope_tensors
-from pt2mx.pt2e.checkpoints.gguf_names import Source, sources_of
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.gguf_write import FileTensor
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
+from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES, NVFP4_TYPE
+from pt2mx.pt2e.models.gguf_file import DTYPES
+from pt2mx.pt2e.models.gguf_names import Source, sources_of
+from pt2mx.pt2e.models.gguf_tensors import GGUF
+from pt2mx.pt2e.models.safetensors_shards import Entry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,15 +12,15 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.convert_shards import ShardConverter
 from pt2mx.pt2e.checkpoints.gguf_contents import file_tensors
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.gguf_write import header_of, write_tensors
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.sources import Source
-from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
-from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import GGUF
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
+from pt2mx.pt2e.models.weight_formats import read_tensor_scale
 
 
 class PlannedContents:

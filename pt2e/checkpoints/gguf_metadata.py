@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import ARCHITECTURES, ROPE_TENSORS, config_of
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_model import ARCHITECTURES, ROPE_TENSORS, config_of
 
 #: transformers' types of models that llama.cpp stores as Llama
 _LLAMAS = ("mistral", "mixtral")
@@ -32,7 +32,6 @@ _FIELDS = {
     "num_local_experts": "add_expert_count",
     "num_experts": "add_expert_count",
     "num_experts_per_tok": "add_expert_used_count",
-    "moe_intermediate_size": "add_expert_feed_forward_length",
     "shared_expert_intermediate_size": "add_expert_shared_feed_forward_length",
     "bos_token_id": "add_bos_token_id",
     "eos_token_id": "add_eos_token_id",
@@ -69,8 +68,9 @@ def add_metadata(writer: Any, config: Any) -> None:
         value = value[0] if isinstance(value, list) else value
         if value is not None and not (field == "sliding_window" and config.model_type in _LLAMAS):
             getattr(writer, method)(value)
-    if config.model_type == "gpt_oss":
-        writer.add_expert_feed_forward_length(config.intermediate_size)
+    width = ARCHITECTURES[architecture_named(config)].expert_width
+    if getattr(config, width, None) is not None:
+        writer.add_expert_feed_forward_length(getattr(config, width))
     head = _head(config)
     writer.add_key_length(head)
     writer.add_value_length(head)

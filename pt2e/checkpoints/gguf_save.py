@@ -12,10 +12,10 @@ from torch.fx import GraphModule
 
 from pt2mx.pt2e.checkpoints.contents import build_tensors
 from pt2mx.pt2e.checkpoints.gguf_contents import TensorsInMemory, file_tensors
-from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
 from pt2mx.pt2e.checkpoints.gguf_write import header_of, write_tensors
-from pt2mx.pt2e.output import check_output, whole_file
+from pt2mx.pt2e.files.output import check_output, whole_file
+from pt2mx.pt2e.models.gguf_file import SUFFIX
+from pt2mx.pt2e.models.gguf_tensors import GGUF
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

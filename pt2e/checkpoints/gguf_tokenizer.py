@@ -9,7 +9,7 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_file import GGUFFile
 
 #: a token of one byte in a vocabulary of SentencePiece
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")

@@ -14,12 +14,13 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.gguf_file import SUFFIX, GGUFFile
 from pt2mx.pt2e.checkpoints.gguf_metadata import add_metadata, architecture_named, check_config
-from pt2mx.pt2e.checkpoints.gguf_model import ROPE_TENSORS
 from pt2mx.pt2e.checkpoints.gguf_tokenizer import add_tokenizer
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.gguf_file import SUFFIX, GGUFFile
+from pt2mx.pt2e.models.gguf_model import ROPE_TENSORS
 
 #: tensors begin at multiples of so many bytes
 _ALIGNMENT = 32
@@ -121,7 +122,8 @@ def write_tensors(
             file.seek(begin)
             for chunk in tensor.chunks():
                 file.write(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
-            assert file.tell() == begin + tensor.nbytes, name
+            if (written := file.tell() - begin) != tensor.nbytes:
+                raise MXError(f"{name} gave {written} bytes, but the header of the file says {tensor.nbytes}")
             file.write(bytes(end - file.tell()))
         finished(name)
     return kept

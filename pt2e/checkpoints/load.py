@@ -12,24 +12,27 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.build_model import check_counts, skeleton_of, with_tensors
-from pt2mx.pt2e.checkpoints.checkpoint_files import (
+from pt2mx.pt2e.checkpoints.configs import is_known, read_config
+from pt2mx.pt2e.checkpoints.merge_parts import merge
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
+from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
+from pt2mx.pt2e.checkpoints.select_weights import as_matrix
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.build_model import check_counts, skeleton_of, with_tensors
+from pt2mx.pt2e.models.checkpoint_files import (
     CONFIG,
     CheckpointTensors,
     StoredTensors,
-    entries_in,
-    files_of,
     quantization_of,
     read_json,
 )
-from pt2mx.pt2e.checkpoints.checkpoint_names import stored_parts
-from pt2mx.pt2e.checkpoints.configs import is_known, read_config
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import has_codes, packed_gguf
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.merge_parts import merge
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.models.checkpoint_names import stored_parts
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import has_codes, packed_gguf
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import (
     EXPERTS,
     LINEAR,
     Scheme,
@@ -38,20 +41,13 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     tied_names,
     weights_of,
 )
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
-from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
-from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.select_weights import as_matrix
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import PackedTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pt2mx.pt2e.language.language_model import LanguageModel
-
-_GENERATION = "generation_config.json"
 
 
 class Packed(NamedTuple):
@@ -135,21 +131,17 @@ def load_checkpoint(
         torch.Size([1, 8])
     """
     from pt2mx.pt2e.language.decoder import PREFIX, export, export_decoder, inputs
-    from pt2mx.pt2e.language.folder import load_tokenizer
     from pt2mx.pt2e.language.language_model import LanguageModel
     from pt2mx.pt2e.language.layers import layers_of
+    from pt2mx.pt2e.models.tokenizers import load_generation_config, load_tokenizer
 
-    transformers = import_extra("transformers", "hf")
     if not isinstance(folder, str | os.PathLike):
         raise MXError(f"{folder!r} is no path: give the folder of a checkpoint")
     path = Path(folder)
     model, values = _load_packed(path, part, allow_partial)
     with user_errors(f"use the device {device!r}"):
         model.to(device)
-    generation = None
-    if (path / _GENERATION).is_file():
-        with user_errors(f"read {_GENERATION!r} in {str(folder)!r}"):
-            generation = transformers.GenerationConfig.from_pretrained(path)
+    generation = load_generation_config(path)
     stage("export")
     program = export_decoder(model)
     coverage = values.held_by({name.removesuffix(DATA) for name in tensors_read(program, PREFIX)})
@@ -231,14 +223,13 @@ def _of_folder(folder: Path) -> tuple[PreTrainedModel, Schemes, CheckpointTensor
         raise MXError(f"{str(folder)!r} holds a checkpoint in high precision: quantize it with a recipe")
     transformers = import_extra("transformers", "hf")
     schemes, tensors, source = read_config(quantization), CheckpointTensors(folder), folder / CONFIG
-    entries = entries_in(files_of(folder))
-    shapes = [entry.shape for entry in entries.values()]
+    shapes = [entry.shape for entry in tensors.entries.values()]
     check_counts(read_json(source), shapes, str(source))
     with user_errors(f"build the model of {str(source)!r}"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    return skeleton_of(config, shapes, str(source)), schemes, tensors, entries
+    return skeleton_of(config, shapes, str(source)), schemes, tensors, tensors.entries
 
 
 def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: StoredTensors) -> dict[str, Packed]:

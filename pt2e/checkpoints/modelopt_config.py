@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.checkpoints.module_schemes import (
+from pt2mx.pt2e.models.layouts import LAYOUTS
+from pt2mx.pt2e.models.module_schemes import (
     EXPERTS,
     LINEAR,
     Matches,
@@ -19,7 +19,7 @@ from pt2mx.pt2e.checkpoints.module_schemes import (
     by_wildcard,
     unquantized,
 )
-from pt2mx.pt2e.checkpoints.weight_formats import FP8_BLOCKS, NVFP4, spec_of
+from pt2mx.pt2e.models.weight_formats import FP8_BLOCKS, NVFP4, spec_of
 from pt2mx.version import __version__
 
 #: `quant_algo` -> the format of weights, whether inputs are quantized to it too, and whether layers may have factors of

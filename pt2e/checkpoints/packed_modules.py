@@ -14,7 +14,7 @@ from pt2mx.fx.graph.node import args_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.ops.checks import from_front
 from pt2mx.ops.quantization import Dequantize, Quantize
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
+from pt2mx.pt2e.models.weight_formats import PackedTensors
 from pt2mx.spec import MXSpec
 
 #: attribute of a module: parameter -> its spec, dtype and length

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues
 from pt2mx.pt2e.checkpoints.eager_modules import PackedWeight, packed_layer
-from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, as_matrix, check_weights_only, select_weights
-from pt2mx.pt2e.packed_weights import packed_bytes
+from pt2mx.pt2e.flow.packed_weights import packed_bytes
+from pt2mx.pt2e.models.checkpoint_files import entries_in
+from pt2mx.pt2e.models.coverage import CheckpointValues
+from pt2mx.pt2e.models.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.checkpoints.module_schemes import Module, Rules, Scheme, always, by_wildcard, most_common, unquantized
-from pt2mx.pt2e.checkpoints.weight_formats import BLOCK
+from pt2mx.pt2e.models.layouts import LAYOUTS
+from pt2mx.pt2e.models.module_schemes import Module, Rules, Scheme, always, by_wildcard, most_common, unquantized
+from pt2mx.pt2e.models.weight_formats import BLOCK
 from pt2mx.spec import MXSpec
 
 #: element -> `dtype`

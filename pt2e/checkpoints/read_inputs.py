@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.packed_modules import Inputs
-from pt2mx.pt2e.checkpoints.weight_formats import read_tensor_scale
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.weight_formats import read_tensor_scale
 from pt2mx.spec import MXSpec
 
 #: the name of one of several experts

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout
-from pt2mx.pt2e.checkpoints.module_schemes import Matches, Rules, Scheme, always, not_converted
-from pt2mx.pt2e.checkpoints.weight_formats import (
+from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
+from pt2mx.pt2e.models.module_schemes import Matches, Rules, Scheme, always, not_converted
+from pt2mx.pt2e.models.weight_formats import (
     BLOCK,
     NVFP4_DIVISOR,
     PackedTensors,

@@ -11,8 +11,8 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
 from pt2mx.spec import MXSpec
 
 #: weight format -> the formats that may hold the same values under the same codes, the most similar first
@@ -87,8 +87,7 @@ def recode(
             return _reciprocal(packed, new, dtype)
         if form == NVFP4:
             return packed
-        assert packed.tensor_scale is not None
-        scale = nv_to_mx_scales(packed.data, packed.scale, packed.tensor_scale, packed.spec)
+        scale = nv_to_mx_scales(packed.data, packed.scale, packed.stated_tensor_scale, packed.spec)
         return PackedTensors(packed.data, scale, new)
     except MXError as error:
         raise MXError(f"{name} cannot be converted to {form}: {error}") from None
@@ -96,8 +95,7 @@ def recode(
 
 def _each(name: str, packed: PackedTensors, form: str, dtype: torch.dtype) -> PackedTensors:
     """Convert matrices with a tensor scale each."""
-    assert packed.tensor_scale is not None
-    matrices = enumerate(zip(packed.data, packed.scale, packed.tensor_scale, strict=True))
+    matrices = enumerate(zip(packed.data, packed.scale, packed.stated_tensor_scale, strict=True))
     recoded = [recode(f"{name}[{i}]", PackedTensors(d, s, packed.spec, t), form, dtype) for i, (d, s, t) in matrices]
     scales = [one.tensor_scale for one in recoded if one.tensor_scale is not None]
     scale = torch.stack([one.scale for one in recoded])
@@ -139,17 +137,17 @@ def _reciprocal(packed: PackedTensors, spec: MXSpec, dtype: torch.dtype) -> Pack
     Raises:
         MXError: where no such number gives equal values.
     """
-    assert packed.tensor_scale is not None
+    old = packed.stated_tensor_scale
     scales = value_of(codes_of(packed.scale).unique(), spec.scale_format)
     codes = decode(torch.arange(8, dtype=torch.int32), spec.element)
 
     def values(steps: str, tensor_scale: Tensor) -> Tensor:
         return (codes * TENSOR_SCALES[steps].apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
 
-    expected = values(packed.spec.scale_format.tensor, packed.tensor_scale)
-    nearest = packed.tensor_scale.reciprocal()
+    expected = values(packed.spec.scale_format.tensor, old)
+    nearest = old.reciprocal()
     infinity = torch.tensor(float("inf"))
     for candidate in (nearest, nearest.nextafter(infinity), nearest.nextafter(-infinity)):
         if values(spec.scale_format.tensor, candidate).equal(expected):
             return packed._replace(spec=spec, tensor_scale=candidate)
-    raise MXError(f"no reciprocal of its tensor scale {packed.tensor_scale.item():g} gives equal values in {dtype}")
+    raise MXError(f"no reciprocal of its tensor scale {old.item():g} gives equal values in {dtype}")

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG
-from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, check_compatibility
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
 from pt2mx.pt2e.checkpoints.conversion_plan import check_dtype, check_values, check_whole
 from pt2mx.pt2e.checkpoints.engines import engines_that_load
-from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.load import packed_weights
-from pt2mx.pt2e.checkpoints.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of, with_head
 from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
 from pt2mx.pt2e.checkpoints.recoding import RecodingPlan
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
 from pt2mx.pt2e.checkpoints.sources import Source
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR, format_of, spec_of
+from pt2mx.pt2e.models.checkpoint_files import CONFIG
+from pt2mx.pt2e.models.checkpoint_names import Parts, check_compatibility
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import EXPERTS, Module, Scheme, is_transposed, weights_of, with_head
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import NVFP4_DIVISOR, format_of, spec_of
 from pt2mx.spec import MXSpec, parse
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def plan_recoding(
         MXError: for formats that have no counterpart in the layout.
     """
     path, config, model, shards, schemes, tensors = source
-    assert schemes is not None
+    if schemes is None:
+        raise MXError(f"{path} is in high precision: give a checkpoint that states a quantization")
     plan = RecodingPlan(config, shards, layout, dtype, forms=_forms(layout, weights), source=schemes, tensors=tensors)
     shapes = {name: entry for entries in shards.entries.values() for name, entry in entries.items()}
     modules: dict[str, Module] = {}
@@ -111,7 +112,6 @@ def _forms(layout: Layout, weights: str | None) -> list[str]:
 
 def _add(plan: RecodingPlan, part: str, parameter: str, scheme: Scheme, shapes: dict[str, Entry]) -> Scheme:
     """Note how a tensor of codes is written; return its new scheme."""
-    assert plan.source is not None
     old, new = plan.source.layout, plan.layout
     form = _new_form(plan, part, scheme.form, shapes)
     codes, *scales = old.stored_names(part, scheme.form, shapes)
@@ -134,7 +134,6 @@ def _new_form(plan: RecodingPlan, part: str, form: str, shapes: Mapping[str, Ent
     Raises:
         MXError: where it has none, and where the checkpoint lacks a tensor of the weight.
     """
-    assert plan.source is not None
     old, new = plan.source.layout, plan.layout
     names = old.stored_names(part, form, shapes)
     if missing := [name for name in names if name not in shapes]:
@@ -152,7 +151,6 @@ def _regroup(
     plan: RecodingPlan, model: PreTrainedModel, parameter: str, scheme: Scheme, shapes: Mapping[str, Entry]
 ) -> Regrouping:
     """Note how a weight of gpt-oss's experts, and its bias, go into linear layers, or back."""
-    assert plan.source is not None
     if scheme.inputs is not None:
         raise MXError(f"{plan.layout.name} quantizes no inputs of {parameter}: give a checkpoint of weights alone")
     weight = divide(model, parameter, plan.layout.only_experts)
@@ -172,7 +170,6 @@ def _regroup(
 
 def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, Entry]) -> MXSpec:
     """Note how the tensor scale of inputs is written; return their spec in the new layout."""
-    assert plan.source is not None
     old, new = plan.source.layout, plan.layout
     stated = tensor_scaled_inputs(inputs, new)
     name = f"{module}.{old.input_scale}"

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
-from pt2mx.pt2e.checkpoints.checkpoint_names import fused_with
+from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, cast
-from pt2mx.pt2e.checkpoints.module_schemes import Schemes
 from pt2mx.pt2e.checkpoints.recode import recode, shared_factor
 from pt2mx.pt2e.checkpoints.regroup import Regrouping
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, read_tensor_scale, spec_of
+from pt2mx.pt2e.models.checkpoint_files import StoredTensors
+from pt2mx.pt2e.models.checkpoint_names import fused_with
+from pt2mx.pt2e.models.module_schemes import Schemes
+from pt2mx.pt2e.models.safetensors_shards import Entry
+from pt2mx.pt2e.models.weight_formats import PackedTensors, read_tensor_scale, spec_of
 
 
 @dataclass
@@ -34,8 +35,8 @@ class RecodingPlan(ConversionPlan):
     """
 
     forms: list[str] = field(default_factory=list)
-    source: Schemes | None = None
-    tensors: StoredTensors | None = None
+    source: Schemes = field(kw_only=True)
+    tensors: StoredTensors = field(kw_only=True)
     weights: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     regroupings: dict[str, Regrouping] = field(default_factory=dict)
     written_with_others: set[str] = field(default_factory=set)
@@ -59,7 +60,6 @@ class RecodingPlan(ConversionPlan):
 
     def _columns(self, form: str, entry: Entry) -> int:
         """Return the columns of a weight from its codes."""
-        assert self.source is not None
         by_block = self.source.layout.stored[form].by_block
         width = entry.shape[-1] * (entry.shape[-2] if by_block else 1)
         return width * 8 // spec_of(form).element.bits
@@ -89,7 +89,6 @@ class RecodingPlan(ConversionPlan):
         Yields:
             The name of a tensor, the index of its first row to write, and the rows.
         """
-        assert self.source is not None and self.tensors is not None
         if name in self.written_with_others:
             return
         if name in self.regroupings:
@@ -113,7 +112,6 @@ class RecodingPlan(ConversionPlan):
             yield written, 0, values
 
     def _read(self, codes: str) -> PackedTensors:
-        assert self.source is not None and self.tensors is not None
         weight, form, _ = self.weights[codes]
         return self.source.layout.from_tensors(weight, form, self.tensors, self.source.block)
 
@@ -132,6 +130,7 @@ class RecodingPlan(ConversionPlan):
             all_codes = {name: codes for codes, (name, *_) in self.weights.items()}
             fused = fused_with(weight, all_codes)
             factor = shared_factor({one: self._read(all_codes[one]) for one in fused}, new)
-            assert factor is not None
+            if factor is None:
+                raise MXError(f"{', '.join(fused)} have scales of several formats, which {new} cannot share")
             self._factors.update(dict.fromkeys(fused, factor))  # another thread would compute the same
         return self._factors[weight]

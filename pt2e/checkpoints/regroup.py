@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pt2mx.pt2e.checkpoints.checkpoint_files import StoredTensors
-from pt2mx.pt2e.checkpoints.checkpoint_names import Parts, linear_parts
-from pt2mx.pt2e.checkpoints.layouts import Layout
 from pt2mx.pt2e.checkpoints.merge_parts import merge
-from pt2mx.pt2e.checkpoints.module_schemes import Schemes
 from pt2mx.pt2e.checkpoints.recode import recode
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors
+from pt2mx.pt2e.models.checkpoint_files import StoredTensors
+from pt2mx.pt2e.models.checkpoint_names import Parts, linear_parts
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import Schemes
+from pt2mx.pt2e.models.weight_formats import PackedTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

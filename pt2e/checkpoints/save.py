@@ -19,18 +19,18 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints import modelopt_config
-from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUF
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS, Layout, layout_named
-from pt2mx.pt2e.checkpoints.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.checkpoints.recode import alike_form
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardWriter
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
-from pt2mx.pt2e.language.folder import save_part
+from pt2mx.pt2e.files.output import whole_file, write_text
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.output import whole_file, write_text
+from pt2mx.pt2e.models.checkpoint_files import INDEX, MODELOPT
+from pt2mx.pt2e.models.gguf_tensors import GGUF
+from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, layout_named
+from pt2mx.pt2e.models.module_schemes import is_transposed, weights_of
+from pt2mx.pt2e.models.safetensors_shards import Entry, ShardWriter
+from pt2mx.pt2e.models.tokenizers import save_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,32 +6,30 @@ Nothing is traced, and parameters may be on the meta device.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.module_schemes import are_experts, tied_names
-from pt2mx.pt2e.qspec import mx_spec
-from pt2mx.pt2e.quantizer.annotate import REASON_KEY
+from pt2mx.pt2e.models.module_schemes import are_experts, tied_names
+from pt2mx.pt2e.quantizer.annotate import OUTPUT, reason_unfit
+from pt2mx.pt2e.quantizer.matching import Choice, type_key
+from pt2mx.pt2e.quantizer.operators import fixed_operands
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY
+from pt2mx.pt2e.quantizer.site import CallNumbers, Site
 from pt2mx.spec import MXSpec
-
-aten = torch.ops.aten
 
 #: class of a layer -> the operator that it calls
 _OPERATORS = {
-    "torch.nn.modules.linear.Linear": aten.linear,
-    "torch.nn.modules.sparse.Embedding": aten.embedding,
-    "transformers.pytorch_utils.Conv1D": aten.addmm,
-    "transformers.models.falcon.modeling_falcon.FalconLinear": aten.linear,
+    "torch.nn.modules.linear.Linear": "aten.linear",
+    "torch.nn.modules.sparse.Embedding": "aten.embedding",
+    "transformers.pytorch_utils.Conv1D": "aten.addmm",
+    "transformers.models.falcon.modeling_falcon.FalconLinear": "aten.linear",
 }
+#: the operator of experts, whose weights are (experts, ...)
+_EXPERTS = "aten._grouped_mm"
 
 
 @dataclass(frozen=True)
@@ -69,24 +67,31 @@ def select_weights(
     Raises:
         MXError: for a model in float64, and for a format of a bias or an output.
     """
-    weights = dict(_weights(model))
-    left = {name: "the caller excludes it" for name in weights if name.rpartition(".")[0] in skipped}
+    operators = _operators(model)
+    left = {name: "the caller excludes it" for name in operators if name.rpartition(".")[0] in skipped}
     for name, names in ({} if tied else tied_names(model)).items():
-        if name in weights:
+        if name in operators:
             left[name] = f"it is {', '.join(sorted(names - {name}))} too"
-    graph = GraphModule(model, _graph(model, {name: row for name, row in weights.items() if name not in left}))
+    sites = sites_of(model, {name: operator for name, operator in operators.items() if name not in left})
+
+    def planned(name: str, choice: Choice) -> _Plan:
+        return _planned(model, name, sites[name], choice)
+
     with warnings.catch_warnings():
         # settings of operators that no module of the model calls
-        warnings.filterwarnings("ignore", "the setting|kv_cache|none of the operators")
-        quantizer.annotate(graph)
+        warnings.filterwarnings("ignore", "the setting|kv_cache")
+        plans = quantizer.plan(sites, sites, planned)
     chosen = {}
-    for node in graph.graph.nodes:
-        if node.op == "call_function":
-            specs = _specs(node)
-            if isinstance(specs, str):
-                left[node.meta["weight"]] = specs
-            else:
-                chosen[node.meta["weight"]] = specs
+    for name, plan in plans.items():
+        if plan.specs.keys() - {"weight", "activation"}:
+            raise MXError(
+                f"{name}: the recipe names a format of a bias or an output, which a checkpoint of weights has no place "
+                "for: name formats of weights and activations only"
+            )
+        if "weight" in plan.specs:
+            chosen[name] = LayerSpecs(**plan.specs)
+        else:
+            left[name] = plan.reason or "the recipe names no format of it"
     return Selection(chosen, left)
 
 
@@ -103,7 +108,7 @@ def check_weights_only(quantizer: MXQuantizer, supported: tuple[type[Algorithm],
 
 def is_linear(module: nn.Module) -> bool:
     """Return True for a linear layer whose weight is (out, in)."""
-    return _OPERATORS.get(_kind(module)) is aten.linear
+    return _OPERATORS.get(type_key(type(module))) == "aten.linear"
 
 
 def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -113,70 +118,98 @@ def as_matrix(layer: nn.Module, weight: Tensor) -> Tensor:
 
 def holds_columns(layer: nn.Module) -> bool:
     """Return True for a layer whose weight is (..., in, out): a Conv1D of transformers, the experts of gpt-oss."""
-    return _OPERATORS.get(_kind(layer)) is aten.addmm or getattr(layer, "is_transposed", False)
+    return _OPERATORS.get(type_key(type(layer))) == "aten.addmm" or getattr(layer, "is_transposed", False)
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Callable]]]:
-    """Yield weights with their layer and its operator.
+def sites_of(model: nn.Module, operators: Mapping[str, str]) -> dict[str, Site]:
+    """Return the sites of the calls that use weights of a model, as export would find them.
+
+    Args:
+        model: the model.
+        operators: name of a weight -> the operator that its layer calls, in the order of the calls.
+    """
+    numbers = CallNumbers()
+    sites = {}
+    for name, operator in operators.items():
+        path = _path(name.rpartition(".")[0])
+        types = tuple(type_key(type(model.get_submodule(module))) for module in path)
+        modules = list(zip(path, path, types, strict=True))  # each module is called once
+        sites[name] = Site(
+            operator=operator,
+            path=path,
+            module_types=types,
+            order=numbers.order(modules, name, operator),
+            parameters=model.get_parameter(name).numel(),
+            call=model.get_submodule(path[-1]),
+        )
+    return sites
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Return the names of the modules around a module, the model's "" first, and its own."""
+    parts = name.split(".") if name else []
+    return ("", *(".".join(parts[: end + 1]) for end in range(len(parts))))
+
+
+def _operators(model: nn.Module) -> dict[str, str]:
+    """Return the weights by name, each with the operator of its layer.
 
     Only exact classes count, because a subclass may compute something else."""
+    operators = {}
     for path, module in model.named_modules():
+        operator = _OPERATORS.get(type_key(type(module)))
         if are_experts(module):
             for name, parameter in module.named_parameters(path, recurse=False):
                 if parameter.dim() == 3:
-                    yield name, (module, aten._grouped_mm.default)
-        elif _kind(module) in _OPERATORS:
-            yield f"{path}.weight".removeprefix("."), (module, _OPERATORS[_kind(module)].default)
+                    operators[name] = _EXPERTS
+        elif operator is not None:
+            operators[f"{path}.weight".removeprefix(".")] = operator
+    return operators
 
 
-def _kind(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+@dataclass(frozen=True)
+class _Plan:
+    """The format of each role of a layer's operands, and the reason why others have none."""
+
+    specs: dict[str, MXSpec]
+    reason: str
+
+    def __bool__(self) -> bool:
+        return bool(self.specs)
 
 
-def _graph(model: nn.Module, weights: dict[str, tuple[nn.Module, Callable]]) -> Graph:
-    """Return a graph with one call per weight and its module stack, as export would make it."""
-    graph = Graph()
-    for i, (name, (layer, operator)) in enumerate(weights.items()):
-        value = model.get_parameter(name)
-        rows = value.new_empty(1, as_matrix(layer, value).shape[-1])
-        weight, x = _node(graph, name, value), _node(graph, f"x_{i}", rows, "placeholder")
-        arguments: tuple[Node | None, ...] = (x, weight)
-        if operator is aten._grouped_mm.default:
-            weight.meta["val"] = as_matrix(layer, value).mT  # (experts, in, out)
-        elif operator is aten.embedding.default:
-            arguments = weight, x
-        else:
-            bias = _node(graph, name.removesuffix("weight") + "bias", layer.bias) if layer.bias is not None else None
-            arguments = (bias, x, weight) if operator is aten.addmm.default else (x, weight, bias)
-        call = graph.call_function(operator, arguments)
-        call.meta.update(val=rows, weight=name, nn_module_stack=_stack(model, name.rpartition(".")[0]))
-    graph.output(None)
-    return graph
-
-
-def _node(graph: Graph, name: str, value: Any, op: str = "get_attr") -> Node:
-    node = graph.create_node(op, name)
-    node.meta["val"] = value
-    return node
-
-
-def _stack(model: nn.Module, name: str) -> dict[str, tuple[str, str]]:
-    parts = name.split(".")
-    paths = dict.fromkeys(["", *(".".join(parts[: end + 1]) for end in range(len(parts)))])
-    return {path: (path, _kind(model.get_submodule(path))) for path in paths}
-
-
-def _specs(call: Node) -> LayerSpecs | str:
-    """Return the formats of a call, or the reason why it has none."""
-    annotation = call.meta.get(Q_ANNOTATION_KEY)
-    inputs = {} if annotation is None else annotation.input_qspec_map
-    specs = {node.target if node.op == "get_attr" else node.op: mx_spec(qspec) for node, qspec in inputs.items()}
-    weight, activation = specs.pop(call.meta["weight"], None), specs.pop("placeholder", None)
-    if annotation is not None and (specs or annotation.output_qspec is not None):
-        raise MXError(
-            f"{call.meta['weight']}: the recipe names a format of a bias or an output, which a checkpoint of weights "
-            "has no place for: name formats of weights and activations only"
-        )
-    if weight is None:
-        return str(call.meta.get(REASON_KEY, "the recipe names no format of it"))
-    return LayerSpecs(weight.replace(axis=-1), None if activation is None else activation.replace(axis=-1))
+def _planned(model: nn.Module, name: str, site: Site, choice: Choice) -> _Plan:
+    """Plan the operands of a layer, all in blocks along the last dimension: the one that it reduces."""
+    config = choice.config
+    if config is None:
+        return _Plan({}, choice.reason)
+    layer = model.get_submodule(site.path[-1])
+    weight = as_matrix(layer, model.get_parameter(name))
+    row = weight.new_empty(1, weight.shape[-1])
+    specs: dict[str, MXSpec] = {}
+    reasons: dict[str, None] = {}
+    # role -> the tensor and its name
+    tensors = {
+        "activation": (row, f"the input of {name}"),
+        "weight": (weight, name),
+        "output": (row, f"the output of {name}"),
+    }
+    bias = getattr(layer, "bias", None)  # experts do not pass it to the operator
+    if isinstance(bias, Tensor) and site.operator != _EXPERTS:
+        tensors["bias"] = (bias, f"{name.removesuffix('weight')}bias")
+    for operand in (*fixed_operands(site.operator), OUTPUT):
+        role = operand.role
+        if role == "operand":
+            role = "activation" if operand.name == "input" else "weight"
+        spec = config.spec_of(operand.name, role)
+        if spec is None or role not in tensors:
+            continue
+        tensor, tensor_name = tensors[role]
+        reason = reason_unfit(tensor_name, tensor, name, replace(operand, axis=-1), spec)
+        if reason is None:
+            specs[role] = spec.replace(axis=-1)
+        elif role != "output":
+            reasons[reason] = None
+    if not specs and not reasons:
+        return _Plan({}, "the config names no spec for its operands")
+    return _Plan(specs, "; ".join(reasons))

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
-from pt2mx.pt2e.checkpoints.build_model import model_on_meta
-from pt2mx.pt2e.checkpoints.checkpoint_files import (
+from pt2mx.pt2e.checkpoints.configs import read_config
+from pt2mx.pt2e.checkpoints.recode import alike_form
+from pt2mx.pt2e.models.build_model import model_on_meta
+from pt2mx.pt2e.models.checkpoint_files import (
     CONFIG,
     WHOLE,
     CheckpointTensors,
     StoredTensors,
-    headers_of,
     quantization_of,
     read_json,
 )
-from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
-from pt2mx.pt2e.checkpoints.gguf_tensors import GGUFTensors, has_codes, open_gguf, schemes_of
-from pt2mx.pt2e.checkpoints.layouts import Layout
-from pt2mx.pt2e.checkpoints.module_schemes import EMBEDDING, EXPERTS, Schemes, weights_of
-from pt2mx.pt2e.checkpoints.recode import alike_form
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.gguf_tensors import GGUFTensors, has_codes, open_gguf, schemes_of
+from pt2mx.pt2e.models.layouts import Layout
+from pt2mx.pt2e.models.module_schemes import EMBEDDING, EXPERTS, Schemes, weights_of
+from pt2mx.pt2e.models.safetensors_shards import Entry, ShardReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,45 +32,22 @@ if TYPE_CHECKING:
 _SHARD = 1 << 30
 
 
-class Reader(Protocol):
-    """Reads the tensors of a shard, as `ShardReader`."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-
-    def slices(self, name: str, multiple: int = 1) -> Iterator[tuple[int, Tensor]]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class Shards(Protocol):
-    """The shards of a checkpoint; what is written has shards of the same names.
+class FolderShards:
+    """The shards of a folder; what is written has shards of the same names.
 
     Attributes:
         entries: shard -> its tensors.
         files: the files that are read.
     """
 
-    entries: dict[str, dict[str, Entry]]
-    files: list[Path]
-
-    def open(self, shard: str) -> AbstractContextManager[Reader]: ...
-
-
-class FolderShards:
-    """The shards of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.entries = {shard: header.entries for shard, header in headers_of(folder).items()}
-        self.files = [folder / shard for shard in self.entries]
-        self._folder = folder
-
-    def open(self, shard: str) -> ShardReader:
-        return ShardReader(self._folder / shard)
+    def __init__(self, tensors: CheckpointTensors) -> None:
+        self.entries = {shard: header.entries for shard, header in tensors.headers.items()}
+        self.files = [tensors.folder / shard for shard in self.entries]
+        self.open = tensors.open
 
 
 class GGUFShards:
-    """The tensors of a GGUF file in shards of a size at which an interrupted run loses little."""
+    """The tensors of a GGUF file in shards of a size at which an interrupted run loses little; see `FolderShards`."""
 
     def __init__(self, file: Path, tensors: GGUFTensors) -> None:
         groups: list[dict[str, Entry]] = [{}]
@@ -95,10 +69,16 @@ class GGUFShards:
 
 
 class _GGUFReader:
+    """Reads the tensors of a shard, as `ShardReader`."""
+
     def __init__(self, entries: dict[str, Entry], tensors: GGUFTensors) -> None:
         self.entries: dict[str, Entry] = entries
         self.metadata: dict[str, str] = {}
         self.slices, self.tensor = tensors.slices, tensors.__getitem__
+
+
+Shards = FolderShards | GGUFShards
+Reader = ShardReader | _GGUFReader
 
 
 class Source(NamedTuple):
@@ -136,10 +116,10 @@ def read_source(path: Path, layout: Layout, keep_codes: bool) -> Source:
         return _gguf_source(file, layout, keep_codes and has_codes(file))
     config, quantization = read_json(path / CONFIG), quantization_of(path)
     schemes = read_config(quantization) if quantization else None
-    shards = FolderShards(path)
-    shapes = [entry.shape for entries in shards.entries.values() for entry in entries.values()]
+    tensors = CheckpointTensors(path)
+    shapes = [entry.shape for entry in tensors.entries.values()]
     model = model_on_meta(path, {**config, "quantization_config": None} if quantization else config, shapes)
-    return Source(path, config, model, shards, schemes, CheckpointTensors(path))
+    return Source(path, config, model, FolderShards(tensors), schemes, tensors)
 
 
 def _gguf_source(path: Path, layout: Layout, keep_codes: bool) -> Source:

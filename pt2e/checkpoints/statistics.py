@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from pt2mx.algorithms import gptq
 from pt2mx.algorithms.options import GPTQ
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints.safetensors_shards import Entry, ShardReader, ShardWriter
 from pt2mx.pt2e.checkpoints.select_weights import is_linear
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.models.safetensors_shards import Entry, ShardReader, ShardWriter, read_header
 from pt2mx.spec import MXSpec
 
 #: key of a file's metadata: parameter -> rows
@@ -131,14 +131,14 @@ class StatisticsFile(Mapping[str, InputStatistics]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        with ShardReader(self._path) as reader:
-            try:
-                self._rows: dict[str, int] = json.loads(reader.metadata[_ROWS])
-                wrong = self._rows.keys() != reader.entries.keys()
-            except (KeyError, ValueError, AttributeError, RecursionError):
-                wrong = True
-            if wrong:
-                raise MXError(f"{str(path)!r} holds no statistics: give what save_statistics wrote")
+        header = read_header(self._path)
+        try:
+            self._rows: dict[str, int] = json.loads(header.metadata[_ROWS])
+            wrong = self._rows.keys() != header.entries.keys()
+        except (KeyError, ValueError, AttributeError, RecursionError):
+            wrong = True
+        if wrong:
+            raise MXError(f"{str(path)!r} holds no statistics: give what save_statistics wrote")
 
     def __getitem__(self, name: str) -> InputStatistics:
         with ShardReader(self._path) as reader:

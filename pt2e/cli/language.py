@@ -12,30 +12,31 @@ from torch import Tensor
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import CONFIG, quantization_of
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, Coverage
-from pt2mx.pt2e.checkpoints.gguf_model import gguf_in
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
-from pt2mx.pt2e.cli.hugging_face import FeatureExtractor, checkpoint_values, from_pretrained
-from pt2mx.pt2e.cli.load_model import note_coverage
-from pt2mx.pt2e.cli.option_checks import check_compiler, check_folder_name
+from pt2mx.pt2e.cli.checks import check_folder_name
+from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
-from pt2mx.pt2e.language.folder import REPORT, load_processor, load_tokenizer
+from pt2mx.pt2e.language.folder import REPORT
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
 from pt2mx.pt2e.language.vision import has_tower
+from pt2mx.pt2e.models.checkpoint_files import CONFIG, quantization_of
+from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage
+from pt2mx.pt2e.models.gguf_model import gguf_in
+from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
+from pt2mx.pt2e.models.processors import FeatureExtractor
+from pt2mx.pt2e.models.tokenizers import load_processor, load_tokenizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.user_errors import one_line, user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,45 +56,6 @@ _QUANTIZING = {
 _TOKENS = 32
 #: samples of the audio for these tokens
 _SAMPLES = 8000
-
-
-def load_decoder(
-    name: str, part: str | None = None, allow_partial: bool = False, dtype: str | None = None
-) -> PreTrainedModel:
-    """Load the language model of a checkpoint, in evaluation mode.
-
-    Args:
-        name: a local folder, or a name on the hub.
-        part, allow_partial: which tensors of the checkpoint the model may leave out; see `Coverage.check`.
-        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
-    """
-    try:
-        model = from_pretrained(_class_of(name), name, dtype)
-        checkpoint_values(model, name).held_by().check(part, allow_partial)
-        return model
-    except MXError:
-        raise
-    except Exception as error:  # any of the libraries that read a checkpoint may raise anything
-        raise MXError(
-            f"{name!r} is no language model that can be loaded (a local folder works offline; for another model "
-            f"give --output a name that ends in .pt2): {one_line(error)}"
-        ) from None
-
-
-def _class_of(name: str) -> Any:
-    """Return the class that loads a checkpoint: with its vision tower, or its encoder, where it has one."""
-    transformers = import_extra("transformers", "hf")
-    if gguf_in(name) is None:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            return transformers.AutoModelForImageTextToText
-        if config.is_encoder_decoder:
-            is_speech = type(config) in transformers.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
-            return transformers.AutoModelForSpeechSeq2Seq if is_speech else transformers.AutoModelForSeq2SeqLM
-    return transformers.AutoModelForCausalLM
 
 
 def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
@@ -119,7 +81,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     stages = 4 + (quantizer.algorithms is not None) + (options.distill is not None)
     with ranks.only_first_prints(), Progress(1 + stages * len(contexts)) as progress:
         name = options.model.removeprefix("hf:")
-        model = load_decoder(name, options.part, options.allow_partial, options.dtype).to(options.device)
+        model = load_language_model(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         _note_tokenizer(name, tokenizer)
         processor = load_processor(name) if has_tower(model) and options.part is None else None
@@ -214,8 +176,8 @@ def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
     folder = options.model.removeprefix("hf:")
     if options.recipe is not None and gguf_in(folder) is not None:
         return False
-    if folder == options.model or is_mx_checkpoint(folder):
-        return folder != options.model
+    if is_mx_checkpoint(folder):
+        return True
     if options.recipe is None and (Path(folder) / CONFIG).is_file() and (config := quantization_of(Path(folder))):
         read_config(config)
     return False
@@ -253,10 +215,6 @@ def _check_load(options: argparse.Namespace) -> None:
 
 def compile_folder(options: argparse.Namespace) -> Result:
     """Run `pt2mx compile` for a language model: write packages for prompts and for single tokens into its folder."""
-    unused = {"--output": options.output, "--portable": options.portable, "--unpack": options.unpack}
-    if name := next((name for name, value in unused.items() if value), None):
-        raise MXError(f"{name} is not for a language model: its packages are written to {options.program!r}")
-    check_compiler()
     with Progress(3) as progress:
         with user_errors(f"load {options.program!r}"):
             model = LanguageModel.from_pretrained(options.program, options.device)

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.argument_kinds import Argument
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, Argument
 from pt2mx.version import __version__
 
 #: the exit status
@@ -129,7 +128,7 @@ EXAMPLES = {
     ),
     "completion": (
         ("complete in bash, from ~/.bashrc", "bash > ~/.pt2mx.bash && echo 'source ~/.pt2mx.bash' >> ~/.bashrc"),
-        ("complete in zsh, from ~/.zshrc", "zsh > ~/.pt2mx.zsh && echo 'source ~/.pt2mx.zsh' >> ~/.zshrc"),
+        ("complete in zsh, from a folder of $fpath", 'zsh > "${fpath[1]}/_pt2mx"'),
         ("complete in fish", "fish > ~/.config/fish/completions/pt2mx.fish"),
     ),
 }
@@ -189,7 +188,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Parser:
-    """Return the parser of the command line. The options that it parses have the function of the command as `run`.
+    """Return the parser of the command line. Its options have the command as `command`, and its function as `run`.
 
     Args:
         commands: command -> ("module:function", the help text); a command with actions has `function_ACTION` for each.
@@ -197,6 +196,7 @@ def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Pa
     """
     text = "Quantize PyTorch models to the OCP MX formats."
     parser = Parser(prog="pt2mx", description=text, epilog=epilog, formatter_class=_RAW)
+    parser.set_defaults(parser=parser)  # for the completion of shells
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
     inner = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (function, text) in commands.items():
@@ -206,9 +206,9 @@ def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Pa
             command.default_action = next(iter(ACTIONS[name]))
             actions = command.add_subparsers(required=True, metavar="ACTION")
             for action, (text, arguments) in ACTIONS[name].items():
-                _fill(actions.add_parser(action, help=text), f"{function}_{action}", arguments)
+                _fill(actions.add_parser(action, help=text), name, f"{function}_{action}", arguments)
         else:
-            _fill(command, function, ARGUMENTS.get(name, ()))
+            _fill(command, name, function, ARGUMENTS.get(name, ()))
     return parser
 
 
@@ -218,11 +218,11 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, Parser]:
     return next(choices, {})
 
 
-def _fill(parser: Parser, function: str, arguments: Iterable[Argument]) -> None:
+def _fill(parser: Parser, command: str, function: str, arguments: Iterable[Argument]) -> None:
     for names, options in (*arguments, *COMMON):
         parser.add_argument(*names, **options)
     module, name = function.split(":")
-    parser.set_defaults(run=partial(_run, module, name))
+    parser.set_defaults(command=command, run=partial(_run, module, name))
 
 
 def _run(module: str, function: str, options: argparse.Namespace) -> Any:

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.hugging_face import checkpoint_values
-from pt2mx.pt2e.cli.language import calibration_blocks, load_decoder
-from pt2mx.pt2e.cli.load_model import note_coverage
+from pt2mx.pt2e.cli.float_model import note_coverage
+from pt2mx.pt2e.cli.language import calibration_blocks
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.language.folder import is_quantized, load_tokenizer
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.language.folder import is_quantized
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.texts import BLOCK, Perplexity, Predict, blocks, perplexity, read_text
+from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +40,9 @@ def run(options: argparse.Namespace) -> Result:
         tokenizer = load_tokenizer(options.folder)
         text_blocks = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
-        model = None if source is None else load_decoder(source, options.part, options.allow_partial, options.dtype)
+        model = (
+            None if source is None else load_language_model(source, options.part, options.allow_partial, options.dtype)
+        )
         if model is not None and not quantizers:
             note_coverage(checkpoint_values(model, source).held_by())
         predict_float = None if model is None else _predictions(model, use_cache=False)
@@ -75,8 +78,6 @@ def _check(options: argparse.Namespace, quantized: bool) -> None:
             )
     if options.dtype and quantized and options.float is None:
         raise MXError(f"{options.folder!r} is quantized: --dtype is for the checkpoint of --float; give it, too")
-    if options.tokens is not None and options.tokens < 2:
-        raise MXError(f"--tokens {options.tokens} must be at least 2")
 
 
 def _cells(row: Perplexity) -> list[str]:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.batches import IMAGES, KINDS, read_image
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.texts import padded
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.models.input_files import read_image
+from pt2mx.pt2e.models.names import IMAGES, KINDS
 
 
 def read_prompt(file: str) -> str:

@@ -3,52 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import sys
 import warnings
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.algorithms.options import look_at_inputs
+from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.build_program import can_become_program, program_of
-from pt2mx.pt2e.cli import report_file
-from pt2mx.pt2e.cli.load_model import exported_module, load_eval_batches, load_float_model, refuse_nan
-from pt2mx.pt2e.cli.models import Batch, LoadedModel, call, export
-from pt2mx.pt2e.cli.option_checks import check_compiler, check_device, check_program_name, input_files
+from pt2mx.pt2e.cli.checks import check_compiler, check_device, recipe_missing
+from pt2mx.pt2e.cli.float_model import export, exported_module, load_eval_batches, load_float_model, refuse_nan
+from pt2mx.pt2e.cli.inputs import arrays_by_name
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result, quantized_result
-from pt2mx.pt2e.cli.usage import recipe_missing
-from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.flow.weights import nonfinite_operands
+from pt2mx.pt2e.models.float_models import Batch, LoadedModel, call
+from pt2mx.pt2e.models.input_files import load_batches
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
 from pt2mx.pt2e.optimize.report import optimization_report
-from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.prepare import prepare_pt2e
-from pt2mx.pt2e.program import save_program
+from pt2mx.pt2e.program.build_program import can_become_program, program_of
+from pt2mx.pt2e.program.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 from pt2mx.pt2e.report.rows import operator_reports
-from pt2mx.pt2e.report.weights import nonfinite_operands
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run(options: argparse.Namespace) -> Result | None:
     check_device(options.device)
-    from_checkpoint = options.model.startswith("hf:")
-    is_language_model = from_checkpoint and Path(options.output).suffix.lower() != ".pt2"
-    if options.anchor is not None and is_language_model:
-        raise MXError("--anchor is for a program: give --output a name that ends in .pt2")
-    if from_checkpoint:
-        language = importlib.import_module("pt2mx.pt2e.cli.language")  # imports transformers
+    if options.model.startswith("hf:"):
+        from pt2mx.pt2e.cli import language  # imports transformers
+
         if language.is_quantized_checkpoint(options):
             return language.load_to_folder(options)
     if options.recipe is None:
@@ -60,25 +56,41 @@ def run(options: argparse.Namespace) -> Result | None:
         if quantizer.algorithms is None:
             raise MXError("--anchor keeps what algorithms round: give --optimize fast, imatrix or balanced")
         checked_anchor(options.anchor, quantizer.algorithms)
-    if is_language_model:
-        return importlib.import_module("pt2mx.pt2e.cli.language").quantize_to_folder(options, quantizer)
-    _check_files(options)
+    if options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2":
+        return language.quantize_to_folder(options, quantizer)
+    if options.compile:
+        check_compiler()
     if options.model.startswith("onnx:"):
-        import_extra("onnx", "onnx")
-        report, result = importlib.import_module("pt2mx.pt2e.cli.quantize_onnx").quantize_file(options, quantizer)
-        _write_report(report, options, quantizer, report.fidelity)
-        return result
-    if options.tensor_parallel != 1:
-        raise MXError("--tensor-parallel is for a language model: give --model hf:NAME, and --output a folder")
-    if options.distill is not None:
-        raise MXError(
-            "--distill is for a language model: give --model hf:NAME, and --output a folder; or pt2mx.distill"
-        )
-    if options.text_length is not None:
-        raise MXError("--text-length is for a language model: give --model hf:NAME, and --output a folder")
+        return _quantize_onnx(options, quantizer)
     if options.calibration == "none" and look_at_inputs(quantizer.algorithms or ()):
         raise MXError("the algorithms look at inputs: give --calibration a folder of batches, or --optimize fast")
     return _quantize_program(options, quantizer)
+
+
+def _quantize_onnx(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
+    import_extra("onnx", "onnx")
+    from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
+
+    path = options.model.removeprefix("onnx:")
+    with Progress(2) as progress:
+        batches = _onnx_batches(options, path)
+        progress.begin("quantize")
+        with user_errors(f"quantize {path!r}"):
+            report = quantize_onnx(path, options.output, quantizer, batches, allow_nan=options.allow_nan)
+    _write_report(report, options, quantizer, report.fidelity)
+    size = [f"the float file: {Path(path).stat().st_size / 1e6:.1f} MB"]
+    return quantized_result(report, options, progress, lines=size, output_against_the_float_model=report.fidelity)
+
+
+def _onnx_batches(options: argparse.Namespace, path: str) -> list[dict[str, np.ndarray]] | None:
+    """Load the batches of `--calibration`, each by the names of the inputs; None without any."""
+    if options.calibration in (None, "none"):
+        return None
+    with user_errors(f"read {path!r}"):
+        graph = import_extra("onnx", "onnx").load(path, load_external_data=False).graph
+    initializers = {tensor.name for tensor in graph.initializer}
+    names = [value.name for value in graph.input if value.name not in initializers]
+    return [arrays_by_name(batch, names, file) for file, batch in load_batches(options.calibration, {}).items()]
 
 
 def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:
@@ -127,18 +139,6 @@ def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Re
         compiled_against_eager=compiled,
         output_against_the_float_model=agreement,
     )
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    if options.compile:
-        check_compiler()
-    if options.report is not None:
-        check_output(options.report, suffixes=report_file.SUFFIXES)
-    recipe_file = options.recipe if Path(options.recipe).is_file() else None
-    inputs = {"--recipe": recipe_file, **input_files(options)}
-    check_distinct({"--output": options.output, "--report": options.report}, inputs)
-    if not options.model.startswith("onnx:"):
-        check_program_name(options.output)
 
 
 def _optimize(model: GraphModule, quantizer: MXQuantizer, batches: dict[str, Batch], anchor: str | None) -> GraphModule:
@@ -228,7 +228,7 @@ def _write_report(
     recipe = options.recipe if options.optimize is None and options.anchor is None else quantizer
     quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
     page = {"model": options.model, "recipe": recipe, "quality": quality, "before": before, "after": after}
-    report_file.write_report(report, options.report, **page)
+    write_report(report, options.report, **page)
 
 
 def _compare_compiled(converted: GraphModule, batch: Batch) -> Fidelity:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 
-from pt2mx.pt2e.cli.load_model import exported_module
-from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.float_model import exported_module
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.models.float_models import load_model
 from pt2mx.pt2e.quantizer import recipe, shipped
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
 from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.user_errors import user_errors
 
 
 def run_list(options: argparse.Namespace) -> Result:

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pt2mx.pt2e.cli.arguments import WORST_OPERATORS
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.output import json_text
+from pt2mx.pt2e.files.output import json_text
 
 if TYPE_CHECKING:  # they import torch
-    from pt2mx.pt2e.checkpoints.coverage import Coverage
-    from pt2mx.pt2e.report.agreement import Fidelity
+    from pt2mx.analysis.agreement import Fidelity
+    from pt2mx.pt2e.models.coverage import Coverage
     from pt2mx.pt2e.report.report import QuantizationReport
     from pt2mx.pt2e.report.rows import OperatorReport
 
@@ -96,6 +96,17 @@ def quantized_result(
         "report": json.loads(report.to_json()),
     }
     return Result("\n".join(text), data)
+
+
+def write_report(report: QuantizationReport, path: str, **page: Any) -> None:
+    """Write a report as JSON or as a page, as the suffix of its path says; `page` has arguments of `to_html`."""
+    from pt2mx.pt2e.files.user_errors import user_errors  # imports torch
+
+    with user_errors(f"write {path!r}"):
+        if Path(path).suffix.lower() == ".json":
+            report.to_json(path)
+        else:
+            report.to_html(path, **page)
 
 
 def summary(report: QuantizationReport, full: bool = False, hint: str = "--full prints all") -> str:

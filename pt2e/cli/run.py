@@ -14,37 +14,31 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.batches import arrays_by_name, conform, load_batch
+from pt2mx.pt2e.cli.inputs import arrays_by_name, conform
+from pt2mx.pt2e.cli.programs import note_other_version
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
+from pt2mx.pt2e.files.output import deferred_interrupts, whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.models.input_files import load_batch
 from pt2mx.pt2e.onnx.runtime import load
-from pt2mx.pt2e.output import check_distinct, check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.package import open_package
-from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.provenance import other_version
-from pt2mx.pt2e.user_errors import user_errors
 
 #: seconds for which a call is repeated to time it
 _SECONDS = 1.0
 
 
 def run(options: argparse.Namespace) -> Result:
-    if options.output is not None:
-        check_output(options.output, suffixes=(".pt", ".pth"))
-        check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     if Path(options.package).suffix == ".onnx":
         return _run_onnx(options)
-    if options.runtime is not None:
-        raise MXError("--runtime is for ONNX files: leave it out for a package")
     with Progress(2) as progress:
         with user_errors(f"load {options.package!r}"):
             package = open_package(options.package)
-        if text := other_version(options.package):
-            note(text)
+        note_other_version(options.package)
         signature = package.signature
         args, kwargs = signature.args, signature.kwargs
         if options.inputs is not None:
-            args, kwargs = _arguments(options.inputs, signature)
+            args, kwargs = conform(_load(options.inputs), signature, options.inputs, note)
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), (args, kwargs))
         progress.begin("run")
         with user_errors("run the package"), torch.no_grad():
@@ -59,10 +53,6 @@ def run(options: argparse.Namespace) -> Result:
 
 def _run_onnx(options: argparse.Namespace) -> Result:
     """Run an ONNX file on the CPU."""
-    if not Path(options.package).is_file():
-        raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
-    if options.inputs is None:
-        raise MXError("an ONNX file has no example inputs: give --inputs, a .pt or .npz batch")
     with Progress(2) as progress:
         model = load(options.package, options.runtime)
         inputs = arrays_by_name(_load(options.inputs), model.inputs, options.inputs)
@@ -89,11 +79,6 @@ def _result(inputs: dict[str, Any], outputs: dict[str, Any], seconds: float, dev
         "device": device,
     }
     return Result("\n".join([*lines, f"{1e3 * seconds:.3f} ms a call on {device}"]), data)
-
-
-def _arguments(inputs: str, signature: Signature) -> tuple[tuple, dict]:
-    """Return the arguments of a call with the batch in a file."""
-    return conform(_load(inputs), signature, inputs, note)
 
 
 def _load(inputs: str) -> object:

@@ -14,31 +14,26 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.arguments import WORST_ROWS
-from pt2mx.pt2e.cli.load_model import (
-    count_batches,
-    exported_module,
-    load_eval_batches,
-    load_float_model,
-    metric_of,
-)
-from pt2mx.pt2e.cli.models import Batch, call
-from pt2mx.pt2e.cli.option_checks import check_eval_options, check_eval_output, split_names
+from pt2mx.pt2e.cli.checks import check_device, split_names
+from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.format_observer import MXFormatObserver
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.models.float_models import Batch, call
+from pt2mx.pt2e.observe.format_observer import MXFormatObserver
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.results import Sensitivity
 from pt2mx.pt2e.report.suggest import suggest_config
-from pt2mx.pt2e.sensitivity.results import Sensitivity
 from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
-from pt2mx.pt2e.user_errors import user_errors
 from pt2mx.spec import parse
 
 
 def run(options: argparse.Namespace) -> Result:
-    formats = _check(options)
+    check_device(options.device)
+    formats = _formats(options)
     with Progress(4 if options.bits is None else 5) as progress:
         loaded = load_float_model(options)
         batches = list(load_eval_batches(loaded, options).values())
@@ -68,19 +63,8 @@ def run(options: argparse.Namespace) -> Result:
     return Result(text, {**json.loads(measured.to_json()), "output": options.output, "seconds": progress.times()})
 
 
-def _check(options: argparse.Namespace) -> list[str]:
-    """Return the formats to try; raise an `MXError` for invalid options, before the work."""
-    check_eval_options(options)
-    if (options.bits is None) != (options.output is None):
-        raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
-    if options.bits is not None:
-        check_eval_output(options)
-        if options.operands == "activations":
-            raise MXError("--bits chooses formats of weights: give --operands weights or both")
-    elif options.activation is not None:
-        raise MXError("--activation is of the recipe: give --bits and --output, too")
-    if options.left and options.method == "gradient":
-        raise MXError("--left is measured: give --method forward or both")
+def _formats(options: argparse.Namespace) -> list[str]:
+    """Return the formats to try; raise an `MXError` for fewer bits than they have."""
     if options.activation is not None:
         options.activation = _spec(options.activation)
     formats = list(dict.fromkeys(map(_spec, split_names(options.formats))))

@@ -3,45 +3,54 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from pathlib import Path
 
-from pt2mx.fx.graph.recompile import module_of
-from pt2mx.pt2e.cli import report_file
-from pt2mx.pt2e.cli.option_checks import check_program_file, check_program_name
+from pt2mx.pt2e.cli.programs import load_program_file
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result, quantized_result
-from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.program import read_program, save_program
+from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.optimize.slice import slice_program
+from pt2mx.pt2e.program.program import save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.slice import slice_program
-from pt2mx.pt2e.user_errors import user_errors
+from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 
 def run(options: argparse.Namespace) -> Result:
     quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
-    if options.report is not None:
-        check_output(options.report, suffixes=report_file.SUFFIXES)
-    recipe_file = options.recipe if Path(options.recipe).is_file() else None
-    check_distinct({"--output": options.output, "--report": options.report}, {"--recipe": recipe_file})
-    if Path(options.program).is_dir():
-        language = importlib.import_module("pt2mx.pt2e.cli.slice_language")  # imports transformers
-        return language.slice_folder(options, quantizer)
-    check_program_name(options.output)
-    check_program_file(options)
+    slice_ = _slice_folder if Path(options.program).is_dir() else _slice_file
     with Progress(3) as progress:
-        with user_errors(f"load {options.program!r}"):
-            program = read_program(options.program)
-
-        progress.begin("slice")
-        with user_errors("slice the program"):
-            sliced = slice_program(program, quantizer)
-
-        progress.begin("save")
-        with user_errors(f"write {options.output!r}"):
-            save_program(sliced, options.output, quantizer)
-        report = quantization_report(module_of(sliced, check_guards=False))
+        report = slice_(options, quantizer, progress)
         if options.report is not None:
-            report_file.write_report(report, options.report, model=options.program, recipe=options.recipe)
+            write_report(report, options.report, model=options.program, recipe=options.recipe)
     return quantized_result(report, options, progress)
+
+
+def _slice_file(options: argparse.Namespace, quantizer: MXQuantizer, progress: Progress) -> QuantizationReport:
+    program = load_program_file(options.program)
+    progress.begin("slice")
+    with user_errors("slice the program"):
+        sliced = slice_program(program, quantizer)
+    progress.begin("save")
+    with user_errors(f"write {options.output!r}"):
+        save_program(sliced, options.output, quantizer)
+    return quantization_report(sliced.module(check_guards=False))
+
+
+def _slice_folder(options: argparse.Namespace, quantizer: MXQuantizer, progress: Progress) -> QuantizationReport:
+    from pt2mx.pt2e.language.folder import REPORT  # they import transformers
+    from pt2mx.pt2e.language.language_model import LanguageModel
+    from pt2mx.pt2e.language.slice import slice_language_model
+    from pt2mx.pt2e.models.tokenizers import copy_processor
+
+    with user_errors(f"load {options.program!r}"):
+        model = LanguageModel.from_pretrained(options.program)
+    progress.begin("slice")
+    with user_errors("slice the model"):
+        sliced = slice_language_model(model, quantizer)
+    report = quantization_report(sliced)
+    progress.begin("save")
+    with user_errors(f"write {options.output!r}"):
+        sliced.save_pretrained(options.output, quantizer)
+        copy_processor(options.program, options.output)
+        report.to_json(Path(options.output) / REPORT)
+    return report

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import value_of
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.files.user_errors import one_line
 
 
 def several(batches: object, name: str = "batches") -> Iterable[Any]:

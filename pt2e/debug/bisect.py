@@ -23,7 +23,7 @@ from pt2mx.pt2e.debug.errors import comparable, relative_error
 from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, check_module, is_tuple_of_operator, run, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range
-from pt2mx.pt2e.output import check_output
+from pt2mx.pt2e.files.output import check_output
 
 #: returns the other form of a subgraph: a function of the subgraph's inputs
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -53,6 +53,10 @@ class Subgraph:
     def __str__(self) -> str:
         modules = ", ".join(filter(None, self.modules)) or "the root"
         return f"{' -> '.join(self.nodes)} in {modules}: relative error {self.error:.3g}"
+
+
+#: pickles of older versions name it so
+Piece = Subgraph
 
 
 class _Suspect(NamedTuple):
@@ -105,7 +109,7 @@ def bisect(
         >>> pt2mx.bisect(exported, half, x, bound=1e-6).nodes
         ('linear',)
     """
-    graph = _graph(first, "first")
+    graph = check_module(first, "first")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
         raise MXError(f"bound={bound!r} must be a number above 0")
     if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
@@ -121,7 +125,7 @@ def bisect(
         raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
     with torch.no_grad(), unchanged(graph, second):
         if isinstance(second, nn.Module | ExportedProgram):
-            suspect = _worst_operator(graph, _graph(second, "second"), batch)
+            suspect = _worst_operator(graph, check_module(second, "second"), batch)
         elif file is not None:
             suspect = _worst_in_file(graph, file, batch)
         elif isinstance(second, str) or callable(second):
@@ -224,7 +228,3 @@ def _first_form(node: Node, interpreter: RecordingInterpreter) -> tuple[list[Nod
     inputs = [interpreter.values[n] for n in input_nodes]
     content = {"first": module, "inputs": inputs, "second": None, "second_inputs": inputs}
     return nodes, {**content, "form": None, "outputs": None}
-
-
-def _graph(model: object, what: str) -> GraphModule:
-    return check_module(model.module() if isinstance(model, ExportedProgram) else model, what)

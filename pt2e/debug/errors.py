@@ -16,8 +16,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.sums import sqnr_db
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.output import write_text
-from pt2mx.pt2e.report.page.page import table_page
+from pt2mx.pt2e.files.output import write_text
 
 #: the operator in the row of an output of the model
 OUTPUT = "output"
@@ -91,9 +90,9 @@ def relative_error(got: Any, want: Any) -> float:
         The error; 0 without floating tensors, Inf where the number of tensors, a shape, a NaN or an Inf differs.
     """
     got_tensors, want_tensors = _tensors(got), _tensors(want)
-    return max(
-        [0.0 if len(got_tensors) == len(want_tensors) else math.inf, *map(_relative_error, got_tensors, want_tensors)]
-    )
+    if len(got_tensors) != len(want_tensors):
+        return math.inf
+    return max(map(_relative_error, got_tensors, want_tensors), default=0.0)
 
 
 def _relative_error(got: Tensor, want: Tensor) -> float:
@@ -106,7 +105,9 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
     scale = want[finite].double().norm().item()
     if math.isnan(distance):
         return math.inf
-    return distance / scale if scale else (math.inf if distance else 0.0)
+    if scale:
+        return distance / scale
+    return math.inf if distance else 0.0
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -143,12 +144,16 @@ class StageComparison:
     def of(cls, stages: Mapping[str, Mapping[str, OperatorErrors]], operators: Iterable[str]) -> StageComparison:
         """Return the comparison for the rows of each stage and the operators of the float model."""
         operators = list(operators)
-        graphs = {name: rows for name, rows in stages.items() if any(key in rows for key in operators)}
-        missing = {name: tuple(key for key in operators if key not in rows) for name, rows in graphs.items()}
+        missing: dict[str, tuple[str, ...]] = {}
+        everything: list[OperatorErrors] = []
         for name, rows in stages.items():
+            absent = tuple(key for key in operators if key not in rows)
+            if len(absent) < len(operators):  # of a function only the outputs are compared
+                missing[name] = absent
             for row in rows.values():
                 row.stage = name
-        return cls(tuple(sorted((row for rows in stages.values() for row in rows.values()), key=_badness)), missing)
+                everything.append(row)
+        return cls(tuple(sorted(everything, key=_badness)), missing)
 
     def of_stage(self, name: str) -> tuple[OperatorErrors, ...]:
         """Return the rows of one stage, worst first.
@@ -200,6 +205,8 @@ class StageComparison:
         Returns:
             The page.
         """
+        from pt2mx.pt2e.page.page import table_page  # above this folder: loaded where a page is asked for
+
         rows = [_cells(row) for row in self.rows]
         return write_text(table_page("Stage comparison", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 from torch.utils import _pytree as pytree
 
@@ -155,7 +156,9 @@ def unchanged(*models: object) -> Iterator[None]:
 
 
 def check_module(model: object, what: str) -> GraphModule:
-    """Return the model; raise an MXError if it is no graph module."""
+    """Return the graph module of a model or an exported program; raise an MXError for another object."""
+    if isinstance(model, ExportedProgram):
+        model = model.module()
     if not isinstance(model, GraphModule):
         kind = "a module" if isinstance(model, nn.Module) else f"of type {type(model).__name__}"
         raise MXError(f"{what} must be a GraphModule, and is {kind}: pass torch.export.export(...).module()")

@@ -7,7 +7,6 @@ one run then computes every isolated value.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,8 +40,10 @@ class OnnxStage:
         self.onnx, self.runtime = (import_extra(package, "onnx") for package in ("onnx", "onnxruntime"))
         if not Path(path).is_file():
             raise MXError(f"the stage {name!r} is no file: {os.fspath(path)!r}")
+        from pt2mx.pt2e.onnx.files import read_model  # imports onnx
+
         self.name = name
-        self.model = importlib.import_module("pt2mx.pt2e.onnx.files").read_model(path)
+        self.model = read_model(path)
         self.source_nodes = source_nodes_of(self.model)
         if not self.source_nodes:
             raise MXError(f"the stage {name!r} does not note what its values are: write it by pt2mx.export_onnx")

@@ -18,7 +18,7 @@ from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.fx.graph.source_node import modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
 
 #: the most names in a cell, and in an error
@@ -50,7 +50,7 @@ def print_graph(
         node          operator               shape     format  inputs  module  source
         weight_scale  get_attr weight_scale  u8[8, 2]
     """
-    graph = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    graph = check_module(model, "model")
     if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
         raise MXError(f"hops={hops!r} must be an integer of at least 0")
     file = sys.stdout if file is None else file

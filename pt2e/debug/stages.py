@@ -29,7 +29,7 @@ from pt2mx.pt2e.debug.interpreter import (
 )
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.print_graph import operator_text
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 
 #: a form of a model: a graph, an ONNX file, or a function of the same inputs, whose outputs alone are compared
 Stage = GraphModule | ExportedProgram | str | os.PathLike[str] | Callable[..., Any]
@@ -71,7 +71,7 @@ def compare_stages(
         >>> sorted(row.module for row in comparison.rows if row.isolated.sqnr < 30)
         ['0', '2']
     """
-    reference = _graph(float_model, "float_model")
+    reference = check_module(float_model, "float_model")
     if not isinstance(stages, Mapping) or not stages:
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
     forms = {str(name): _form(form, str(name)) for name, form in stages.items()}
@@ -195,13 +195,9 @@ def _quantizing(form: GraphModule) -> Iterator[None]:
             one.enable_fake_quant(quantizing)
 
 
-def _graph(model: object, what: str) -> GraphModule:
-    return check_module(model.module() if isinstance(model, ExportedProgram) else model, what)
-
-
 def _form(form: object, name: str) -> GraphModule | OnnxStage | Callable[..., Any]:
     if isinstance(form, GraphModule | ExportedProgram):
-        return _graph(form, f"the stage {name!r}")
+        return check_module(form, f"the stage {name!r}")
     if isinstance(form, str | os.PathLike):
         return OnnxStage(form, name)
     if not callable(form):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
 
 _SCRIPT = '''"""{title}"""
 

@@ -20,8 +20,8 @@ from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable, without_bit_casts
 from pt2mx.pt2e.executorch.tables import share_tables
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
-from pt2mx.pt2e.user_errors import user_errors
 
 aten = torch.ops.aten
 #: operators that ExecuTorch's kernels have, although they are not core aten operators

@@ -16,8 +16,8 @@ from torch.export import ExportedProgram
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.pt2e.executorch.edge import BESIDE_CORE, edge_ready
-from pt2mx.pt2e.output import check_output, whole_file
-from pt2mx.pt2e.user_errors import quiet_export, user_errors
+from pt2mx.pt2e.files.output import check_output, whole_file
+from pt2mx.pt2e.files.user_errors import quiet_export, user_errors
 
 #: `backend` -> the partitioners of the parts of a graph that the backend runs: module, class
 BACKENDS: dict[str, tuple[tuple[str, str], ...]] = {

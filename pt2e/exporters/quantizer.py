@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.files.user_errors import quiet_export, user_errors
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
 from pt2mx.pt2e.optimize.optimize import optimize as optimize_weights
 from pt2mx.pt2e.packages.sizes import symbolic
-from pt2mx.pt2e.prepare import prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
-from pt2mx.pt2e.user_errors import quiet_export, user_errors
 
 import_extra("transformers", "hf")
 try:

@@ -28,7 +28,8 @@ from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length
-from pt2mx.pt2e.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.files.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_weights
 from pt2mx.pt2e.inspect.schema import (
     FileInfo,
     PackedWeightInfo,
@@ -41,9 +42,8 @@ from pt2mx.pt2e.inspect.schema import (
 from pt2mx.pt2e.language.ranks import ENCODER, programs_in
 from pt2mx.pt2e.packages.package import read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
-from pt2mx.pt2e.packed_weights import PackedWeight, packed_weights
-from pt2mx.pt2e.program import read_program
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.program.program import read_program
+from pt2mx.pt2e.program.provenance import provenance_of
 from pt2mx.spec import MXSpec
 
 _SCALE_BIAS = 127
@@ -85,8 +85,12 @@ def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> Fil
     portable = is_portable(program.graph_module)
     weights = [] if portable else list(packed_weights(program))
     packed = {tensor.data_ptr() for weight in weights for tensor in _tensors(weight)}
-    tensors = {name: t for name, t in {**program.state_dict, **program.constants}.items() if isinstance(t, Tensor)}
+    others = []
+    for name, value in {**program.state_dict, **program.constants}.items():
+        if isinstance(value, Tensor) and value.data_ptr() not in packed:
+            others.append(TensorInfo(name, dtype_name(value.dtype), tuple(value.shape), value.nbytes))
     graphs = graph_modules(program.graph_module)
+    called = [_operator(node) for graph in graphs for node in graph.graph.nodes]
     inputs = [(node.name, value_of(node)) for node in input_nodes(program)]
     return FileInfo(
         file=str(path),
@@ -95,12 +99,8 @@ def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> Fil
         origin=provenance_of(path),
         inputs=_inputs((*pair, sizes) for pair, sizes in zip(inputs, ranges(program), strict=True)),
         weights=tuple(map(_weight_info, weights)),
-        tensors=tuple(
-            TensorInfo(name, dtype_name(t.dtype), tuple(t.shape), t.nbytes)
-            for name, t in tensors.items()
-            if t.data_ptr() not in packed
-        ),
-        operators=counted(name for graph in graphs for node in graph.graph.nodes if (name := _operator(node))),
+        tensors=tuple(others),
+        operators=counted(filter(None, called)),
         activations=counted(_activations(graphs)),
         portable=portable,
     )
@@ -108,12 +108,13 @@ def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> Fil
 
 def _inputs(leaves: Iterable[tuple[str, object, list[Range] | None]]) -> tuple[TensorInfo, ...]:
     """Describe inputs by their names, values and ranges."""
-    return tuple(
-        TensorInfo(name, dtype_name(value.dtype), shape_of_ranges(sizes or ()))
-        if isinstance(value, Tensor)
-        else TensorInfo(name, type(value).__name__, ())
-        for name, value, sizes in leaves
-    )
+    inputs = []
+    for name, value, sizes in leaves:
+        if isinstance(value, Tensor):
+            inputs.append(TensorInfo(name, dtype_name(value.dtype), shape_of_ranges(sizes or ())))
+        else:
+            inputs.append(TensorInfo(name, type(value).__name__, ()))
+    return tuple(inputs)
 
 
 def _weight_info(weight: PackedWeight) -> PackedWeightInfo:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from pt2mx.analysis.tables import text_table
+from pt2mx.pt2e.flow.packed_weights import storage_note
+from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.packages.sizes import Range
-from pt2mx.pt2e.packed_weights import storage_note
-from pt2mx.pt2e.provenance import Provenance
-from pt2mx.pt2e.report.weights import listed
+from pt2mx.pt2e.program.provenance import Provenance
 from pt2mx.spec import MXSpec, parse
 
 #: bars of a histogram, from the fewest blocks to the most

@@ -16,6 +16,9 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.patches.model_functions import model_functions
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
+from pt2mx.pt2e.language import attention, recurrence
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
     KINDS,
@@ -28,19 +31,19 @@ from pt2mx.pt2e.language.cache import (
 )
 from pt2mx.pt2e.language.cache_name import CACHE_NAMES
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, AGREEMENT_OF_COPIES, distance, error_of
-from pt2mx.pt2e.language.functions import with_functions
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
 from pt2mx.pt2e.language.shared_sizes import shared_sizes
 from pt2mx.pt2e.language.source import decoder_call
-from pt2mx.pt2e.program import export_program
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT, one_line, quiet_export
+from pt2mx.pt2e.program.program import export_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: function or method in a module of transformers -> what takes its place, with the cache before its arguments
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **recurrence.FUNCTIONS}
 
 _SIZE = Dim.DYNAMIC
 #: input of the program -> its dynamic dimensions; the inputs of the cache have one tensor or two per layer
@@ -143,7 +146,7 @@ class CachedDecoder(nn.Module):
         reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if images:
             reads_images = merged_images(self.model, cache, input_ids, images)
-        with with_functions(self.model, cache), reads_images as of_images:
+        with model_functions(self.model, FUNCTIONS, cache), reads_images as of_images:
             logits = self.model(**{**call, **of_images}, use_cache=True).logits
         return logits if "logits_to_keep" in self._parameters_of_forward else logits[:, logits_to_keep]
 

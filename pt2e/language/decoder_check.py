@@ -15,7 +15,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.extras import import_extra
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.pt2e.language.cache import OF_TOKENS, Layers, empty_cache, has_source
 from pt2mx.pt2e.language.cache_name import CACHE
 from pt2mx.pt2e.language.merge_images import ImageInputs
@@ -78,7 +77,7 @@ def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, i
     The program reads two texts at once, the second one padded; the model reads each alone, with its own cache. The
     error is large for a model that assumes a cache as long as the tokens read, or sees other tokens than its own cache
     lets it see: later ones, padding, or those before a window."""
-    decode = module_of(program, check_guards=False)
+    decode = program.module(check_guards=False)
     source: dict[str, Any] = {}
     encoded: list[Any] = []  # the mask and the result of the encoder
     if has_source(layers):

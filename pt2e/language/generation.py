@@ -141,6 +141,7 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
         if (
             processors is None
             or synced_gpus
+            or stopping.longest is None
             or not self._covers(generation_config, model_kwargs, input_ids.shape[1], stopping.longest)
         ):
             others = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
@@ -163,21 +164,21 @@ class Generates(_generation.GenerationMixin):  # type: ignore[name-defined]
             if step is None or not step.supports(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
             step.begin(inputs, mask, input_ids, choice.ignored)
-            result = choose_tokens(step, outputs.logits, input_ids, stopping, generation_config, streamer)
+            longest = stopping.longest
+            result = choose_tokens(step, outputs.logits, input_ids, longest, stopping, generation_config, streamer)
         returns_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         step.cache_is_free = not returns_cache
         if step.is_captured:
             self._step = step
         return result
 
-    def _covers(self, config: Any, model_kwargs: Mapping[str, Any], length: int, longest: int | None) -> bool:
+    def _covers(self, config: Any, model_kwargs: Mapping[str, Any], length: int, longest: int) -> bool:
         """Return True where a step computes what transformers' loop does for prompts of a length."""
         cache, mask = model_kwargs.get(CACHE), model_kwargs.get("attention_mask")
         return (
             isinstance(cache, DecoderCache)
             and all(layer.is_croppable for layer in cache.layers)
             and (mask is None or mask.shape[1] == length)  # the prompts include the tokens in the cache
-            and longest is not None
             and length + 2 <= longest <= cache.slots + 1
             and all(longest <= positions + 1 for positions in self.positions.values())  # no step checks them
             and not self.config.is_encoder_decoder

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
-from pt2mx.pt2e.checkpoints.coverage import Coverage
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.arguments import check_no_text, check_outputs, check_prompts, check_sampling
 from pt2mx.pt2e.language.cache import KINDS
 from pt2mx.pt2e.language.cache_name import CACHE, CACHE_NAMES
@@ -29,8 +29,8 @@ from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.positions import positions_of
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.texts import padded_tokens
+from pt2mx.pt2e.models.coverage import Coverage
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.user_errors import user_errors
 
 _outputs = import_extra("transformers.modeling_outputs", "hf")
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
 from pt2mx.pt2e.language.cache import has_source
@@ -31,7 +30,7 @@ from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
 from pt2mx.pt2e.language.vision import check_tower, has_tower
-from pt2mx.pt2e.prepare import check_quantizer
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def quantize_language_model(
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
-    graph = remove_unused(module_of(exported, check_guards=False))
+    graph = remove_unused(exported.module(check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
     encoder = None

@@ -16,18 +16,18 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import attribute_of
-from pt2mx.pt2e.build_program import program_of
-from pt2mx.pt2e.convert import convert_pt2e
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.flow.weights import carry_notes
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
-from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.program.build_program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
 
 #: operators that multiply two activations in a decoder
 _MATMULS = (

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.pt2e.flow.weights import carry_notes
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.positions import check_positions, positions_of
@@ -27,7 +28,6 @@ from pt2mx.pt2e.language.source import (
     export_encoder,
 )
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

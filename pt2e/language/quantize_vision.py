@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.pt2e.build_program import program_of
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT
+from pt2mx.pt2e.flow.weights import carry_notes
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import Layers
 from pt2mx.pt2e.language.encoder import Encoder
@@ -22,9 +23,8 @@ from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, unmatched_settings
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.vision import IMAGES, check_images, example_images, export_tower, tower_of
+from pt2mx.pt2e.program.build_program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.weights import carry_notes
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.user_errors import WITHOUT_EXPORT
+from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

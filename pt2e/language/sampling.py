@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -111,8 +111,8 @@ def _repetition(processor: Any) -> Processor | None:
     penalty = processor.penalty
 
     def penalize(scores: Tensor, history: History) -> Tensor:
-        assert history.seen is not None
-        return torch.where(history.seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+        seen = cast(Tensor, history.seen)  # for `reads_seen`
+        return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
     return Processor(("repetition", penalty), penalize, reads_seen=True, ignored=ignored)
 

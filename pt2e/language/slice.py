@@ -12,6 +12,8 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
+from pt2mx.pt2e.flow.packed_weights import converted_graph
+from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ImageInputs
@@ -22,10 +24,8 @@ from pt2mx.pt2e.language.quantize_graph import (
     without_activation_matmuls,
 )
 from pt2mx.pt2e.language.tensor_parallel import is_shard
-from pt2mx.pt2e.packed_weights import converted_graph
-from pt2mx.pt2e.prepare import check_quantizer
+from pt2mx.pt2e.optimize.slice import slice_graph, slice_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.slice import slice_graph, slice_program
 from pt2mx.spec import MXSpec
 
 

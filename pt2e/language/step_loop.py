@@ -19,7 +19,9 @@ _generation = import_extra("transformers.generation.utils", "hf")
 BEHIND = {"cuda": MOST_BEHIND}
 
 
-def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, config: Any, streamer: Any) -> Any:
+def choose_tokens(
+    step: Step, logits: Tensor, ids: Tensor, longest: int, stopping: Stopping, config: Any, streamer: Any
+) -> Any:
     """Generate tokens after prompts.
 
     The host sees the end of the last sequence after it has queued another step, which it takes back: its token, its
@@ -29,6 +31,7 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
         step: the step, which has begun.
         logits: (B, 1, vocabulary), of the last token of each prompt.
         ids: (B, S) int64, the prompts.
+        longest: the length of the longest text.
         stopping: the stopping criteria.
         config: transformers' `GenerationConfig`.
         streamer: transformers' streamer, or None.
@@ -36,8 +39,7 @@ def choose_tokens(step: Step, logits: Tensor, ids: Tensor, stopping: Stopping, c
     Returns:
         The result of transformers' `_sample`.
     """
-    assert stopping.longest is not None
-    total, cache = stopping.longest - ids.shape[1], step.cache
+    total, cache = longest - ids.shape[1], step.cache
     waits = stopping.ends_rows and len(ids) > 1  # the padding after an end is an input of the next step
     behind = 0 if waits else BEHIND.get(cache.layers[0].tensors[0].device.type, 0)
     alive = torch.ones(len(ids), dtype=torch.bool, device="cpu")

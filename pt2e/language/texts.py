@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError
+from pt2mx.pt2e.models.samples import sentences
 
 #: tokens of one block
 BLOCK = 512
@@ -33,13 +34,6 @@ def read_text(path: str) -> str:
     if not text.strip():
         raise MXError(f"no text in {path!r}: give a text file, or a folder of .txt files")
     return text
-
-
-def sentences() -> list[str]:
-    """Return the sentences of the built-in samples: questions, then as many answers, in the same order."""
-    lines = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [line.split(" | ") for line in lines]
-    return [question for question, _ in pairs] + [answer for _, answer in pairs]
 
 
 def built_in_text() -> str:

@@ -5,7 +5,6 @@ The file records the source node of each value in the float model, so that `comp
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import warnings
@@ -19,10 +18,10 @@ from torch.fx import Graph, GraphModule
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.fx.graph.source_node import nodes_by_source
+from pt2mx.pt2e.files.output import check_output
+from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.output import check_output
-from pt2mx.pt2e.user_errors import one_line
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -31,13 +30,8 @@ if TYPE_CHECKING:
 
 #: the opsets that the functions are written for, and that torch's exporter converts to
 OPSETS = range(18, 26)
-#: `target` -> the function, with its module, that rewrites the nodes of the domain `pt2mx` in a model and returns it
-DIALECTS = {
-    "pt2mx": ("pt2mx.pt2e.onnx.function_bodies", "add_bodies"),
-    "quark": ("pt2mx.pt2e.onnx.quark", "to_quark"),
-    "standard": ("pt2mx.pt2e.onnx.standard", "to_standard"),
-    "openvino": ("pt2mx.pt2e.onnx.openvino", "to_openvino"),
-}
+#: the targets: each has a function that rewrites the nodes of the domain `pt2mx` in a model
+DIALECTS = ("pt2mx", "quark", "standard", "openvino")
 #: key of a file's metadata: JSON, source node -> the name of its value
 _SOURCE_NODES = "pt2mx.origins"
 
@@ -96,6 +90,8 @@ def export_onnx(
         True
     """
     import_extra("onnx", "onnx")
+    from pt2mx.pt2e.onnx.files import write_model
+
     rewrite = rewriter_of(target)
     if opset is not None and not (isinstance(opset, int) and opset in OPSETS):
         raise MXError(f"opset={opset!r} must be an integer from {OPSETS[0]} to {OPSETS[-1]}")
@@ -103,7 +99,9 @@ def export_onnx(
     if isinstance(getattr(model, "program", None), ExportedProgram):  # a LanguageModel, whose import takes seconds
         if example_inputs is not None or dynamic_shapes is not None:
             raise MXError("the file of a LanguageModel has inputs of its own: leave example_inputs and shapes out")
-        decoder = importlib.import_module("pt2mx.pt2e.onnx.decoder").decoder_of(model)
+        from pt2mx.pt2e.onnx.decoder import decoder_of  # imports transformers
+
+        decoder = decoder_of(model)
         if target == "openvino" and decoder.longest is not None:  # its lookups beyond the end are no errors
             raise MXError(
                 f"the model has frequencies of RoPE for {decoder.longest} tokens, and OpenVINO would give wrong "
@@ -115,7 +113,7 @@ def export_onnx(
     else:
         proto = _model(exportable(model, example_inputs, dynamic_shapes), opset)
     count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(proto))
-    importlib.import_module("pt2mx.pt2e.onnx.files").write_model(rewrite(proto), path)
+    write_model(rewrite(proto), path)
     return count
 
 
@@ -127,8 +125,15 @@ def rewriter_of(target: object) -> Callable[[Any], Any]:
     """
     if not isinstance(target, str) or target not in DIALECTS:
         raise MXError(f"unknown target {target!r}: {nearest(target, DIALECTS)}")
-    module, function = DIALECTS[target]
-    return getattr(importlib.import_module(module), function)
+    from pt2mx.pt2e.onnx import function_bodies, openvino, quark, standard
+
+    rewriters = {
+        "pt2mx": function_bodies.add_bodies,
+        "quark": quark.to_quark,
+        "standard": standard.to_standard,
+        "openvino": openvino.to_openvino,
+    }
+    return rewriters[target]
 
 
 def source_nodes_of(model: ModelProto) -> dict[str, str]:
@@ -146,7 +151,8 @@ def _record_source_nodes(model: ModelProto, graph: Graph) -> None:
 
 def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
     """Return the `ModelProto` of a program, with nodes of the domain `pt2mx`."""
-    module = importlib.import_module("pt2mx.pt2e.onnx.translations")
+    from pt2mx.pt2e.onnx.translations import emit, translations
+
     with warnings.catch_warnings(), without_log_warnings():
         warnings.simplefilter("ignore")  # torch's exporter warns of its own code
         try:
@@ -155,7 +161,7 @@ def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
                 dynamo=True,
                 opset_version=opset,
                 **names,
-                custom_translation_table=module.translations(module.emit),
+                custom_translation_table=translations(emit),
                 verbose=False,
             )
         except Exception as error:  # such as an operator without a translation; pages of advice follow it

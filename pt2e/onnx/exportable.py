@@ -33,8 +33,8 @@ from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.ops.linear import grouped_linear_mx
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
-from pt2mx.pt2e.user_errors import user_errors
 
 aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.onnx.nodes import graphs_in
-from pt2mx.pt2e.output import whole_file
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from pt2mx import quark
 from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
+from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.onnx.files import onnx, opset_of, raise_opset, read_model, tensor_types, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, fake_quantize
 from pt2mx.pt2e.onnx.nodes import DOMAIN, FakeQuantizeMX, graphs_in, node_attributes
-from pt2mx.pt2e.output import check_output
+from pt2mx.quark import attributes as quark
 from pt2mx.spec import MXSpec
 
 #: the names of Quark's operator, the newer first, and their domains

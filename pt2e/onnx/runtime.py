@@ -11,7 +11,7 @@ import numpy as np
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.user_errors import one_line
+from pt2mx.pt2e.files.user_errors import one_line
 
 Arrays = Mapping[str, np.ndarray]
 

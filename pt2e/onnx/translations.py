@@ -73,7 +73,7 @@ def _operator(kind: type[MXNode], op_type: str) -> Any:
     return onnxscript.values.Op(onnxscript.values.Opset(DOMAIN, VERSION), op_type, op_schema)
 
 
-def translations(emit: Callable[..., Any]) -> dict[Callable[..., Any], Callable[..., Any]]:
+def translations(emit: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
     """Return operator -> translation, as `custom_translation_table` of torch's exporter takes it.
 
     Args:

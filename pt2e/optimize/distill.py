@@ -16,9 +16,9 @@ from tqdm import tqdm
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.flow.prepare import PreparedModule
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, LOSSES, call_with_batch, check_batches, hold_out
-from pt2mx.pt2e.prepare import PreparedModule
 
 #: evaluations on the held-out batches in an epoch
 _EVALUATIONS = 4

@@ -25,8 +25,11 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
-from pt2mx.pt2e.anchors import check_sliceable
+from pt2mx.pt2e.flow.anchors import check_sliceable
+from pt2mx.pt2e.flow.prepare import check_exported, check_quantizer, to_annotate
+from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
@@ -36,8 +39,6 @@ from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
-from pt2mx.pt2e.prepare import check_exported, check_quantizer, to_annotate
-from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec, parse
 
 
@@ -118,7 +119,7 @@ def optimize(
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     check_quantizer(quantizer)
-    result = to_annotate(model)
+    result = generate_code(to_annotate(model))
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
     if wide is not None:

@@ -17,6 +17,7 @@ from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.higher_order_ops import graph_modules, written_in
 from pt2mx.fx.graph.node import args_of, dtype_of, shape_of
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.equivalent_transforms import (
     BITS,
     InputObservers,
@@ -26,7 +27,6 @@ from pt2mx.pt2e.optimize.equivalent_transforms import (
 )
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, quantized_inputs, set_weight
-from pt2mx.pt2e.torchao_pt2e import Quantizer
 from pt2mx.spec import MXSpec
 
 #: fewest values that are rotated together

@@ -19,7 +19,10 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, ho
 from pt2mx.fx.graph.node import named_args, register_buffer
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
-from pt2mx.pt2e import torchao_pt2e
+from pt2mx.pt2e.flow.shared_scales import connected, sibling_key
+from pt2mx.pt2e.observe import torchao_pt2e
+from pt2mx.pt2e.observe.tensor_scales import shared_amax
+from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.optimize.matmul_views import Matmul, MatmulView, matmul_of
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, MXIndexObserver
 from pt2mx.pt2e.quantizer.annotate import plan_operator
@@ -32,9 +35,6 @@ from pt2mx.pt2e.quantizer.operators import (
     operator_name,
     quantizable_operators,
 )
-from pt2mx.pt2e.shared_scales import connected, sibling_key
-from pt2mx.pt2e.tensor_scales import shared_amax
-from pt2mx.pt2e.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.spec import MXSpec
 
 #: scale modes and roundings that change values which already lie on the MX grid

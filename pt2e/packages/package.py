@@ -7,30 +7,25 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
-from unittest import mock
 
 import sympy
 import torch
 from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils._sympy import solve as torch_solve
-from torch.utils._sympy.functions import FloorDiv
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.archive import add_records, check_kind, read_record
-from pt2mx.pt2e.output import check_output, deferred_interrupts, whole_file
+from pt2mx.patches.exact_lengths import exact_lengths
+from pt2mx.pt2e.files.archive import add_records, check_kind, read_record
+from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
-from pt2mx.pt2e.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 
-#: of the thread that has replaced torch's function in `exact_lengths`
-_solving = threading.RLock()
 #: the record of a PT2 archive for the example inputs of an export
 _EXAMPLE = "data/sample_inputs/model.pt"
 _LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
@@ -127,29 +122,6 @@ def write_package(
         signature, content = Signature.of(program, module, lower, conditions), io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
         add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
-
-
-@contextmanager
-def exact_lengths() -> Iterator[None]:
-    """Make AOTInductor compute the lengths behind its inputs' sizes by integers.
-
-    Where a size is 49 times a length, torch (2.13) writes `int64_t length = (1.0/49.0)*size;`, which is one too small
-    for most lengths: the package loses a row. One thread compiles at a time, so that the last one leaves torch's own
-    function behind.
-    """
-
-    def solve(equation: Any, symbol: sympy.Symbol, *args: Any, **kwargs: Any) -> Any:
-        solution = solve_by_fractions(equation, symbol, *args, **kwargs)
-        if solution is None:
-            return None
-        relation, length = solution
-        numerator, denominator = sympy.fraction(sympy.together(length))
-        return relation, FloorDiv(numerator, denominator) if denominator.is_Integer and denominator != 1 else length
-
-    with _solving:
-        solve_by_fractions = torch_solve.try_solve
-        with mock.patch.object(torch_solve, "try_solve", solve):
-            yield
 
 
 def _probed_sizes(

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import fidelity
 from pt2mx.errors import MXError
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, range_of, size_in_conditions, sizes_at, symbols
-from pt2mx.pt2e.report.agreement import fidelity
 
 #: lengths at which machine code has been seen to lose a row, and others around powers of two and small primes
 _LENGTHS = (1, 2, 3, 5, 7, 48, 49, 50)

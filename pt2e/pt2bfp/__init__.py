@@ -8,21 +8,29 @@ change no number, and `eps`, `qscheme` and similar arguments have no effect.
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.analysis.agreement import check_diff
+from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.observe.switches import disable_fake_quant, disable_observer, enable_fake_quant, enable_observer
+from pt2mx.pt2e.observe.torchao_pt2e import (
+    OperatorConfig,
+    QuantizationAnnotation,
+    SharedQuantizationSpec,
+    annotate_input_qspec_map,
+    annotate_output_qspec,
+)
 from pt2mx.pt2e.pt2bfp.formats import _get_format_params as _get_format_params
 from pt2mx.pt2e.pt2bfp.formats import _quantize_bfp as _quantize_bfp
 from pt2mx.pt2e.pt2bfp.formats import max_norm, min_norm
-from pt2mx.pt2e.pt2bfp.quantization_mapping import (
-    DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS,
+from pt2mx.pt2e.pt2bfp.quantize import (
     DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
-    get_default_dynamic_quant_module_mappings,
-    get_default_static_quant_module_mappings,
-    get_dynamic_quant_module_class,
-    get_static_quant_module_class,
+    convert,
+    prepare,
+    prepare_qat,
+    quantize,
 )
-from pt2mx.pt2e.pt2bfp.quantize import convert, prepare, prepare_qat, quantize
 from pt2mx.pt2e.pt2bfp.quantize_graph import convert_fx, convert_pt2e, prepare_fx, prepare_qat_fx
 from pt2mx.pt2e.pt2bfp.quantizer import (
     BFPQuantizer,
@@ -40,20 +48,9 @@ from pt2mx.pt2e.pt2bfp.specs import (
     default_per_channel_weight_fake_quant,
     default_weight_fake_quant,
 )
-from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
-from pt2mx.pt2e.report.agreement import check_diff
-from pt2mx.pt2e.switches import disable_fake_quant, disable_observer, enable_fake_quant, enable_observer
-from pt2mx.pt2e.torchao_pt2e import (
-    OperatorConfig,
-    QuantizationAnnotation,
-    SharedQuantizationSpec,
-    annotate_input_qspec_map,
-    annotate_output_qspec,
-)
 from pt2mx.spec import parse
 
 __all__ = [
-    "DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS",
     "DEFAULT_FORMAT",
     "DEFAULT_STATIC_QUANT_MODULE_MAPPINGS",
     "BFPOperatorConfig",
@@ -86,12 +83,8 @@ __all__ = [
     "enable_fake_quant",
     "enable_observer",
     "get_bias_qspec",
-    "get_default_dynamic_quant_module_mappings",
-    "get_default_static_quant_module_mappings",
-    "get_dynamic_quant_module_class",
     "get_input_act_qspec",
     "get_output_act_qspec",
-    "get_static_quant_module_class",
     "get_weight_qspec",
     "max_norm",
     "min_norm",

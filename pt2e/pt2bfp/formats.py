@@ -25,20 +25,12 @@ def _quantize_bfp(
     format_str: str = "",
     custom_cuda: bool = False,
 ) -> Tensor:
-    """Return a tensor quantized to a block format and dequantized, after pt2-bfp's `_quantize_bfp`.
+    """Return A, (..., n, ...), quantized to a block format and dequantized, after pt2-bfp's `_quantize_bfp`.
 
-    Args:
-        A: (..., n, ...) float32, float16 or bfloat16.
-        scale_bits: bits of the scale's exponent, at least 1; 8 and more are float32's exponent.
-        elem_format: a format as `pt2mx.parse` takes it; None returns A.
-        axes: the axis along which blocks run, or a list of one axis.
-        block_size: values that share a scale; 0 for all along the axis.
-        round: "nearest" (half to even), "up", "down", "stochastic", or the first letter as a capital.
-        symmetric: whether integers exclude the lowest code.
-        format_str, custom_cuda: pt2-bfp's choice of a kernel, without effect.
-
-    Returns:
-        A tensor of A's shape and dtype.
+    Blocks of `block_size` values, 0 for all, run along one axis. `scale_bits` are bits of the scale's exponent, 8 and
+    more float32's. `round` is "nearest" (half to even), "up", "down", "stochastic", or the first letter as a capital.
+    If `symmetric`, integers exclude the lowest code. `format_str` and `custom_cuda` choose a kernel in pt2-bfp, and
+    change nothing.
 
     Raises:
         MXError: for another A, no axis or several axes, another rounding or number of bits.
@@ -69,42 +61,13 @@ def _quantize_bfp(
 
 
 def max_norm(format: object) -> float:
-    """Return the largest number of a format's element.
-
-    Args:
-        format: a format as `pt2mx.parse` takes it.
-
-    Returns:
-        The number, in units of a block's scale.
-
-    Raises:
-        MXError: for an unknown spelling.
-
-    Example:
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> pt2bfp.max_norm("MXFP8[E4M3]{64}"), pt2bfp.max_norm("BFP[8|8]{64}(SN)")
-        (448.0, 1.984375)
-    """
+    """Return the largest number of a format's element, in units of a block's scale."""
     return parse(format).element.max_normal
 
 
 def min_norm(format: object) -> float:
-    """Return the smallest normal number of a format's element.
-
-    Args:
-        format: a format as `pt2mx.parse` takes it.
-
-    Returns:
-        The number, in units of a block's scale; 0 for integers, as in microxcaling and pt2-bfp.
-
-    Raises:
-        MXError: for an unknown spelling.
-
-    Example:
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> pt2bfp.min_norm("MXFP8[E4M3]{64}"), pt2bfp.min_norm("BFP[8|8]{64}(SN)")
-        (0.015625, 0.0)
-    """
+    """Return the smallest normal number of a format's element, in units of a block's scale; 0 for integers, as in
+    microxcaling and pt2-bfp."""
     element = parse(format).element
     return 0.0 if element.is_int else 2.0**element.emin
 

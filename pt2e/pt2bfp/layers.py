@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.qspec import mx_qscheme
 from pt2mx.pt2e.pt2bfp.specs import BFPConfig
-from pt2mx.pt2e.qspec import mx_qscheme
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand, convolution_operands, reduced_axis
+from pt2mx.pt2e.quantizer.operators import Operand, convolution_operands, fixed_operands, reduced_axis
 from pt2mx.spec import MXSpec
 
 #: type of a layer -> the operator that it calls
@@ -34,24 +34,18 @@ _OPERATORS: dict[type[nn.Module], str] = {
 }
 
 
-def _operands(operator: str) -> tuple[Operand, ...]:
-    row = OPERANDS[operator]
-    assert isinstance(row, tuple)
-    return row
-
-
 #: operands of recurrent layers. Their parameters have the names of a cell's, with a suffix. The hidden state is not
 #: quantized
-_RECURRENT = (*_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
+_RECURRENT = (*fixed_operands("aten.gru_cell"), Operand("weight_hr", 2, "weight", -1))
 
 _TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 #: type of a layer -> its operands
 LAYERS: dict[type[nn.Module], tuple[Operand, ...]] = {
-    nn.Linear: _operands("aten.linear"),
+    nn.Linear: fixed_operands("aten.linear"),
     **{kind: convolution_operands(i, 1) for i, kind in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1)},
     **{kind: convolution_operands(i, 0) for i, kind in enumerate(_TRANSPOSED, 1)},
-    **{kind: _operands(operator) for kind, operator in _OPERATORS.items()},
+    **{kind: fixed_operands(operator) for kind, operator in _OPERATORS.items()},
     **dict.fromkeys((nn.LSTM, nn.GRU, nn.RNN), _RECURRENT),
 }
 _INPUTS = ("input", "hidden")

@@ -11,9 +11,13 @@ from torch import nn
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.pt2bfp.layers import LAYERS, ObservedLayer, QuantizedLayer
-from pt2mx.pt2e.pt2bfp.quantization_mapping import DEFAULT_STATIC_QUANT_MODULE_MAPPINGS, Mapping
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.settings import checked_config
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, checked_config
+
+Mapping = dict[type[nn.Module], type]
+
+#: type of a layer -> the class whose `from_float` makes the quantized one. MX scales come from the values of each call,
+#: so static and dynamic quantization are the same. A program can add its own classes.
+DEFAULT_STATIC_QUANT_MODULE_MAPPINGS: Mapping = dict.fromkeys(LAYERS, QuantizedLayer)
 
 #: module -> an attribute and its value; with it torch calls the layers inside the module instead of using their weights
 _CALLING: dict[type[nn.Module], tuple[str, object]] = {
@@ -22,111 +26,40 @@ _CALLING: dict[type[nn.Module], tuple[str, object]] = {
 }
 
 
-def prepare(
-    model: nn.Module,
-    inplace: bool = False,
-    allow_list: Iterable[type[nn.Module]] | None = None,
-    observer_non_leaf_module_list: None = None,
-    prepare_custom_config_dict: None = None,
-) -> nn.Module:
+def prepare(model: nn.Module, inplace: bool = False, allow_list: Iterable[type[nn.Module]] | None = None) -> nn.Module:
     """Insert observers into the layers of an eager model, after torch.ao's function of this name, which pt2-bfp has.
 
     A module without a `qconfig` inherits the `qconfig` of the module around it. None keeps a module in high precision.
-
-    Args:
-        model: a module whose modules have a `qconfig`, as `QConfig` or `BFPQuantizationConfig` returns it.
-        inplace: whether to change the model itself instead of a copy.
-        allow_list: the types of layers to prepare; None for all that have a quantized class.
-        observer_non_leaf_module_list, prepare_custom_config_dict: None.
-
-    Returns:
-        The prepared model. It computes in high precision and collects statistics. After `enable_fake_quant(model)` it
-        computes as the converted model will.
+    `allow_list` has the types of layers to prepare; None for all that have a quantized class. The prepared model
+    computes in high precision. After `enable_fake_quant(model)` it computes as the converted model will.
 
     Raises:
-        MXError: if no layer has a `qconfig`, for another `qconfig` or type of layer, for affine quantization, and for
-            custom modules.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).eval()
-        >>> model.qconfig, model[1].qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver), None
-        >>> prepared = pt2bfp.prepare(model)
-        >>> y = prepared(torch.ones(2, 64))
-        >>> [type(layer).__name__ for layer in prepared]
-        ['ObservedLayer', 'Linear']
+        MXError: if no layer has a `qconfig`, for another `qconfig` or type of layer, and for affine quantization.
     """
-    _check_none(observer_non_leaf_module_list, prepare_custom_config_dict)
     return _prepared(model, inplace, allow_list, lambda config: config)
 
 
 def prepare_qat(model: nn.Module, mapping: Mapping | None = None, inplace: bool = False) -> nn.Module:
-    """Insert fake quantization with a straight-through gradient into the layers of an eager model.
-
-    Args:
-        model: as `prepare` takes it.
-        mapping: a dictionary whose keys are the types of layers to prepare; None for all that have a quantized class.
-        inplace: whether to change the model itself instead of a copy.
-
-    Returns:
-        The prepared model, to be trained like any module; `convert` converts it.
+    """Insert fake quantization with a straight-through gradient into the layers of an eager model. The keys of
+    `mapping` are the types of layers to prepare.
 
     Raises:
         MXError: as `prepare`.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
-        >>> model.qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
-        >>> qat = pt2bfp.prepare_qat(model)
-        >>> qat(torch.ones(2, 64)).sum().backward()
-        >>> qat[0].weight.grad.shape
-        torch.Size([8, 64])
     """
     return _prepared(model, inplace, mapping, lambda config: replace(config, is_qat=True))
 
 
 def convert(
-    module: nn.Module,
-    mapping: Mapping | None = None,
-    inplace: bool = False,
-    remove_qconfig: bool = True,
-    is_reference: bool = False,
-    convert_custom_config_dict: None = None,
-    use_precomputed_fake_quant: bool = False,
+    module: nn.Module, mapping: Mapping | None = None, inplace: bool = False, remove_qconfig: bool = True
 ) -> nn.Module:
     """Replace the layers of a prepared eager model by quantized ones, after torch.ao's function of this name.
 
-    Args:
-        module: the result of `prepare` or `prepare_qat`. The function also replaces layers with their own `qconfig`.
-        mapping: type of a layer -> class whose `from_float` makes the quantized one; None for the mapping of static
-            quantization. Prepared layers of other types become float layers again.
-        inplace: whether to change the module itself instead of a copy.
-        remove_qconfig: whether to remove the `qconfig`s.
-        is_reference, use_precomputed_fake_quant: without effect, as in torch.ao's signature: the quantized layers are
-            the reference, and a scale comes from the values.
-        convert_custom_config_dict: None.
-
-    Returns:
-        The converted model.
+    `mapping` is `DEFAULT_STATIC_QUANT_MODULE_MAPPINGS` by default. Prepared layers of other types become float layers
+    again. Layers that have a `qconfig` of their own are replaced too.
 
     Raises:
-        MXError: for another object than a module, a mapping to other classes, and custom modules.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8)).eval()
-        >>> model.qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
-        >>> prepared = pt2bfp.prepare(model)
-        >>> converted = pt2bfp.convert(prepared)
-        >>> pt2bfp.enable_fake_quant(prepared)
-        >>> torch.equal(converted(torch.ones(2, 64)), prepared(torch.ones(2, 64)))
-        True
+        MXError: for another object than a module, and a mapping to other classes.
     """
-    _check_none(convert_custom_config_dict)
     mapping = DEFAULT_STATIC_QUANT_MODULE_MAPPINGS if mapping is None else mapping
     if not isinstance(mapping, dict) or not all(hasattr(made, "from_float") for made in mapping.values()):
         raise MXError(f"mapping={mapping!r} must be a dictionary: type of a layer -> class that has a from_float")
@@ -152,29 +85,8 @@ def quantize(
     mapping: Mapping | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """Prepare an eager model, calibrate it and convert it, after torch.ao's function of this name.
-
-    Args:
-        model: as in `prepare`. The function sets it to evaluation mode.
-        run_fn: called with the prepared model and `run_args`.
-        run_args: the other arguments.
-        mapping: as in `convert`.
-        inplace: whether to change the model itself instead of a copy.
-
-    Returns:
-        The converted model.
-
-    Raises:
-        MXError: as `prepare` and `convert`.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
-        >>> model.qconfig = pt2bfp.QConfig(pt2bfp.MinMaxObserver, pt2bfp.MinMaxObserver)
-        >>> type(pt2bfp.quantize(model, lambda m, x: m(x), [torch.ones(2, 64)])[0]).__name__
-        'QuantizedLayer'
-    """
+    """Prepare an eager model in evaluation mode, calibrate it by `run_fn(model, *run_args)` and convert it, after
+    torch.ao's function of this name."""
     model = _copied(model, inplace).eval()
     prepared = prepare(model, inplace=True)
     run_fn(prepared, *run_args)
@@ -237,9 +149,3 @@ def _replaced(module: nn.Module, replacement: Callable[[nn.Module], nn.Module | 
         return done[each]
 
     return replaced(module)
-
-
-def _check_none(*customs: object) -> None:
-    for custom in customs:
-        if custom is not None:
-            raise MXError(f"{custom!r} of custom modules must be None: set their qconfig, and their class in a mapping")

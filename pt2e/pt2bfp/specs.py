@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
-from pt2mx.pt2e.torchao_pt2e import (
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.range_observers import MXHistogramObserver, MXMinMaxObserver, MXMovingAverageMinMaxObserver
+from pt2mx.pt2e.observe.torchao_pt2e import (
     FakeQuantize,
     HistogramObserver,
     MinMaxObserver,
@@ -24,6 +23,7 @@ from pt2mx.pt2e.torchao_pt2e import (
     QuantizationSpec,
     fake_quantize,
 )
+from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.spec import MXSpec, parse
 
 #: the default format of a spec
@@ -92,22 +92,14 @@ def affine_constructor(constructor: Callable) -> Callable:
 class BFPQuantizationSpec:
     """The format of a tensor and the observer that calibration inserts, after pt2-bfp's `BFPQuantizationSpec`.
 
-    Args:
-        dtype: a format as `pt2mx.parse` takes it, stored as an `MXSpec`; `torch.uint8` or `torch.int8` for affine
-            quantization by torchao's observers and fake quantizers.
-        observer_or_fake_quant_ctr: an observer of this package, or the result of its `with_args`; None for
-            `PlaceholderObserver`. For affine quantization, torchao's observer of the same name is used, or one of
-            torchao's own; None for `default_fake_quant` (uint8) and `default_weight_fake_quant` (int8).
-        qscheme, ch_axis, is_dynamic: as in torch.ao's `QuantizationSpec`, without effect on a block format.
+    `dtype` is a format as `pt2mx.parse` takes it; `torch.uint8` and `torch.int8` mean affine quantization by torchao's
+    observers and fake quantizers. The observer is one of this package, or the result of its `with_args`; None for
+    `PlaceholderObserver`. For affine quantization torchao's observer of the same name is used, or one of torchao's own;
+    None for `default_fake_quant` (uint8) and `default_weight_fake_quant` (int8). The other fields are those of
+    torch.ao's `QuantizationSpec`, without effect on a block format.
 
     Raises:
         MXError: for an unknown spelling.
-
-    Example:
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[12|8]{16}(SN)", pt2bfp.HistogramObserver)
-        >>> print(spec.dtype)
-        mxint12{16}
     """
 
     dtype: MXSpec | torch.dtype = DEFAULT_FORMAT
@@ -195,26 +187,11 @@ def BFPQuantizationConfig(
     bias: BFPQuantizationSpec | None,
     is_qat: bool = False,
 ) -> MXQuantizationConfig:
-    """Return the config of an operator, after pt2-bfp's class of this name.
-
-    Args:
-        input_activation: the spec of computed operands; None for high precision, as for the others.
-        output_activation: the spec of the result.
-        weight: the spec of constant operands.
-        bias: the spec of the bias.
-        is_qat: whether to fake quantize from the start, for quantization-aware training.
-
-    Returns:
-        A `pt2mx.MXQuantizationConfig`.
+    """Return the config of an operator, after pt2-bfp's class of this name. None means high precision; `is_qat` fake
+    quantizes from the start.
 
     Raises:
         MXError: for another object than a `BFPQuantizationSpec`, or an observer of another library.
-
-    Example:
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> spec = pt2bfp.BFPQuantizationSpec("BFP[8|8]{64}(SN)")
-        >>> pt2bfp.BFPQuantizationConfig(spec, None, spec, None).to_dict()
-        {'activation': 'mxint8{64}', 'weight': 'mxint8{64}'}
     """
     specs = {"activation": input_activation, "output": output_activation, "weight": weight, "bias": bias}
     return config_of(specs, is_qat)
@@ -223,23 +200,11 @@ def BFPQuantizationConfig(
 def QConfig(activation: object, weight: object) -> MXQuantizationConfig:
     """Return the config of an operator for its observers, after torch.ao's `QConfig`, which pt2-bfp uses.
 
-    Args:
-        activation: the observer of computed operands: one of this package, or the result of its `with_args`. The format
-            is its `dtype`, by default `DEFAULT_FORMAT`. For affine quantization it is one of torchao's, with a `dtype`
-            of 8 bits. None or `nn.Identity` leaves the role in high precision.
-        weight: the observer of constant operands.
-
-    Returns:
-        A `pt2mx.MXQuantizationConfig`.
+    The format of an observer is its `dtype`, by default `DEFAULT_FORMAT`. For affine quantization it is one of
+    torchao's, with a `dtype` of 8 bits. None or `nn.Identity` leaves the role in high precision.
 
     Raises:
         MXError: for an unknown format, or an observer of another library.
-
-    Example:
-        >>> from pt2mx.pt2e import pt2bfp
-        >>> observer = pt2bfp.MinMaxObserver.with_args(dtype="BFP[12|8]{16}(SN)")
-        >>> print(pt2bfp.QConfig(activation=observer, weight=pt2bfp.HistogramObserver).activation)
-        mxint12{16}
     """
     observers: dict[str, Any] = {"activation": activation, "weight": weight}
     return config_of(

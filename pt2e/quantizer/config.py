@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.ops.checks import check_ste
-from pt2mx.pt2e.fake_quantize import MXFakeQuantize
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.qspec import mx_qscheme
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.qspec import mx_qscheme
+from pt2mx.pt2e.observe.tensor_scales import check_tensor_scale
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
-from pt2mx.pt2e.tensor_scales import check_tensor_scale
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`
@@ -166,6 +166,9 @@ class MXQuantizationConfig:
         return cls(**arguments)
 
 
+#: what a setting gives an operator; None leaves it in high precision
+Config = MXQuantizationConfig | None
+
 _DEFAULTS = {field.name: field.default for field in fields(MXQuantizationConfig)}
 
 
@@ -196,6 +199,20 @@ def _makes_observers(constructor: Callable) -> bool:
     if not hasattr(constructor, "with_args"):
         return False
     return isinstance(constructor.with_args(qscheme=mx_qscheme(parse("mxfp8")))(), MXObserver)
+
+
+def checked_config(config: object) -> Config:
+    """Return `config`, checked.
+
+    Raises:
+        MXError: for another object.
+    """
+    if config is not None and not isinstance(config, MXQuantizationConfig):
+        raise MXError(
+            f"expected an MXQuantizationConfig or None, not {config!r}: make one with "
+            "get_default_mx_quantization_config(...)"
+        )
+    return config
 
 
 def checked_spec(name: str, value: object) -> MXSpec | None:

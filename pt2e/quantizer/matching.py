@@ -1,20 +1,121 @@
-"""Keys of settings: the operator or class that a key names, and the operators of a graph that it matches."""
+"""Match settings with a site, and choose the one that decides.
+
+Settings are kept by kind and, within a kind, by key. The kinds have this precedence, whatever the order in which they
+were set, and within a kind the most specific key decides:
+
+| kind | a key matches | most specific |
+|---|---|---|
+| one call of a module | a call around the site by caller, type and number | the key set first |
+| module name | a module around the site, or a container of one | the longest name |
+| module name pattern | the whole name of a module around the site | the key set first |
+| module type | the class of a module around the site | of the innermost module |
+| small weights | sites whose largest weight has at most so many values | the smallest number |
+| operator | the operator, without or with its overload | with the overload |
+
+A key that is set again keeps its place and gets the new config. Around these kinds, `MXQuantizer` asks the format of a
+cache, the first and last operators, and the filter function before them, and the global setting after them.
+"""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.fx import Node
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.fx.graph.node import value_of
-from pt2mx.fx.graph.source_node import module_calls, module_name, modules_of
-from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of, operand_node, operands_of, operator_name
+from pt2mx.pt2e.quantizer.config import Config
+from pt2mx.pt2e.quantizer.operators import OPERANDS, OPT_IN, names_of
+from pt2mx.pt2e.quantizer.site import Site
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The config that settings choose for a site, or the reason why they choose none.
+
+    Args:
+        config: None leaves the operator in high precision.
+        reason: why the config is None.
+        matching: kind and key of the settings that match, also of those that others override.
+        is_general: whether the config comes from a setting that does not name the operator. Such a config leaves some
+            matmuls in high precision, see `pt2mx.pt2e.quantizer.graph_patterns.default_exclusion`.
+    """
+
+    config: Config
+    reason: str = ""
+    matching: tuple[tuple[str, Any], ...] = ()
+    is_general: bool = False
+
+
+def matching_settings(settings: Mapping[str, Mapping[Any, object]], site: Site) -> list[tuple[str, Any]]:
+    """Return kind and key of the settings that match a site, the one that decides first.
+
+    Args:
+        settings: kind -> key -> config.
+        site: the site.
+    """
+    matching: list[tuple[str, Any]] = []
+    for kind, specificity in MATCHERS.items():
+        found: dict[Any, int] = {}
+        for key in settings[kind]:
+            how_specific = specificity(key, site)
+            if how_specific is not None:
+                found[key] = how_specific
+        # the sort is stable: among equals the key that was set first stays first
+        matching += [(kind, key) for key in sorted(found, key=lambda key: -found[key])]
+    return matching
+
+
+def _one_call(key: tuple[str, str, int], site: Site) -> int | None:
+    caller, kind, number = key
+    for call in site.order:
+        is_kind = _is_type(kind, call[1]) or kind in names_of(call[1])
+        if is_kind and (call[0], call[2]) == (caller, number):
+            return 0
+    return None
+
+
+def _module_name(key: str, site: Site) -> int | None:
+    """Also match a container that is not called itself, such as a ModuleList."""
+    is_inside = any(f"{name}.".startswith(f"{key}.") for name in site.path)
+    return len(key) if is_inside else None
+
+
+def _module_name_regex(key: str, site: Site) -> int | None:
+    return 0 if any(re.fullmatch(key, name) for name in site.path) else None
+
+
+def _module_type(key: str, site: Site) -> int | None:
+    depths = [depth for depth, kind in enumerate(site.module_types) if _is_type(key, kind)]
+    return max(depths, default=None)
+
+
+def _is_type(key: str, kind: str) -> bool:
+    if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
+        return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
+    return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
+
+
+def _small_weights(key: int, site: Site) -> int | None:
+    return -key if 0 < site.parameters <= key else None
+
+
+def _operator_type(key: str, site: Site) -> int | None:
+    names = names_of(site.operator)
+    return names.index(key) if key in names else None
+
+
+#: setting kind, in order of precedence -> how specific a key is for a site, the larger the more; None: no match
+MATCHERS: dict[str, Callable[[Any, Site], int | None]] = {
+    "module_name_object_type_order": _one_call,
+    "module_name": _module_name,
+    "module_name_regex": _module_name_regex,
+    "module_type": _module_type,
+    "small_weights": _small_weights,
+    "operator_type": _operator_type,
+}
 
 
 def operator_key(operator: object) -> str:
@@ -42,17 +143,17 @@ def object_key(object_type: object) -> tuple[str, str]:
     """
     if isinstance(object_type, type):
         return "module_type", type_key(object_type)
-    name = _operator_name(object_type)
+    name, allowed = _operator_name(object_type), _operator_names()
     if callable(object_type) and not isinstance(object_type, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         name = getattr(object_type, "__name__", name)
-    operator = next((n for n in (name, f"aten.{name}") if n in _operator_names()), None)
-    if operator is not None:
-        return "operator_type", operator
+    for operator in (name, f"aten.{name}"):
+        if operator in allowed:
+            return "operator_type", operator
     if isinstance(object_type, str) and object_type and not name.startswith("aten."):
         return "module_type", object_type
     raise MXError(
         f"{object_type!r} is neither a class of modules nor an operator that can be quantized: "
-        f"{nearest(name, sorted(_operator_names()))}"
+        f"{nearest(name, sorted(allowed))}"
     )
 
 
@@ -62,87 +163,3 @@ def _operator_names() -> set[str]:
 
 def _operator_name(operator: object) -> str:
     return str(operator).removeprefix("torch.ops.").removesuffix(".default")
-
-
-#: node -> the calls around it and its own: (module that makes the call, class or operator, its number)
-Calls = dict[Node, list[tuple[str, str, int]]]
-
-
-def _depth(node: Node, matches: Callable[[str, str], bool]) -> int:
-    """Return the depth of the innermost module around `node` that matches, -1 if none does."""
-    return max((i for i, module in enumerate(modules_of(node)) if matches(*module)), default=-1)
-
-
-def _is_inside(key: str, node: Node) -> bool:
-    """Also matches a container that is not called itself, such as a ModuleList."""
-    return any(f"{name}.".startswith(f"{key}.") for name, _ in modules_of(node))
-
-
-def _is_type(key: str, kind: str) -> bool:
-    if key.startswith("torch.nn.") and key.count(".") == 2:  # torch.nn.Linear lives in torch.nn.modules.linear
-        return kind.startswith("torch.nn.modules.") and kind.rpartition(".")[2] == key.rpartition(".")[2]
-    return kind == key or ("." not in key and kind.rpartition(".")[2] == key)
-
-
-def _position(key: str, names: tuple[str, ...]) -> int:
-    return names.index(key) if key in names else -1
-
-
-def number_calls(nodes: Iterable[Node]) -> Calls:
-    """Number the calls around every node, in the order of execution.
-
-    These are the calls of modules, made by the parent by name, and the operator's own call, made by the innermost
-    module. A node that occurs twice in `nodes` counts once.
-    """
-    numbers: dict[object, int] = {}
-    counts: Counter[tuple[str, str]] = Counter()
-
-    def numbered(call: object, maker: str, what: str) -> tuple[str, str, int]:
-        if call not in numbers:
-            numbers[call] = counts[maker, what]
-            counts[maker, what] += 1
-        return maker, what, numbers[call]
-
-    return {
-        node: [
-            *(numbered(call, name.rpartition(".")[0], kind) for call, name, kind in module_calls(node) if name),
-            numbered(node, module_name(node), operator_name(node.target)),
-        ]
-        for node in nodes
-    }
-
-
-def _is_call(key: tuple[str, str, int], calls: Iterable[tuple[str, str, int]]) -> bool:
-    module, what, index = key
-    return any(
-        (maker, number) == (module, index) and (_is_type(what, called) or what in names_of(called))
-        for maker, called, number in calls
-    )
-
-
-class Context(NamedTuple):
-    """The calls around each node, where a setting asks for them, and the constant nodes of all graphs."""
-
-    calls: Calls
-    constants: set[Node]
-
-
-def _weight_values(node: Node, constants: set[Node]) -> int:
-    """Return the number of values of the largest weight of an operator; 0 without one."""
-    weights = [operand_node(node, operand) for operand in operands_of(node) if operand.role in ("weight", "operand")]
-    return max((value_of(one).numel() for one in weights if one in constants), default=0)
-
-
-#: setting kind, in order of precedence -> depth of the match of a key around a node, -1 for no match
-MATCHERS: dict[str, Callable[[Any, Node, Context], int]] = {
-    "module_name_object_type_order": lambda key, node, context: 0 if _is_call(key, context.calls.get(node, ())) else -1,
-    "module_name": lambda key, node, context: len(key) if _is_inside(key, node) else -1,
-    "module_name_regex": lambda key, node, context: min(
-        0, _depth(node, lambda name, kind: bool(re.fullmatch(key, name)))
-    ),
-    "module_type": lambda key, node, context: _depth(node, lambda name, kind: _is_type(key, kind)),
-    "small_weights": lambda key, node, context: (
-        sys.maxsize - key if 0 < _weight_values(node, context.constants) <= key else -1
-    ),
-    "operator_type": lambda key, node, context: _position(key, names_of(operator_name(node.target))),
-}

@@ -239,6 +239,14 @@ def operands_of(node: Node) -> tuple[Operand, ...]:
     return row(node) if callable(row) else row
 
 
+def fixed_operands(name: str) -> tuple[Operand, ...]:
+    """Return the operands of an operator whose calls all have the same, by its name."""
+    row = OPERANDS[name]
+    if callable(row):
+        raise TypeError(f"the operands of {name} depend on its arguments")
+    return row
+
+
 def argument_of(node: Node, operand: Operand) -> Node | None:
     """Return the argument of a call that is `operand`, None where it is absent."""
     args: tuple[Any, ...] = node.args

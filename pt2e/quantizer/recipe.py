@@ -36,7 +36,7 @@ import yaml
 
 from pt2mx.algorithms.options import Algorithm, chosen_algorithms, plain_algorithms
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.output import write_text
+from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.pt2e.quantizer.shipped import check_source, names

@@ -9,11 +9,11 @@ from pt2mx.algorithms.options import ALGORITHMS, PRESETS, range_of
 from pt2mx.formats import ELEMENTS
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.ops.checks import STRAIGHT_THROUGH
+from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.config import ROLES
 from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
-from pt2mx.pt2e.tensor_scales import TENSOR_SCALES
 from pt2mx.scale_formats import SCALE_FORMATS
 
 #: kind of setting -> description of its keys

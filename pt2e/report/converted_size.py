@@ -15,10 +15,10 @@ from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight, computed_bias
 from pt2mx.fx.training.train_eval import TrainEvalModule
-from pt2mx.pt2e.observer import MXObserver, observed_value
-from pt2mx.pt2e.packed_weights import packed_bytes
-from pt2mx.pt2e.report.sizes import size_of
-from pt2mx.pt2e.report.weights import constants_of, is_constant
+from pt2mx.pt2e.flow.packed_weights import packed_bytes
+from pt2mx.pt2e.flow.sizes import size_of
+from pt2mx.pt2e.flow.weights import constants_of, is_constant
+from pt2mx.pt2e.observe.observer import MXObserver, observed_value
 
 
 class Conversion:

@@ -14,18 +14,15 @@ from torch.fx import GraphModule
 
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.recompile import module_of
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.output import json_text, write_text
+from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.flow.matmul_ops import refuse_lowered
+from pt2mx.pt2e.flow.sizes import float_size, size_of, tensors_of
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.dataframe import dataframe
-from pt2mx.pt2e.report.matmul_ops import refuse_lowered
-from pt2mx.pt2e.report.page.contents import PageContext
-from pt2mx.pt2e.report.page.page import page
-from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports, read_report
-from pt2mx.pt2e.report.sizes import float_size, size_of, tensors_of
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, Sensitivity
+from pt2mx.pt2e.report.results import RecipeComparison, Sensitivity
+from pt2mx.pt2e.report.rows import OperatorReport, operator_reports, read_report
 
 if TYPE_CHECKING:
     import pandas
@@ -207,6 +204,9 @@ class QuantizationReport:
             >>> text.splitlines()[0]
             '<!DOCTYPE html>'
         """
+        from pt2mx.pt2e.page.contents import PageContext  # above this folder: loaded where a page is asked for
+        from pt2mx.pt2e.page.page import page
+
         context = PageContext(model, recipe, quality or {}, comparison, sensitivity, before, after)
         return write_text(page(self, context), path)
 
@@ -237,7 +237,8 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
         (2048, 272, 4.25)
     """
     if isinstance(model, ExportedProgram):
-        model = module_of(model, check_guards=False)
+        program: ExportedProgram = model
+        return quantization_report(program.module(check_guards=False))
     if not isinstance(model, GraphModule):
         # no import of LanguageModel, which brings transformers
         programs: list[ExportedProgram] = getattr(model, "programs", [])
@@ -257,18 +258,17 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
 
 def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
     """Return the cells of an operator; `observed` are the roles with statistics in any operator."""
-    by_role = {role: [o for o in operator.operands if o.role == role] for role in ("activation", "weight")}
-    specs = {r: "/".join(dict.fromkeys(o.spec or "-" for o in operands)) for r, operands in by_role.items()}
-    sqnr = {r: [o.statistics.sqnr for o in operands if o.statistics] for r, operands in by_role.items()}
-    before, after = (sum(getattr(o, f"bytes_{w}") for o in operator.operands) for w in ("before", "after"))
-    return (
-        operator.label,
-        operator.operator,
-        *(specs[role] for role in by_role),
-        *(f"{min(sqnr[role]):.1f}" if sqnr[role] else "" for role in by_role),
-        *(f"{n:,}" if n else "" for n in (before, after)),
-        "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)])),
-    )
+    specs, sqnrs = [], []
+    for role in ("activation", "weight"):
+        operands = [operand for operand in operator.operands if operand.role == role]
+        specs.append("/".join(dict.fromkeys(operand.spec or "-" for operand in operands)))
+        seen = [operand.statistics.sqnr for operand in operands if operand.statistics]
+        sqnrs.append(f"{min(seen):.1f}" if seen else "")
+    before = sum(operand.bytes_before for operand in operator.operands)
+    after = sum(operand.bytes_after for operand in operator.operands)
+    sizes = [f"{size:,}" if size else "" for size in (before, after)]
+    notes = "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)]))
+    return (operator.label, operator.operator, *specs, *sqnrs, *sizes, notes)
 
 
 def _unobserved(operator: OperatorReport, observed: list[str]) -> list[str]:
@@ -284,10 +284,8 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
             "config, and run batches through the prepared model"
         )
     names = list(dict.fromkeys(name for _, operand in observed for name in operand.candidates))
-
-    def row(operator: OperatorReport, operand: OperandReport) -> tuple[str, ...]:
-        sqnr = (operand.candidates[n].sqnr if n in operand.candidates else None for n in names)
-        labels = (operator.label, operator.operator, operand.role, operand.spec or "-")
-        return *labels, *("" if db is None else f"{db:.1f}" for db in sqnr)
-
-    return [("module", "operator", "operand", "quantized to", *names), *(row(*pair) for pair in observed)]
+    rows: list[tuple[str, ...]] = [("module", "operator", "operand", "quantized to", *names)]
+    for operator, operand in observed:
+        sqnrs = [f"{operand.candidates[name].sqnr:.1f}" if name in operand.candidates else "" for name in names]
+        rows.append((operator.label, operator.operator, operand.role, operand.spec or "-", *sqnrs))
+    return rows

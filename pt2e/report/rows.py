@@ -21,15 +21,15 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modul
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name, source_line
-from pt2mx.pt2e.format_observer import CANDIDATES_KEY
-from pt2mx.pt2e.observer import STATISTICS_KEY, MXObserver
-from pt2mx.pt2e.packed_weights import storage_note
+from pt2mx.pt2e.flow.matmul_ops import is_matmul_like, operator_path
+from pt2mx.pt2e.flow.packed_weights import storage_note
+from pt2mx.pt2e.flow.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
+from pt2mx.pt2e.flow.weights import constants_of, is_constant, weight_statistics
+from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY
+from pt2mx.pt2e.observe.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
 from pt2mx.pt2e.report.converted_size import Conversion
-from pt2mx.pt2e.report.matmul_ops import is_matmul_like, operator_path
-from pt2mx.pt2e.report.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
-from pt2mx.pt2e.report.weights import constants_of, is_constant, weight_statistics
 from pt2mx.spec import MXSpec
 
 
@@ -111,19 +111,24 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
     for path, inner in named_graph_modules(model):
         constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
-            known = node in quantizable or is_matmul_like(called(node))
-            if known and (conversion is None or conversion.computes(node)):
-                inputs = _operands(node, constants) if node in quantizable else _float_inputs(node, constants)
-                operands = tuple(_operand_report(inner, *operand, constants, captured, counter) for operand in inputs)
-                yield OperatorReport(
-                    name=f"{path}.{node.name}" if path else node.name,
-                    module=module_name(node),
-                    operator=operator_name(called(node)) if node in quantizable else operator_path(called(node)),
-                    operands=operands,
-                    reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
-                    remark=node.meta.get(REMARK_KEY),
-                    source=source_line(node),
-                )
+            if node in quantizable:
+                name, inputs = operator_name(called(node)), _operands(node, constants)
+            elif is_matmul_like(called(node)):
+                name, inputs = operator_path(called(node)), _float_inputs(node, constants)
+            else:
+                continue
+            if conversion is not None and not conversion.computes(node):
+                continue
+            operands = [_operand_report(inner, *operand, constants, captured, counter) for operand in inputs]
+            yield OperatorReport(
+                name=f"{path}.{node.name}" if path else node.name,
+                module=module_name(node),
+                operator=name,
+                operands=tuple(operands),
+                reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
+                remark=node.meta.get(REMARK_KEY),
+                source=source_line(node),
+            )
 
 
 def _operands(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
@@ -185,12 +190,10 @@ def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands
 
 def _sources(argument: Node, source: Node, constants: set[Node], captured: CapturedOperands) -> list[Source]:
     """Return the sources of an operand; none for a computed one."""
-    if (
-        argument.target is ops.dequantize_mx
-        and source in constants
-        and (sources := sources_of_codes(argument, captured))
-    ):
-        return sources
+    if argument.target is ops.dequantize_mx and source in constants:
+        sources = sources_of_codes(argument, captured)
+        if sources:
+            return sources
     return sources_of(source, captured) if is_constant(source, constants) else []
 
 

@@ -12,13 +12,13 @@ from torch.fx import GraphModule
 
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.format_observer import MXFormatObserver
-from pt2mx.pt2e.packed_weights import packed_bytes
+from pt2mx.pt2e.flow.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
+from pt2mx.pt2e.flow.packed_weights import packed_bytes
+from pt2mx.pt2e.observe.format_observer import MXFormatObserver
+from pt2mx.pt2e.observe.torchao_pt2e import is_prepared
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
-from pt2mx.pt2e.sensitivity.results import Sensitivity
-from pt2mx.pt2e.torchao_pt2e import is_prepared
+from pt2mx.pt2e.report.results import Sensitivity
 from pt2mx.spec import MXSpec, parse
 
 #: the noise of a useless format; finite, as the knapsack needs it

@@ -11,14 +11,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from pt2mx.analysis.metrics import number_of
 from pt2mx.errors import MXError
-from pt2mx.pt2e.convert import convert_pt2e
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
-from pt2mx.pt2e.prepare import check_quantizer, prepare_pt2e
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.observed_modules import observed_modules
+from pt2mx.pt2e.flow.prepare import check_quantizer, prepare_pt2e
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.observed_modules import observed_modules
-from pt2mx.pt2e.sensitivity.metrics import number_of
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 
 #: returns the quality of a model that takes the arguments of the exported one; larger is better
@@ -81,7 +81,7 @@ def quantize_with_accuracy_control(
         >>> len(result.lifted), result.score > -0.17
         (1, True)
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     check_quantizer(quantizer, MXQuantizer)
     if isinstance(max_drop, bool) or not isinstance(max_drop, int | float) or not 0 <= max_drop < math.inf:
         raise MXError(f"max_drop={max_drop!r} must be a number of at least 0")

@@ -12,13 +12,13 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.pt2e.observer import MXObserver
-from pt2mx.pt2e.prepare import prepare_pt2e
+from pt2mx.pt2e.flow.observed_modules import ObservedModule, observed_modules
+from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.switches import disable_fake_quant, disable_observer
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.observed_modules import ObservedModule, observed_modules
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
-from pt2mx.pt2e.switches import disable_fake_quant, disable_observer
 
 
 @dataclass

@@ -17,20 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from pt2mx.errors import MXError
-from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.pt2e.convert import convert_pt2e
-from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
-from pt2mx.pt2e.debug.interpreter import check_module, unchanged
-from pt2mx.pt2e.optimize.calibrate import named_padding_mask
-from pt2mx.pt2e.optimize.optimize import optimize
-from pt2mx.pt2e.prepare import check_exported, prepare_pt2e
-from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.report.report import quantization_report
-from pt2mx.pt2e.report.sizes import float_size
-from pt2mx.pt2e.sensitivity.advice import FLOAT
-from pt2mx.pt2e.sensitivity.metrics import (
+from pt2mx.analysis.metrics import (
     METRICS,
     Distance,
     Quality,
@@ -38,10 +25,23 @@ from pt2mx.pt2e.sensitivity.metrics import (
     name_of_metric,
     own_distance,
 )
-from pt2mx.pt2e.sensitivity.results import RecipeComparison, RecipeRow
-from pt2mx.pt2e.sensitivity.samples import half_interval, mean_and_samples, sample_distances
+from pt2mx.analysis.samples import half_interval, mean_and_samples, sample_distances
+from pt2mx.errors import MXError
+from pt2mx.fx.lower import lower_to_inductor
+from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
+from pt2mx.pt2e.debug.interpreter import check_module, unchanged
+from pt2mx.pt2e.files.user_errors import one_line
+from pt2mx.pt2e.flow.convert import convert_pt2e
+from pt2mx.pt2e.flow.prepare import check_exported, prepare_pt2e
+from pt2mx.pt2e.flow.sizes import float_size
+from pt2mx.pt2e.optimize.calibrate import named_padding_mask
+from pt2mx.pt2e.optimize.optimize import optimize
+from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+from pt2mx.pt2e.report.advice import FLOAT
+from pt2mx.pt2e.report.report import quantization_report
+from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
-from pt2mx.pt2e.user_errors import one_line
 
 #: formats of the specification without a shipped recipe, for weights and activations alike
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
@@ -93,7 +93,7 @@ def compare_recipes(
         >>> [(row.name, row.bytes) for row in result.front()]
         [('mxfp4_weight_only', 2736), ('mxfp8', 5040), ('float', 18720)]
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     check_exported(model)
     check_metric(metric)
     quantizers = chosen_quantizers(recipes)

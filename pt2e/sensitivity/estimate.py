@@ -22,6 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.metrics import METRICS, Metric, outputs_of, own_distance
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
@@ -36,7 +37,6 @@ from pt2mx.pt2e.debug.interpreter import (
     unchanged,
 )
 from pt2mx.pt2e.sensitivity.candidates import Candidate, is_quantized
-from pt2mx.pt2e.sensitivity.metrics import METRICS, Metric, outputs_of, own_distance
 
 #: module, candidate, operands
 Key = tuple[str, str, str]

@@ -13,14 +13,14 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from tqdm import tqdm
 
+from pt2mx.analysis.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
+from pt2mx.pt2e.report.results import OPERANDS, Sensitivity, SensitivityRow
 from pt2mx.pt2e.sensitivity.candidates import Candidate
 from pt2mx.pt2e.sensitivity.estimate import estimates
-from pt2mx.pt2e.sensitivity.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
-from pt2mx.pt2e.sensitivity.results import OPERANDS, Sensitivity, SensitivityRow
 
 #: method -> (measures, estimates)
 METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
@@ -75,7 +75,7 @@ def sensitivity(
         >>> result.of("mxfp8")["0"].alone < result.of("mxfp4")["0"].alone
         True
     """
-    model = check_module(model.module() if isinstance(model, ExportedProgram) else model, "model")
+    model = check_module(model, "model")
     measures, estimated = _check(metric, method, operands)
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
         raise MXError(f"draws={draws!r} must be an integer of at least 1")

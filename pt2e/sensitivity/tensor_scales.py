@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.debug.batches import call
-from pt2mx.pt2e.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 
 
 def calibrate_tensor_scales(prepared: GraphModule, batches: Iterable[Any]) -> None:

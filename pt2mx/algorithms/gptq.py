@@ -15,7 +15,7 @@ from torch import Tensor
 from pt2mx.algorithms.scales import block_exponents, check_exponents, check_matrix, scales_of_values
 from pt2mx.errors import MXError
 from pt2mx.kernels import elements
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import run_step
 from pt2mx.spec import MXSpec
 
 #: columns whose errors one matmul subtracts from the later columns
@@ -155,7 +155,7 @@ def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec,
         later = slice(panel.stop, k)
         multipliers, *bounds = (tensor[:, panel] for tensor in (scale, *ends))
         args = columns[:, panel], factor[:, panel, panel], multipliers, spec, *bounds
-        rounded[:, panel], errors = run_kernel("gptq_panel", *args)
+        rounded[:, panel], errors = run_step("gptq_panel", *args)
         columns[:, later].baddbmm_(factor[:, panel, later].mT, errors, alpha=-1)
     return rounded
 

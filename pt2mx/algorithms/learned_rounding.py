@@ -11,14 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms.scales import pow2
+from pt2mx.algorithms.scales import LIMIT, pow2
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, quantize_mx
 from pt2mx.kernels import elements
 from pt2mx.spec import MXSpec
 
-#: exponents whose powers of two, and their reciprocals, are normal in fp32
-_LIMIT = 126
 #: bisection steps between a value of the format and the edge of its cell
 _HALVINGS = 12
 #: where latent values start, as a share of the way from the rounded value to the weight or to the edge of its cell. At
@@ -112,6 +110,6 @@ def scales_of(rounded: Tensor, spec: MXSpec) -> Tensor:
     """Return the block scale of each value, (..., n, ...) float32 powers of two."""
     axis = spec.axis % rounded.dim()
     scale, _ = quantize_mx(rounded, spec)
-    exponents = (scale.int() - 127).clamp(-_LIMIT, _LIMIT)
+    exponents = (scale.int() - 127).clamp(-LIMIT, LIMIT)
     block = min(spec.block_size, rounded.shape[axis])
     return pow2(exponents).repeat_interleave(block, axis).narrow(axis, 0, rounded.shape[axis])

@@ -16,7 +16,7 @@ from pt2mx.spec import MXSpec
 #: changes of a block's exponent that `block_exponents` compares where inputs are known
 _OFFSETS = (0, -1, 1)
 #: exponents whose powers of two, and their reciprocals, are normal in fp32
-_LIMIT = 126
+LIMIT = 126
 
 
 def block_exponents(
@@ -56,7 +56,7 @@ def block_exponents(
     whole = spec.replace(axis=1, block_size=blocks.shape[2])
     exponent, _ = exponent_scales.shared_exponent(blocks, whole)
     candidates = torch.stack([exponent + offset for offset in (_OFFSETS if importance is not None else (0,))])
-    candidates = candidates.clamp(-_LIMIT, _LIMIT)  # (candidates, N, blocks, 1)
+    candidates = candidates.clamp(-LIMIT, LIMIT)  # (candidates, N, blocks, 1)
     if importance is None:
         return candidates[0].squeeze(2)
     weights = to_blocks(importance.float().unsqueeze(0), spec, line)
@@ -125,8 +125,8 @@ def check_exponents(exponents: Tensor, weight: Tensor, spec: MXSpec, line: int |
     if exponents.shape != shape or exponents.is_floating_point() or exponents.is_complex():
         actual = f"{exponents.dtype} of shape {tuple(exponents.shape)}"
         raise MXError(f"the exponents of these blocks must be integers of shape {shape}, not {actual}")
-    if exponents.numel() and exponents.abs().max() > _LIMIT:
-        raise MXError(f"exponents must lie within +-{_LIMIT}")
+    if exponents.numel() and exponents.abs().max() > LIMIT:
+        raise MXError(f"exponents must lie within +-{LIMIT}")
 
 
 def check_line(k: int, line: int | None) -> int:

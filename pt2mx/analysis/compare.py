@@ -109,10 +109,10 @@ def print_mx_format_table(file: TextIO | None = None) -> None:
     print(format_table(), file=file)
 
 
-def format_table(names: Iterable[str] = MX_FORMATS) -> str:
-    """Return the table of `print_mx_format_table` for the formats with these names."""
+def format_table() -> str:
+    """Return the table of `print_mx_format_table`."""
     header = "format,bits,exponent,mantissa,bias,emax,max,min normal,min subnormal,special,block,scale,bits/value"
-    return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, names)])
+    return text_table([(*header.split(","), "x fp16", "x fp32"), *map(_format_row, MX_FORMATS)])
 
 
 def _comparison_row(row: MXStatistics) -> tuple[str, ...]:

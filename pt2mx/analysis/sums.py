@@ -18,7 +18,7 @@ from pt2mx.kernels.error_sums import error_sums
 from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.kernels.reference import scales
 from pt2mx.kernels.reference_chunked import split
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import run_step
 from pt2mx.spec import MXSpec
 
 #: the power of two of each E8M0 byte
@@ -71,7 +71,7 @@ def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Ten
 
 def _run(step: str, *args: Any) -> Any:
     """Run the kernel of a step. A compiler traces the definition: it cannot trace the lookup of a kernel."""
-    return _DEFINITIONS[step](*args) if torch.compiler.is_compiling() else run_kernel(step, *args)
+    return _DEFINITIONS[step](*args) if torch.compiler.is_compiling() else run_step(step, *args)
 
 
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:

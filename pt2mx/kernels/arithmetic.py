@@ -12,31 +12,17 @@ from torch import Tensor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements, reference
-from pt2mx.kernels.elements import (  # with three functions below, these are the primitives (`Prims`)
-    BIAS,
-    NAN_SCALE,
-    Prims,
-    divide,
-    from_blocks,
-    realize,
-    realize_if_costly,
-    scale_bytes,
-)
+from pt2mx.kernels.elements import BIAS, NAN_SCALE, Prims
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
-__all__ = [
-    "decode",
-    "divide",
-    "fake_quantize",
-    "from_blocks",
-    "realize",
-    "realize_if_costly",
-    "round_to_element",
-    "scale_bytes",
-    "times_scales",
-    "view_dtype",
-]
+# with three functions below, these are the primitives (`Prims`)
+divide = elements.divide
+from_blocks = elements.from_blocks
+realize = elements.realize
+realize_if_costly = elements.realize_if_costly
+scale_bytes = elements.scale_bytes
+
 _MANTISSA = 0x7FFFFF
 _INF = 0x7F800000
 _NAN = 0x7FC00000

@@ -11,27 +11,17 @@ from __future__ import annotations
 
 from torch import Tensor, contiguous_format
 
-from pt2mx.kernels.elements import (  # with the function below, these are the primitives (`Prims`)
-    decode,
-    divide,
-    realize,
-    realize_if_costly,
-    round_to_element,
-    scale_bytes,
-    times_scales,
-)
+from pt2mx.kernels import elements
 from pt2mx.kernels.packing import has_length, resized
 
-__all__ = [
-    "decode",
-    "divide",
-    "from_blocks",
-    "realize",
-    "realize_if_costly",
-    "round_to_element",
-    "scale_bytes",
-    "times_scales",
-]
+# with the function below, these are the primitives (`Prims`)
+decode = elements.decode
+divide = elements.divide
+realize = elements.realize
+realize_if_costly = elements.realize_if_costly
+round_to_element = elements.round_to_element
+scale_bytes = elements.scale_bytes
+times_scales = elements.times_scales
 
 
 def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.float_scales import code_range
@@ -63,15 +64,10 @@ def float_scale_constants(element: ElementFormat, scale: ScaleFormat, mode: Floa
     }
 
 
-def has_e8m0_rows(spec: MXSpec) -> bool:
-    """Return whether scales are E8M0, each of a block of one row: fused kernels support no others."""
-    return spec.has_e8m0_scale and spec.block_rows == 1
-
-
 def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtype | None) -> bool:
     """Return whether kernels can quantize rows of n values, rounded to a dtype, before they store them: they finish one
     block at a time."""
-    if not has_e8m0_rows(quantization):
+    if not quantization.has_plain_scale:
         return False
     element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
@@ -79,10 +75,16 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
     return whole and blockwise and product_dtype in (torch.float32, torch.bfloat16)
 
 
+def quantizes_attention(y: Tensor, quantization: MXSpec) -> bool:
+    """Return whether kernels of attention can quantize its result (B, heads, S, W)."""
+    width = y.shape[-1]
+    return isinstance(width, int) and width <= WIDEST[y.device.type] and supports_epilogue(quantization, width, y.dtype)
+
+
 def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
     """Return whether GPU kernels support fused quantization of activations and norms, two bfloat16 values per
     instruction, for rows of `length` values and inputs of `dtypes`."""
-    if not has_e8m0_rows(spec):
+    if not spec.has_plain_scale:
         return False
     element, mode = spec.element, SCALE_MODES[spec.scale_mode]
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK

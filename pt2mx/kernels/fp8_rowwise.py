@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.elements import BIAS, NAN_SCALE, pow2
-from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
 #: the dtype of the codes
@@ -61,20 +60,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """x: (..., K), K a multiple of 32 -> codes (..., K) uint8, scale (..., 1) float32, unfit (..., K) in x's dtype,
     which is undefined in the rows that fit."""
-    x = ACTIVATIONS[activation](x)
-    scale, data = run_kernel("quantize_mx", x, spec, None)
+    x = ACTIVATIONS[activation](x).contiguous()
+    of_x = spec.element.name, spec.block_size, spec.axis, spec.scale_mode, spec.rounding
+    scale, data = torch.ops.pt2mx.quantize_mx(x, *of_x)
     holds = (x.unflatten(-1, (-1, BLOCK)) != 0).any(-1)
     codes, row_scale = of_packed(data, scale, spec.element, x.shape[-1], holds)
-    return codes, row_scale, run_kernel("dequantize_mx", data, scale, spec, x.dtype, x.shape[-1])
-
-
-def layer_norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, spec: MXSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual: (..., K), weight, bias: (K,) -> the layer norm of x + residual, and what `quantize` gives of it."""
-    x = x if residual is None else x + residual
-    normed = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    return normed, *quantize(normed, spec, "none")
+    return codes, row_scale, _values(data, scale, spec.element, x.dtype, x.shape[-1])
 
 
 def of_packed(
@@ -82,9 +73,8 @@ def of_packed(
 ) -> tuple[Tensor, Tensor]:
     """data: (..., bytes of length) uint8, scale: (..., length / 32) uint8 -> codes (..., length), scale (..., 1).
     `holds`: the blocks whose scales count, by default those with a nonzero value."""
-    spec, room = MXSpec(element, BLOCK), ROOMS[element.name]
-    spec, ones = spec.replace(axis=data.dim() - 1), torch.full_like(scale, BIAS)
-    units = run_kernel("dequantize_mx", data, ones, spec, torch.float32, length)
+    room = ROOMS[element.name]
+    units = _values(data, torch.full_like(scale, BIAS), element, torch.float32, length)
     units = units.unflatten(-1, (length // BLOCK, BLOCK))
     exponent, holds = scale.to(torch.int32), (units != 0).any(-1) if holds is None else holds
     top = torch.where(holds, exponent, 0).amax(-1, keepdim=True).clamp(min=room.shift + 1)
@@ -94,6 +84,10 @@ def of_packed(
     codes = torch.where(fits.unsqueeze(-1), units * factor.unsqueeze(-1), 0.0).flatten(-2)
     row_scale = torch.where(fits, pow2(top - room.shift - BIAS), UNFIT)
     return codes.to(E4M3).view(torch.uint8), row_scale
+
+
+def _values(data: Tensor, scale: Tensor, element: ElementFormat, dtype: torch.dtype, length: int) -> Tensor:
+    return torch.ops.pt2mx.dequantize_mx(data, scale, element.name, BLOCK, dtype, -1, length)
 
 
 def mm(

@@ -1,5 +1,5 @@
-"""Matmuls of packed activations and packed weights: their definition, what tensor cores support, and the order in which
-they read scales.
+"""Matmuls of packed activations and packed weights: what tensor cores support, and the order in which they read
+scales.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.select import run_kernel
-from pt2mx.spec import MXSpec
 
 
 @dataclass(frozen=True)
@@ -40,31 +38,11 @@ FORMS = {
 }
 
 
-def matmul(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    elements: tuple[str, str],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return (M, N) in `dtype`: x times the weight, plus bias.
-
-    Args:
-        x: (M, bytes of K) uint8; weight: (N, bytes of K) uint8, both with scales in the order of `swizzle`.
-        bias: (N,) or None.
-        elements: of x and the weight.
-        dtype: of the result.
-    """
-    y = _dense(x, x_scale, elements[0]) @ _dense(weight, weight_scale, elements[1]).t()
-    return (y if bias is None else y + bias).to(dtype)
-
-
-def _dense(codes: Tensor, scale: Tensor, element: str) -> Tensor:
+def unpacked(codes: Tensor, scale: Tensor, element: str) -> Tensor:
+    """codes: (rows, bytes of K) uint8, with scales in the order of `swizzle` -> (rows, K) float32."""
     k = values_of(codes, element)
     scale = unswizzle(scale, codes.shape[0], k // BLOCK)
-    return run_kernel("dequantize_mx", codes, scale, MXSpec(element, BLOCK, 1), torch.float32, k)
+    return torch.ops.pt2mx.dequantize_mx(codes, scale, element, BLOCK, torch.float32, 1, k)
 
 
 def values_of(codes: Tensor, element: str) -> int:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional, grad
-from torch.nn.grad import conv2d_weight
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.utils import _ntuple
 
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.quantized_op import MxLayer, QuantizedOp, Role
-from pt2mx.microxcaling.specs import apply_mx_specs, mx_assert_test
+from pt2mx.microxcaling.specs import apply_mx_specs
 
 Size = int | tuple[int, ...] | str
 
@@ -44,87 +42,41 @@ def _quantized_convolution(dimensions: int) -> QuantizedOp:
 _CONVOLUTIONS = {dimensions: _quantized_convolution(dimensions) for dimensions in (1, 2, 3)}
 
 
-class _Function(Protocol):
-    def __call__(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        mx_specs: Mapping[str, object] | None = None,
-        name: str | None = None,
-    ) -> Tensor: ...
+def _convolve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    mx_specs: Mapping[str, object] | None = None,
+    name: str | None = None,
+) -> Tensor:
+    """Convolve with input and weight in MX blocks along the input channels, as `mx.conv1d`, `mx.conv2d` and `mx.conv3d`
+    of microxcaling do. Blocks of the operands run along the batch for the weight's gradient, and along the output
+    channels for the input's gradient.
 
-
-_FUNCTION = """Convolve, as `mx.conv{n}d` of microxcaling does: `torch.nn.functional.conv{n}d` with input and weight in
-    MX blocks along the input channels. Blocks of the operands run along the batch for the weight's gradient, and along
-    the output channels for the input's gradient.
-
-    Args:
-        input: (batch, channels in, {sizes}).
-        weight: (channels out, channels in / groups, {kernel}).
-        bias: (channels out,).
-        stride, padding, dilation, groups: as torch takes them.
-        mx_specs: as `finalize_mx_specs` returns them; None for torch's own.
-        name: a label that changes nothing.
-
-    Returns:
-        (batch, channels out, {sizes}), with torch's sizes.
+    The weight, (channels out, channels in / groups, ...), has 1, 2 or 3 more dimensions.
 
     Raises:
-        MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for an input without a batch; for padding "same" that
-            is not the same on both sides.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.finalize_mx_specs({{"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4}})
-        >>> x = torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, {ones})
-        >>> mx.conv{n}d(x, torch.ones(1, 4, {ones}), mx_specs=specs).item()
-        -1.5
+        MXError: for other numbers of dimensions, an input without a batch, and padding "same" that is not the same on
+            both sides.
     """
+    dimensions = weight.dim() - 2
+    if dimensions not in _CONVOLUTIONS:
+        raise MXError(f"weight of shape {tuple(weight.shape)} must have 3, 4 or 5 dimensions")
+    call = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if mx_specs is None:
+        return _CONVOLUTIONS[dimensions].forward(input, weight, bias, **call)
+    if input.dim() != weight.dim():
+        raise MXError(f"input of shape {tuple(input.shape)} must have {weight.dim()} dimensions, its batch the first")
+    if isinstance(padding, str):
+        call["padding"] = _padding_of(padding, weight.shape[2:], _ntuple(dimensions)(dilation))
+    return _CONVOLUTIONS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
 
 
-def _function(dimensions: int) -> _Function:
-    def conv(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        mx_specs: Mapping[str, object] | None = None,
-        name: str | None = None,
-    ) -> Tensor:
-        mx_assert_test(mx_specs)
-        call = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        if mx_specs is None:
-            return getattr(functional, f"conv{dimensions}d")(input, weight, bias, **call)
-        if input.dim() != dimensions + 2:
-            shape = tuple(input.shape)
-            raise MXError(f"input of shape {shape} must have {dimensions + 2} dimensions, its batch the first")
-        if isinstance(padding, str):
-            call["padding"] = _padding_of(padding, weight.shape[2:], _ntuple(dimensions)(dilation))
-        return _CONVOLUTIONS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
-
-    conv.__name__ = conv.__qualname__ = f"conv{dimensions}d"
-    conv.__doc__ = _FUNCTION.format(**_words(dimensions))
-    return conv
-
-
-def _words(dimensions: int) -> dict[str, object]:
-    """Return the words of a docstring that depend on the number of dimensions."""
-    sizes = ("depth", "height", "width")[-dimensions:] if dimensions > 1 else ("length",)
-    return {
-        "n": dimensions,
-        "sizes": ", ".join(sizes),
-        "kernel": ", ".join(f"kernel {size}" for size in sizes),
-        "ones": ", ".join("1" * dimensions),
-    }
+conv1d = conv2d = conv3d = _convolve
 
 
 def _padding_of(word: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,31 +84,6 @@ def _padding_of(word: str, kernel: tuple[int, ...], dilation: tuple[int, ...]) -
     if word not in ("same", "valid") or any(n % 2 for n in total):
         raise MXError(f"padding={word!r} of a kernel of {tuple(kernel)} is not the same on both sides: pad the input")
     return tuple(n // 2 for n in total)
-
-
-conv1d, conv2d, conv3d = _function(1), _function(2), _function(3)
-_FUNCTIONS = {1: conv1d, 2: conv2d, 3: conv3d}
-
-_LAYER = """The layer `mx.Conv{n}d` of microxcaling: `torch.nn.Conv{n}d` that computes with `conv{n}d`.
-
-    Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as `torch.nn.Conv{n}d` takes
-            them; padding is of zeros.
-        mx_specs: as `finalize_mx_specs` returns them; None for a layer that computes as torch's.
-        name: a label that changes nothing.
-
-    Raises:
-        MXError: for an unknown key of the specs; at a call, as `conv{n}d`.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.finalize_mx_specs({{"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4}})
-        >>> layer = mx.Conv{n}d(4, 1, 1, bias=False, mx_specs=specs)
-        >>> layer.weight.data = torch.ones(1, 4, {ones})
-        >>> layer(torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, {ones})).item()
-        -1.5
-    """
 
 
 class _ConvLayer(MxLayer, _ConvNd):
@@ -181,19 +108,19 @@ class _ConvLayer(MxLayer, _ConvNd):
         if self.mx_none:
             return super().forward(inputs)
         how = self.stride, self.padding, self.dilation, self.groups, self.mx_specs
-        return _FUNCTIONS[len(self.kernel_size)](inputs, self.weight, self.bias, *how)
+        return _convolve(inputs, self.weight, self.bias, *how)
 
 
 class Conv1d(_ConvLayer, nn.Conv1d):
-    __doc__ = _LAYER.format(**_words(1))
+    """microxcaling's `Conv1d`: `torch.nn.Conv1d` that computes with `conv1d`; padding is of zeros."""
 
 
 class Conv2d(_ConvLayer, nn.Conv2d):
-    __doc__ = _LAYER.format(**_words(2))
+    """microxcaling's `Conv2d`: `torch.nn.Conv2d` that computes with `conv2d`; padding is of zeros."""
 
 
 class Conv3d(_ConvLayer, nn.Conv3d):
-    __doc__ = _LAYER.format(**_words(3))
+    """microxcaling's `Conv3d`: `torch.nn.Conv3d` that computes with `conv3d`; padding is of zeros."""
 
 
 _CONV_TRANSPOSE = QuantizedOp(
@@ -202,7 +129,7 @@ _CONV_TRANSPOSE = QuantizedOp(
     second=_WEIGHT(0),
     first_gradient=lambda grad, weight, shape, output_padding, **call: functional.conv2d(grad, weight, **call),
     first_gradient_roles=(_INPUT(1), _WEIGHT(1)),
-    second_gradient=lambda grad, x, shape, output_padding, **call: conv2d_weight(grad, shape, x, **call),
+    second_gradient=lambda of_y, x, shape, output_padding, **call: grad.conv2d_weight(of_y, shape, x, **call),
     second_gradient_roles=(_INPUT(0), _INPUT(0)),
     is_weight=True,
     adds_bias=False,
@@ -210,28 +137,8 @@ _CONV_TRANSPOSE = QuantizedOp(
 
 
 class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
-    """The layer `mx.ConvTranspose2d` of microxcaling: `torch.nn.ConvTranspose2d` with input and weight in MX blocks
-    along the input channels. Blocks of the operands run along the batch for the weight's gradient, and along the output
-    channels for the input's gradient.
-
-    Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, groups, bias: as
-            `torch.nn.ConvTranspose2d` takes them.
-        mx_specs: as `finalize_mx_specs` returns them; None for a layer that computes as torch's.
-        name: a label that changes nothing.
-
-    Raises:
-        MXError: for an unknown key of the specs.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.finalize_mx_specs({"a_elem_format": "fp4_e2m1", "w_elem_format": "int8", "block_size": 4})
-        >>> layer = mx.ConvTranspose2d(4, 1, 1, bias=False, mx_specs=specs)
-        >>> layer.weight.data = torch.ones(4, 1, 1, 1)
-        >>> layer(torch.tensor([1.0, 2.9, -5.9, 0.3]).view(1, 4, 1, 1)).item()
-        -1.5
-    """
+    """microxcaling's `ConvTranspose2d`: `torch.nn.ConvTranspose2d` with input and weight in MX blocks along the input
+    channels. Blocks run along the batch for the weight's gradient, and along the output channels for the input's."""
 
     def __init__(
         self,
@@ -251,11 +158,7 @@ class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):
         super().__init__(in_channels, out_channels, *how, mx_specs=mx_specs, name=name)
 
     def forward(self, inputs: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """inputs: (batch, channels in, height, width) -> (batch, channels out, ...).
-
-        Raises:
-            MXError: as `quantize_mx_op` and `quantize_elemwise_op`; for an input without a batch.
-        """
+        """inputs: (batch, channels in, height, width) -> (batch, channels out, ...)."""
         if self.mx_none:
             return super().forward(inputs, output_size)
         if inputs.dim() != 4:

@@ -10,45 +10,32 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.mx_ops import rounding_name
-from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_specs, mx_assert_test
+from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_specs
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import check_tensors
 
 
 @torch.no_grad()
 def quantize_elemwise_op(A: Tensor, mx_specs: Mapping[str, object] | None, round: str | None = None) -> Tensor:
-    """Round to floats of fewer bits, as `mx.quantize_elemwise_op` of microxcaling does.
+    """Round A, (...) floating-point, to floats of fewer bits, as `mx.quantize_elemwise_op` of microxcaling does.
 
-    A value that rounds beyond the largest one becomes Inf; Inf and NaN stay.
-
-    Args:
-        A: (...) floating-point. No gradient passes; `quantize_bfloat` has a gradient.
-        mx_specs: the function reads `bfloat`, `fp`, `bfloat_subnorms` and `round`; None returns A.
-        round: "nearest", "floor", "even" or "dither"; by default the specs' `round`.
-
-    Returns:
-        (...) in the dtype of A; A itself if the specs name no floats.
+    The specs' `bfloat` or `fp` is the width; A itself is returned without one. `round` replaces the specs' `round`. A
+    value that rounds beyond the largest one becomes Inf; Inf and NaN stay. No gradient passes.
 
     Raises:
         MXError: for two widths, for a width that leaves no mantissa (`bfloat` up to 9, `fp` up to 6), for a tensor
             without floats, and for an unknown rounding.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import microxcaling as mx
-        >>> mx.quantize_elemwise_op(torch.tensor([1.01, 1 / 3]), {"bfloat": 12}, round="even")
-        tensor([1.0000, 0.3438])
     """
     if mx_specs is None:
         return A
     specs = apply_mx_specs(mx_specs)
-    widths = {key: bits for key in ("bfloat", "fp") if (bits := specs[key])}
-    if not widths or widths == {"bfloat": 32}:
+    bfloat, fp = specs["bfloat"], specs["fp"]
+    if not fp and (not bfloat or bfloat == 32):
         return A
     check_tensors(A=A)
-    if len(widths) > 1:
-        raise MXError(f"mx_specs set both bfloat={specs['bfloat']} and fp={specs['fp']}: set one")
-    (key, bits), exponent_bits = next(iter(widths.items())), 8 if "bfloat" in widths else 5
+    if bfloat and fp:
+        raise MXError(f"mx_specs set both bfloat={bfloat} and fp={fp}: set one")
+    key, bits, exponent_bits = ("bfloat", bfloat, 8) if bfloat else ("fp", fp, 5)
     if type(bits) is not int or bits <= exponent_bits + 1:
         raise MXError(f"{key}={bits!r} must be an integer above {exponent_bits + 1}, or 0 for none")
     if not A.is_floating_point():
@@ -78,28 +65,8 @@ def _pow2(exponent: Tensor) -> Tensor:
 
 
 def quantize_bfloat(x: Tensor, mx_specs: Mapping[str, object] | None, round: str | None = None) -> Tensor:
-    """Round as `quantize_elemwise_op` does, with a gradient, as `mx.quantize_bfloat` of microxcaling does.
-
-    Args:
-        x: (...) floating-point.
-        mx_specs: as in `quantize_elemwise_op`; true `quantize_backprop` rounds the gradient too. None returns x.
-        round: "nearest", "floor", "even" or "dither"; by default the specs' `round`.
-
-    Returns:
-        (...) in the dtype of x.
-
-    Raises:
-        MXError: as `quantize_elemwise_op`.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import microxcaling as mx
-        >>> x = torch.tensor([1.01, 1 / 3], requires_grad=True)
-        >>> y = mx.quantize_bfloat(x, {"bfloat": 12})
-        >>> torch.autograd.grad(y.sum() / 3, x)
-        (tensor([0.3438, 0.3438]),)
-    """
-    mx_assert_test(mx_specs)
+    """Round as `quantize_elemwise_op` does, with a gradient, as `mx.quantize_bfloat` of microxcaling does. The gradient
+    is rounded too if the specs' `quantize_backprop` is true."""
     return x if mx_specs is None else _Rounded.apply(x, apply_mx_specs(mx_specs), round)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,42 +58,15 @@ _FOLLOWS = {
 
 
 class MxSpecs(collections.UserDict[str, Any]):
-    """microxcaling's `MxSpecs`: a dictionary of every key, with defaults for missing keys.
-
-    The defaults quantize nothing. `help_strings` has a sentence for each key. The constructor has the arguments of
-    `dict`.
-
-    Raises:
-        MXError: for an unknown key.
-
-    Example:
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.MxSpecs(block_size=32)
-        >>> specs["block_size"], specs["round"]
-        (32, 'nearest')
-        >>> specs.help_strings["mx_flush_fp32_subnorms"]
-        'blocks whose largest magnitude is an fp32 subnormal become zero'
-    """
+    """microxcaling's `MxSpecs`: a dictionary of every key. Missing keys have defaults, which quantize nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _check_keys(self.data)
         self.data = {**{key: default for key, (default, _) in _SPECS.items()}, **self.data}
-        self.help_strings = {key: meaning for key, (_, meaning) in _SPECS.items()}
 
-    def safe_json(self, indent: int | None = None) -> str:
-        """Return the dictionary as JSON; the type's name replaces a value that JSON cannot represent.
 
-        Args:
-            indent: spaces a level; None for one line.
-
-        Returns:
-            The text.
-        """
-        return json.dumps(self.data, indent=indent, default=lambda value: f"<<{type(value).__qualname__}>>")
-
-    def __str__(self) -> str:
-        return self.safe_json(indent=4)
+get_default_mx_specs = MxSpecs
 
 
 def _check_keys(specs: Mapping[str, object]) -> None:
@@ -106,35 +77,8 @@ def _check_keys(specs: Mapping[str, object]) -> None:
             raise MXError(f"mx_specs have no key {key!r}: {nearest(key, _SPECS)}")
 
 
-def get_default_mx_specs() -> MxSpecs:
-    """Return specs that quantize nothing, as `mx.get_default_mx_specs` of microxcaling does.
-
-    Returns:
-        A dictionary of every key.
-
-    Example:
-        >>> from pt2mx import microxcaling as mx
-        >>> mx.get_default_mx_specs()["w_elem_format"] is None
-        True
-    """
-    return MxSpecs()
-
-
 def get_backwards_mx_specs(specs: MxSpecs) -> MxSpecs:
-    """Return the specs of the backward pass, as `mx.get_backwards_mx_specs` of microxcaling does.
-
-    Args:
-        specs: the specs of a layer; they do not change.
-
-    Returns:
-        A copy; if `quantize_backprop` is false, specs that quantize nothing.
-
-    Example:
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.MxSpecs(a_elem_format="int8", quantize_backprop=False)
-        >>> mx.get_backwards_mx_specs(specs)["a_elem_format"] is None
-        True
-    """
+    """Return a copy of the specs for the backward pass. Without `quantize_backprop` it quantizes nothing."""
     specs = specs.copy()
     if not specs["quantize_backprop"]:
         specs.update(dict.fromkeys(_FORMATS), block_size=0, bfloat=0, fp=0)
@@ -142,51 +86,18 @@ def get_backwards_mx_specs(specs: MxSpecs) -> MxSpecs:
 
 
 def apply_mx_specs(mx_specs: Mapping[str, object] | None, default_mx_specs: MxSpecs | None = None) -> MxSpecs:
-    """Return complete specs, as `mx.apply_mx_specs` of microxcaling does.
-
-    Args:
-        mx_specs: values that replace the defaults, except None.
-        default_mx_specs: the defaults, which change in place; None for defaults that quantize nothing.
-
-    Returns:
-        A dictionary of every key.
-
-    Raises:
-        MXError: for an unknown key, or specs that are no dictionary.
-
-    Example:
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.apply_mx_specs({"block_size": 32, "round": None})
-        >>> specs["block_size"], specs["round"]
-        (32, 'nearest')
-    """
-    specs, passed = default_mx_specs or get_default_mx_specs(), {} if mx_specs is None else mx_specs
+    """Return complete specs: the values of `mx_specs`, except None, replace the defaults, which change in place."""
+    specs = MxSpecs() if default_mx_specs is None else default_mx_specs
+    passed = {} if mx_specs is None else mx_specs
     _check_keys(passed)
     specs.update({key: value for key, value in passed.items() if value is not None})
     return specs
 
 
 def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> MxSpecs | None:
-    """Complete the formats of the backward pass and the roundings of specs from the passed ones, as
-    `mx.finalize_mx_specs` of microxcaling does.
+    """Return complete specs. Formats of the backward pass and roundings follow from those that were passed.
 
-    Args:
-        specs: a dictionary of some keys; it does not change.
-        early_exit: false returns complete specs even if no format is given.
-
-    Returns:
-        A dictionary of every key; or None, which means "quantize nothing" to every function and layer.
-
-    Raises:
-        MXError: for an unknown key, or specs that are no dictionary.
-
-    Example:
-        >>> from pt2mx import microxcaling as mx
-        >>> specs = mx.finalize_mx_specs({"w_elem_format": "fp6_e3m2", "block_size": 32, "round": "even"})
-        >>> specs["w_elem_format_bp"], specs["round_mx_output"]
-        ('fp6_e3m2', 'even')
-        >>> mx.finalize_mx_specs({"block_size": 32}) is None
-        True
+    With `early_exit` specs that quantize nothing are None, which every function and layer takes.
     """
     _check_keys(specs)
     if early_exit and not any(specs.get(key) for key in (*_FORMATS, "bfloat", "fp")):
@@ -199,24 +110,8 @@ def finalize_mx_specs(specs: Mapping[str, object], early_exit: bool = True) -> M
 
 
 def add_mx_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the options of the specs to a parser, as `mx.add_mx_args` of microxcaling does.
-
-    Each key has an option: `--no_key` if its default is true, else `--key`. `--skip_early_exit` is another option. The
-    parser accepts `--mx_dir` and ignores it.
-
-    Args:
-        parser: a parser, which is changed in place.
-
-    Returns:
-        The same parser.
-
-    Example:
-        >>> import argparse
-        >>> from pt2mx import microxcaling as mx
-        >>> parser = mx.add_mx_args(argparse.ArgumentParser())
-        >>> parser.parse_args(["--block_size", "32"]).block_size
-        32
-    """
+    """Add an option for each key to a parser: `--no_key` if its default is true, else `--key`; and
+    `--skip_early_exit`."""
     group = parser.add_argument_group("mx", "MX specs")
     group.add_argument("--mx_dir", help="not used")
     for key, (default, meaning) in _SPECS.items():
@@ -229,48 +124,8 @@ def add_mx_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def get_mx_specs(parsed_args: argparse.Namespace) -> MxSpecs | None:
-    """Return the finalized specs of a command line, as `mx.get_mx_specs` of microxcaling does.
-
-    Args:
-        parsed_args: the result of a parser with `add_mx_args`.
-
-    Returns:
-        As `finalize_mx_specs`.
-
-    Example:
-        >>> import argparse
-        >>> from pt2mx import microxcaling as mx
-        >>> parser = mx.add_mx_args(argparse.ArgumentParser())
-        >>> specs = mx.get_mx_specs(parser.parse_args(["--a_elem_format", "int8", "--block_size", "32"]))
-        >>> specs["a_elem_format_bp"], specs["block_size"]
-        ('int8', 32)
-    """
+    """Return the finalized specs of what a parser with `add_mx_args` parsed."""
     options = vars(parsed_args)
     specs = {key: options[key] for key in _SPECS if key in options}
     specs |= {key: not options[f"no_{key}"] for key in _SPECS if f"no_{key}" in options}
     return finalize_mx_specs(specs, early_exit=not options.get("skip_early_exit", False))
-
-
-def mx_assert_test(mx_specs: object) -> None:
-    """Raise for specs that are None if the environment variable `MX_ASSERT` is `True`, to find layers without specs, as
-    `mx.mx_assert_test` of microxcaling does.
-
-    Args:
-        mx_specs: specs, or None.
-
-    Raises:
-        MXError: for None, if the variable is set.
-
-    Example:
-        >>> import os
-        >>> from pt2mx import microxcaling as mx
-        >>> mx.mx_assert_test(None)
-        >>> os.environ["MX_ASSERT"] = "True"
-        >>> mx.mx_assert_test(None)
-        Traceback (most recent call last):
-            ...
-        pt2mx.errors.MXError: mx_specs is None and MX_ASSERT is True: pass mx_specs, as finalize_mx_specs gives them
-        >>> del os.environ["MX_ASSERT"]
-    """
-    if os.environ.get("MX_ASSERT") == "True" and mx_specs is None:
-        raise MXError("mx_specs is None and MX_ASSERT is True: pass mx_specs, as finalize_mx_specs gives them")

@@ -2,7 +2,7 @@
 that computes them.
 
 Lowered programs call them (`pt2mx.fx.passes.fuse_activation_quantize`), and Inductor keeps them calls.
-`pt2mx.kernels.quantized_activations` defines them on every device; `pt2mx.kernels.select` lists the kernels.
+`pt2mx.kernels.select` lists the kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class QuantizesRows(HasFormat[T]):
 
     def fake_quantize(self, y: Tensor) -> Tensor:
         """Quantize what was computed."""
-        return FakeQuantize(y, self.spec, None, "identity").call().to(self.result_dtype)
+        return FakeQuantize(y.contiguous(), self.spec, None, "identity").call().to(self.result_dtype)
 
 
 @operator("activation_fake_quantize_mx", 2, "x's shape, in `target_dtype`", saved=("x",))
@@ -64,9 +64,6 @@ class ActivationFakeQuantize(QuantizesRows[T]):
     def check(self) -> tuple[MXSpec, torch.dtype]:
         check_activation(self.activation)
         return check_quantization(self.x, self.spec, self.target_dtype)
-
-    def kernel(self) -> Tensor:
-        return run_kernel("activation_fake_quantize_mx", self.x, self.activation, *self.check())
 
     def decompose(self) -> Tensor:
         y = ACTIVATIONS[self.activation](self.x)
@@ -133,8 +130,7 @@ class LayerNormFakeQuantize(QuantizesRows[T]):
 
     def kernel(self) -> tuple[Tensor, Tensor]:
         call = self.summed()
-        args = call.x, call.residual, call.weight, call.bias, call.eps
-        return run_kernel("layer_norm_fake_quantize_mx", *args, *call.check())
+        return run_kernel(call, *call.check())
 
     def fake(self) -> tuple[Tensor, Tensor]:
         call = self.summed()

@@ -93,11 +93,12 @@ class AttentionMX(HasFormat[T]):
     def kernel(self) -> Tensor:
         if (result := attend_again(self.args)) is not None:
             return result
-        packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
-        of_tensors = self.key_tensor_scale, self.value_tensor_scale
-        return run_kernel(
-            "attention_mx", self.query, *packed, self.check(), self.value_width, self.mask, self.scale, *of_tensors
-        ).contiguous()
+        return run_kernel(self, self.check())
+
+    def define(self, spec: MXSpec) -> Tensor:
+        if not self.query.numel():  # torch's attention on a GPU returns None for no heads
+            return self.query.new_zeros(self.result_shape)
+        return self.decompose()
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -148,8 +149,7 @@ class MatmulBfloat16(Operator[T]):
 
     def kernel(self) -> Tensor:
         # torch's matmul in bfloat16 runs on the same units
-        result = run_kernel("matmul_bfloat16", self.x, self.y) if self.check() == torch.float32 else None
-        return self.decompose() if result is None else result
+        return run_kernel(self) if self.check() == torch.float32 else self.decompose()
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -247,14 +247,11 @@ class AttentionBfloat16(Operator[T]):
         """The mask, with four dimensions."""
         return None if self.mask is None else self.mask[(None,) * (4 - self.mask.dim())]
 
-    def kernel(self) -> Tensor:
-        dtype, spec, out_dtype = self.check()
-        args = self.query, self.key, self.value, self.mask_4d, self.is_causal, self.scale, dtype
-        result = run_kernel("attention_bfloat16", *args, spec, out_dtype)
-        if result is not None or spec is None:
-            return self.decompose() if result is None else result
-        result = run_kernel("attention_bfloat16", *args)
-        return self.decompose() if result is None else self.quantized(result)
+    def define(self, dtype: torch.dtype, spec: MXSpec | None, out_dtype: torch.dtype) -> Tensor:
+        if spec is None:
+            return self.decompose()
+        attention = self.replace(element=None, out_dtype=None)  # a kernel may support it without the quantization
+        return self.quantized(run_kernel(attention, dtype, None, dtype))
 
     def fake(self) -> Tensor:
         _, _, dtype = self.check()

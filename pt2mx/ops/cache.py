@@ -66,8 +66,8 @@ class StoreMX(HasFormat[T]):
             if is_in_torch_dispatch_mode():  # which sees the operators of the definition, but no kernel
                 self.check()
                 self.decompose()
-            elif not store_again(self.args) and not run_kernel("store_mx", *self.args[:7], self.check()):
-                self.decompose()
+            elif not store_again(self.args):
+                run_kernel(self, self.check())
         except IndexError as error:
             length = min(self.key_data.shape[2], self.value_data.shape[2])
             raise MXError(f"a slot does not exist, {error}: pass slots of at least 0 and below {length}") from None

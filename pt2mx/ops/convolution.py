@@ -1,8 +1,8 @@
 """`conv2d_mx`: convolutions with weights that stay packed, their channels last.
 
 It computes what `conv2d(x, dequantize_mx(weight))` does, with float32 sums in another order, and is what the lowered
-program calls (`pt2mx.fx.passes.convolutions_as_matmuls`). `pt2mx.kernels.dequantize_then_matmul` defines it on every
-device; the CPU's kernel makes no patches.
+program calls (`pt2mx.fx.passes.convolutions_as_matmuls`). The CPU's kernel makes no patches; elsewhere the weight is
+dequantized.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import CODES, SCALES, Pair, ScaleOfTensor, TargetDtype
 from pt2mx.ops.checks import check_bias, check_packed, check_target_dtype, holds
 from pt2mx.ops.linear import PackedMatmul
@@ -100,12 +98,9 @@ class Conv2dMX(PackedMatmul[T]):
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        return conv2d_shape(self.x, self.codes, self.conv_args)
-
-    def kernel(self) -> Tensor:
-        spec, dtype = self.check()
-        tensors = self.x, self.codes, self.scale, self.bias
-        return run_kernel("conv2d_mx", *tensors, spec, *self.conv_args, dtype, self.tensor_scale)
+        pairs = zip(self.x.shape[1:3], self.codes.shape[1:3], *self.conv_args, strict=True)
+        size = [(n + 2 * pad - dilation * (taps - 1) - 1) // stride + 1 for n, taps, stride, pad, dilation in pairs]
+        return self.x.shape[0], *size, self.codes.shape[0]
 
     def decompose(self) -> Tensor:
         x = self.x.to(self.result_dtype)

@@ -1,14 +1,14 @@
 """The operators of a decoder's step: `normed_linear_mx`, `residual_linear_mx`, `decoding_attention` and
 `decoding_attention_mx`.
 
-Two are linear layers with a norm, a gate or a residual sum; `pt2mx.kernels.decoder_linear` defines them, and says how
-they share the work of a norm. Only programs for single tokens call these operators: on an NVIDIA GPU all of them
+Two are linear layers with a norm, a gate or a residual sum; `pt2mx.kernels.decoder_linear` says how they share the work
+of a norm. Only programs for single tokens call these operators: on an NVIDIA GPU all of them
 (`pt2mx.fx.passes.fuse_decoding`), on a CPU `decoding_attention`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import decoder_linear
-from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES
-from pt2mx.kernels.gpu.mma_layout import ROWS
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES, parts
+from pt2mx.kernels.gpu.mma_layout import ROWS, from_mma_layout
 from pt2mx.ops.arguments import CODES, Element, HasFormat, ScaleFormatName, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
@@ -50,10 +48,11 @@ class _DecoderLinear(Operator[T]):
         layer = self.x, self.codes, self.scale, self.bias, self.element, self.n, 0, self.tensor_scale
         LinearMXMMALayout(*layer).check()
 
-    @property
-    def of_definition(self) -> tuple[Any, ...]:
-        """The arguments of the definition and of the kernels."""
-        return tuple(ELEMENTS[arg] if arg is self.element else arg for arg in self.args)
+    def matmul(self) -> Tensor:
+        """Return x times the weight, (..., n) float32."""
+        layout = self.codes, self.scale, ELEMENTS[self.element], self.n, self.x.shape[-1]
+        weight = from_mma_layout(*layout, self.tensor_scale)
+        return functional.linear(self.x.float(), weight.float())
 
 
 @operator("normed_linear_mx", 1, "(..., n) bfloat16, with a gate (..., n / 2)")
@@ -91,16 +90,19 @@ class NormedLinearMX(_DecoderLinear[T]):
         if squares is not None:
             _check(squares, "squares", (*x.shape[:-1], -(-x.shape[-1] // ROWS)), torch.float32, x.device)
 
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel("normed_linear_mx", *self.of_definition)
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.n if self.gate is None else self.n // 2)
 
     def decompose(self) -> Tensor:
-        return decoder_linear.normed_linear(*self.of_definition).contiguous()
+        y = self.matmul()
+        if self.squares is not None:
+            y = y * torch.rsqrt(self.squares.sum(-1, keepdim=True) / self.x.shape[-1] + self.eps)
+        y = (y if self.bias is None else y + self.bias).to(self.x.dtype)
+        if self.gate is None:
+            return y
+        of_gate, values = parts(y.float())
+        return (GATES[self.gate](of_gate) * values).to(self.x.dtype).contiguous()
 
 
 @operator(
@@ -142,10 +144,6 @@ class ResidualLinearMX(_DecoderLinear[T]):
         _check(self.residual, "residual", (*self.x.shape[:-1], self.n), *expected)
         _check(self.norm_weight, "norm_weight", (self.n,), *expected)
 
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        self.check()
-        return run_kernel("residual_linear_mx", *self.of_definition)
-
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         self.check()
         shape = (*self.x.shape[:-1], self.n)
@@ -153,7 +151,10 @@ class ResidualLinearMX(_DecoderLinear[T]):
         return self.x.new_empty(shape), self.x.new_empty(shape), squares
 
     def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
-        return decoder_linear.residual_linear(*self.of_definition)
+        y = self.matmul()
+        total = self.residual + (y if self.bias is None else y + self.bias).to(self.x.dtype)
+        squares = functional.pad(total.float().square(), (0, -self.n % ROWS)).unflatten(-1, (-1, ROWS)).sum(-1)
+        return total, total * self.norm_weight, squares
 
 
 @operator("decoding_attention", 1, "(B, heads, S, W) in the query's dtype")
@@ -197,11 +198,6 @@ class DecodingAttention(Operator[T]):
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or not broadcasts(mask.shape, scores)):
             raise MXError(f"the mask must be booleans that broadcast to {scores}, not {tuple(mask.shape)} {mask.dtype}")
         check_one_device(self.args)
-
-    def kernel(self) -> Tensor:
-        self.check()
-        result = run_kernel("decoding_attention", *self.args)
-        return self.decompose() if result is None else result
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -249,11 +245,8 @@ class DecodingAttentionMX(HasFormat[T]):
         check_one_device(self.args)
         return spec
 
-    def kernel(self) -> Tensor:
-        packed = (self.key_data, self.key_scale), (self.value_data, self.value_scale)
-        call = self.query, *packed, self.check(), self.value_width, self.mask, self.scale
-        result = run_kernel("decoding_attention_mx", *call, None, None, self.zeros)
-        return self.attention.kernel() if result is None else result
+    def define(self, spec: MXSpec) -> Tensor:
+        return self.attention.kernel()
 
     @property
     def result_shape(self) -> tuple[int, ...]:

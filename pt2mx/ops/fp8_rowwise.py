@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
+from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, check_norm_parameters, layer_norm
 from pt2mx.ops.arguments import ROWS, Element, HasFormat, choices
@@ -99,8 +99,8 @@ class QuantizeFP8Rows(_MakesRows[T]):
         check_activation(self.activation)
         return _MakesRows.check(self)
 
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor]:
-        return run_kernel("quantize_fp8_rows", self.x, self.check(), self.activation)
+    def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor]:
+        return fp8_rowwise.quantize(self.x, spec, self.activation)
 
     def decompose(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.rows_of(self.x, self.activation)
@@ -139,9 +139,9 @@ class LayerNormFP8Rows(_MakesRows[T]):
         check_norm_parameters(x, "x's dtype", weight=self.weight, bias=self.bias)
         return spec
 
-    def kernel(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        args = self.x, self.residual, self.weight, self.bias, self.eps
-        return run_kernel("layer_norm_fp8_rows", *args, self.check())
+    def define(self, spec: MXSpec) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        normed = layer_norm(self.x, self.residual, self.weight, self.bias, self.eps)
+        return normed, *fp8_rowwise.quantize(normed, spec, "none")
 
     def fake(self) -> tuple[Tensor, ...]:
         return self.x.new_empty(self.x.shape), *_MakesRows.fake(self)
@@ -197,9 +197,8 @@ class MmFP8Rows(_WithoutGradient[T]):
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != unfit.dtype):
             raise MXError(f"bias {tuple(bias.shape)} {bias.dtype} must be ({weight.shape[0]},) in {unfit.dtype}")
 
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel("mm_fp8_rows", *self.args)
+    def define(self) -> Tensor:
+        return fp8_rowwise.mm(*self.args)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

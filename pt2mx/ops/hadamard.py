@@ -16,7 +16,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import QuantizesRows
 from pt2mx.ops.arguments import ROWS, VALUES, Axis, TargetDtype
@@ -45,15 +44,14 @@ class Hadamard(Operator[T]):
     def check(self) -> None:
         check_rotation(self.x, self.size, self.axis)
 
-    def kernel(self) -> Tensor:
-        self.check()
-        return run_kernel("hadamard", self.x, self.size, self.axis)
-
     def decompose(self) -> Tensor:
         return rotate(*self.args)
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": rotate_back(grad, self.size, self.axis)}
+
+
+hadamard = Hadamard.overload
 
 
 @operator("rotated_fake_quantize_mx", 3, "x's shape, contiguous, in `target_dtype`")
@@ -84,19 +82,11 @@ class RotatedFakeQuantize(QuantizesRows[T]):
             )
         return spec, check_target_dtype(self.target_dtype, self.x)
 
-    def kernel(self) -> Tensor:
-        spec, dtype = self.check()
-        result = run_kernel("rotated_fake_quantize_mx", self.x, self.size, spec, dtype)
-        if result is not None:
-            return result
-        return run_kernel("fake_quantize_mx", run_kernel("hadamard", self.x, self.size), spec, None).to(dtype)
-
     def decompose(self) -> Tensor:
-        return self.fake_quantize(rotate(self.x, self.size))
+        return self.fake_quantize(hadamard(self.x, self.size, -1))
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         return {"x": rotate_back(grad, self.size).to(ctx.dtype)}
 
 
-hadamard = Hadamard.overload
 rotated_fake_quantize_mx = RotatedFakeQuantize.overload

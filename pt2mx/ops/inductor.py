@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from pt2mx.kernels import elements
-from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import guards
+from pt2mx.kernels.select import supports
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX
 from pt2mx.ops.decoding import DecodingAttention
@@ -25,6 +25,7 @@ from pt2mx.ops.decompositions import decompositions
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import LinearMX
+from pt2mx.ops.operator import Operator
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
 from pt2mx.ops.stochastic import random_bits
 
@@ -57,7 +58,7 @@ def _linear(call: LinearMX[Tensor]) -> Tensor:
     known = all(isinstance(n, int) for n in x.shape[:-1])  # asking a symbolic size for its number would fix it
     if x.device.type != "cpu" or not known or x.shape[:-1].numel() < _DENSE_ROWS:
         return NotImplemented
-    if dtype is not None and cpu_linear.has_isa(call.spec, x.shape[-1]):
+    if dtype is not None and supports("multiply by packed weights", x, call.spec, x.shape[-1]):
         return NotImplemented
     weight = call.weight(dtype or x.dtype, x.shape[-1])
     x = hadamard(x, call.rotation, -1) if call.rotation else x
@@ -138,29 +139,29 @@ def register_lowerings() -> None:
     lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     for overload in (AttentionMX.overload, DecodingAttention.overload):
         lowering.make_fallback(overload, warn=False, override_decomp=True)
-    for overload, lowered in _prepared_calls().items():
-        lowering.register_lowering(overload, type_promotion_kind=None)(_prepared(overload, lowered))
+    for operator, lowered in _prepared_calls().items():
+        lowering.register_lowering(operator.overload, type_promotion_kind=None)(_prepared(operator, lowered))
 
 
-def _prepared_calls() -> dict[OpOverload, Callable[..., Any]]:
+def _prepared_calls() -> dict[type[Operator[Any]], Callable[..., Any]]:
     """Return operator -> its lowering to a prepared call, which returns None where the operator stays a call."""
     from pt2mx.kernels.inductor import prepared
 
     return {
-        LinearMX.overload: prepared.linear_mx,
-        ActivationFakeQuantize.overload: prepared.activation_fake_quantize_mx,
-        AttentionMX.overload: prepared.attention_mx,
-        DecodingAttention.overload: prepared.decoding_attention,
+        LinearMX: prepared.linear_mx,
+        ActivationFakeQuantize: prepared.activation_fake_quantize_mx,
+        AttentionMX: prepared.attention_mx,
+        DecodingAttention: prepared.decoding_attention,
     }
 
 
-def _prepared(overload: OpOverload, lowered: Callable[..., Any]) -> Callable[..., Any]:
+def _prepared(cls: type[Operator[Any]], lowered: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import lowering
 
-    call_operator = lowering.fallback_handler(overload, add_to_fallback_set=False)
+    call_operator = lowering.fallback_handler(cls.overload, add_to_fallback_set=False)
 
     def run(*args: Any) -> Any:
-        result = lowered(*args)
+        result = lowered(cls(*args))
         return call_operator(*args) if result is None else result
 
     return run

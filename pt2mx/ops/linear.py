@@ -1,8 +1,8 @@
 """`linear_mx`, `grouped_linear_mx`, `linear_mx_mma_layout`: linear layers whose weights stay packed.
 
 They compute what `linear(x, dequantize_mx(weight))` does, with float32 sums in another order, and are what the lowered
-program calls (`pt2mx.fx.lower`). `pt2mx.kernels.dequantize_then_matmul` defines them on every device;
-`pt2mx.kernels.select` lists the kernels.
+program calls (`pt2mx.fx.lower`). Where no kernel of `pt2mx.kernels.select` supports a call, the weight is dequantized:
+for large batches, where the matmul takes most of the time anyway, and on devices without kernels.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.dequantize_then_matmul import grouped_mm
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout
-from pt2mx.kernels.hadamard import rotate, rotate_back
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.hadamard import rotate_back
 from pt2mx.ops.arguments import (
     CODES,
     SCALES,
@@ -32,6 +30,7 @@ from pt2mx.ops.arguments import (
     choices,
 )
 from pt2mx.ops.checks import check_bias, check_packed, check_rotation, check_target_dtype
+from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
 from pt2mx.ops.quantization import Dequantize
 from pt2mx.spec import MXSpec
@@ -66,9 +65,27 @@ class PackedMatmul(HasFormat[T]):
     scale: T
     tensor_scale: T | None
 
+    def dequantization(self, dtype: torch.dtype, length: int) -> Dequantize[T]:
+        """Return the call that dequantizes the weight, with `length` values along its last dimension."""
+        return Dequantize(self.codes, self.scale, self.spec, dtype, length, self.tensor_scale)
+
     def weight(self, dtype: torch.dtype, length: int) -> Tensor:
         """Return the dequantized weight, with `length` values along its last dimension."""
-        return Dequantize(self.codes, self.scale, self.spec, dtype, length, self.tensor_scale).call()
+        return self.dequantization(dtype, length).call()
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Compute `torch._grouped_mm` by operators that torch can trace. Torch's own operator runs only for bfloat16 with
+    rows of whole 16 bytes; otherwise each expert multiplies all rows. x: (T, K), weight: (E, K, N), offs: (E,) int32 ->
+    (T, N)."""
+    if x.dtype == torch.bfloat16 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
+        return torch._grouped_mm(x, weight, offs=offs)
+    row = torch.arange(x.shape[0], device=x.device)
+    expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    for i, each in enumerate(weight.unbind()):
+        y = torch.where((expert == i).unsqueeze(-1), x @ each, y)
+    return y
 
 
 @operator(
@@ -111,17 +128,12 @@ class LinearMX(PackedMatmul[T]):
             check_bias(self.bias, self.codes.shape[0], dtype, self.x.device)
         return spec, dtype
 
-    def kernel(self) -> Tensor:
-        spec, dtype = self.check()
-        tensors = self.x, self.codes, self.scale, self.bias
-        return run_kernel("linear_mx", *tensors, spec, self.rotation, dtype, self.tensor_scale)
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.codes.shape[0])
 
     def decompose(self) -> Tensor:
-        x = rotate(self.x, self.rotation) if self.rotation else self.x
+        x = hadamard(self.x, self.rotation, -1) if self.rotation else self.x
         x = x.to(self.result_dtype)
         return functional.linear(x, self.weight(x.dtype, x.shape[-1]), self.bias)
 
@@ -162,10 +174,14 @@ class GroupedLinearMX(PackedMatmul[T]):
             )
         return spec, check_target_dtype(self.target_dtype, x)
 
-    def kernel(self) -> Tensor:
-        spec, dtype = self.check()
-        tensors = self.x, self.codes, self.scale, self.offs
-        return run_kernel("grouped_linear_mx", *tensors, spec, dtype, self.tensor_scale)
+    def define(self, spec: MXSpec, dtype: torch.dtype) -> Tensor:
+        weight = self.weight(dtype, self.x.shape[-1])  # (E, N, K)
+        return torch._grouped_mm(self.x.to(dtype), weight.mT, offs=self.offs)
+
+    def of_expert(self, expert: int, x: Tensor, dtype: torch.dtype) -> LinearMX[Tensor]:
+        """Return the call of `linear_mx` for the rows of an expert, with a result in `dtype`."""
+        t = None if self.tensor_scale is None else self.tensor_scale.expand(len(self.codes))[expert]
+        return LinearMX(x, self.codes[expert], self.scale[expert], None, self.spec, 0, dtype, t)
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -241,11 +257,6 @@ class LinearMXMMALayout(Operator[T]):
                     f"{tuple(t.shape)} and {t.dtype}"
                 )
 
-    def kernel(self) -> Tensor:
-        self.check()
-        weight = self.codes, self.scale, self.bias, ELEMENTS[self.element]
-        return run_kernel("linear_mx_mma_layout", self.x, *weight, self.n, self.rotation, self.tensor_scale)
-
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.x.shape[:-1], self.n)
@@ -253,7 +264,8 @@ class LinearMXMMALayout(Operator[T]):
     def decompose(self) -> Tensor:
         layout = self.codes, self.scale, ELEMENTS[self.element], self.n, self.x.shape[-1]
         weight = from_mma_layout(*layout, self.tensor_scale)
-        return functional.linear(rotate(self.x, self.rotation) if self.rotation else self.x, weight, self.bias)
+        x = hadamard(self.x, self.rotation, -1) if self.rotation else self.x
+        return functional.linear(x, weight, self.bias)
 
 
 linear_mx = LinearMX.overload

@@ -35,35 +35,37 @@ def order_in_memory(x: Tensor) -> Order:
 
 
 def with_memory_format_of(
-    x: Tensor,
-    kernel: Callable[..., Tensor | tuple[Tensor, ...]],
-    tensors: tuple[Tensor, ...],
-    spec: MXSpec,
-    *extra: object,
+    x: Tensor, kernel: Callable[..., Tensor | tuple[Tensor, ...]], spec: MXSpec, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return what `kernel(*tensors, spec, *extra)` gives, in x's order in memory, as tensors of their own.
+    """Return what `kernel(spec, *tensors)` gives, in x's order in memory, as tensors of their own.
 
     The kernel gives contiguous tensors; `tensors` have x's dimensions. It gets them permuted to x's order in memory,
     unless it draws random numbers, which go by the position of a value in x, whatever the strides, or its blocks have
     several rows, whose dimension goes by its position in x (`MXSpec.row_axis`).
     """
-    if x.is_contiguous() and min(x.shape) > 1:  # no stride is ambiguous, the usual case
-        return _as_tuple(kernel(*tensors, spec, *extra))
+    if has_one_order(x):
+        return as_tuple(kernel(spec, *tensors))
     order = order_in_memory(x)
     if order == contiguous_order(x):
-        results = _as_tuple(kernel(*tensors, spec, *extra))
+        results = as_tuple(kernel(spec, *tensors))
         if x.shape[spec.axis] > 2 and spec.block_rows == 1:
             return results
     elif ROUNDINGS[spec.rounding].random or spec.block_rows > 1:
-        results = tuple(y.permute(order).contiguous() for y in _as_tuple(kernel(*tensors, spec, *extra)))
+        results = tuple(y.permute(order).contiguous() for y in as_tuple(kernel(spec, *tensors)))
     else:
         spec = spec.replace(axis=order.index(spec.axis))
-        results = _as_tuple(kernel(*(t.permute(order) for t in tensors), spec, *extra))
+        results = as_tuple(kernel(spec, *(t.permute(order) for t in tensors)))
     shapes = [inverse_permute(y, order).shape for y in results]
     return tuple(y.as_strided_(n, strides_in_order(x, n)) for y, n in zip(results, shapes, strict=True))
 
 
-def _as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def has_one_order(x: Tensor) -> bool:
+    """Return whether x is contiguous and no stride is ambiguous, as usual: its results are contiguous too."""
+    return x.is_contiguous() and min(x.shape) > 1
+
+
+def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the results of a kernel, of which there may be one."""
     return results if isinstance(results, tuple) else (results,)
 
 

@@ -6,7 +6,8 @@ schema from them, and registers the methods.
 | method | |
 |---|---|
 | `check` | an error for arguments that do not fit each other; else what the kernel needs of them |
-| `kernel` | the result, on every device |
+| `define` | the result where no kernel of `pt2mx.kernels.select` supports the call; by default `decompose` |
+| `kernel` | the result, on every device; by default that of a kernel, or else of `define` |
 | `fake`, or `result_shape` and `result_dtype` | an empty tensor like the result |
 | `backward`, `saved`, `remember` | the gradients by field, and what they read |
 | `decompose` | the result by aten operators, for programs that run without pt2mx |
@@ -33,6 +34,7 @@ from torch._ops import OpOverload
 from typing_extensions import Self, dataclass_transform
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.gradients import register_gradient
 from pt2mx.spec import MXSpec
 
@@ -168,6 +170,17 @@ class Operator(Generic[T]):
     def check(self) -> Any:
         """Return the spec and, where it is an argument, the dtype of the result, for `kernel`. Raise MXError for
         arguments that the operator does not take."""
+
+    def kernel(self) -> Any:
+        """Return the result, by the kernel for the device or else by the definition."""
+        checked = self.check()
+        if checked is None:
+            return run_kernel(self)
+        return run_kernel(self, *checked) if isinstance(checked, tuple) else run_kernel(self, checked)
+
+    def define(self, *checked: Any) -> Any:
+        """Return the result without a kernel for the device. `checked`: what `check` returned."""
+        return self.decompose()  # type: ignore[attr-defined]  # every operator that defines nothing else has one
 
     @property
     def result_shape(self) -> Sequence[int]:

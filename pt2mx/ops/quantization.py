@@ -8,13 +8,13 @@ same tensor.
 
 from __future__ import annotations
 
-import functools
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.kernels import reference_chunked
 from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.packing import is_packed, new_size, packed_length, resized
 from pt2mx.kernels.select import run_kernel
@@ -31,14 +31,12 @@ from pt2mx.ops.arguments import (
     choices,
 )
 from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_ste, check_tensor_scale
-from pt2mx.ops.memory_format import empty_in_format_of, with_memory_format_of
+from pt2mx.ops.memory_format import as_tuple, empty_in_format_of, has_one_order, with_memory_format_of
 from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
 from pt2mx.ops.stochastic import seed_of
 from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
 
-_NAMES = "quantize_mx", "dequantize_mx", "fake_quantize_mx", "clip_gradient_mx"
-_KERNELS = {name: functools.partial(run_kernel, name) for name in _NAMES}
 #: the arguments of values and how they are quantized
 _QUANTIZED = {**CODES, "axis": Axis, "scale_mode": AnyScaleMode, "rounding": Rounding}
 #: the axis of codes, by its name in `dequantize_mx`
@@ -50,6 +48,19 @@ _SOURCE = "_mx_source"
 def _row(x: Tensor) -> Tensor:
     """Return x with a dimension at least: `torch.atleast_1d` without its three Python calls."""
     return x if x.dim() else x.unsqueeze(0)
+
+
+def _run_in_order(call: Any, tensors: tuple[str, ...], spec: MXSpec, *more: object) -> tuple[Tensor, ...]:
+    """Run the kernel of a call in the order in memory of its fields `tensors`, which have the same dimensions."""
+    x = getattr(call, tensors[0])
+    if has_one_order(x):
+        return as_tuple(run_kernel(call, spec, *more))
+
+    def kernel(spec: MXSpec, *given: Tensor) -> Any:
+        in_order = call if given[0] is x else call.replace(**dict(zip(tensors, given, strict=True)))
+        return run_kernel(in_order, spec, *more)
+
+    return with_memory_format_of(x, kernel, spec, *(getattr(call, name) for name in tensors))
 
 
 class Quantization(HasFormat[T]):
@@ -74,6 +85,16 @@ def scale_of_tensor(call: Any, spec: MXSpec) -> Tensor:
     if call.tensor_scale is not None:
         return call.tensor_scale
     return TensorScale(call.x, spec).call()
+
+
+def _for_kernel(call: Any, spec: MXSpec) -> Any:
+    """Return a call that quantizes x with a dimension at least, the seed as a tensor, and the tensor scale of a format
+    with one."""
+    seed = seed_of(call.x, spec, call.seed)
+    t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
+    if call.x.dim() and seed is call.seed and t is call.tensor_scale:
+        return call
+    return call.replace(x=_row(call.x), seed=seed, tensor_scale=t)
 
 
 @operator(
@@ -103,9 +124,11 @@ class Quantize(Quantization[T]):
     tensor_scale: ScaleOfTensor[T] = None
 
     def kernel(self) -> tuple[Tensor, ...]:
-        spec, x = self.check(), _row(self.x)
-        seed = seed_of(x, spec, self.seed)
-        return with_memory_format_of(x, _KERNELS["quantize_mx"], (x,), spec, seed, self.tensor_scale)
+        spec = self.check()
+        return _run_in_order(_for_kernel(self, spec), ("x",), spec)
+
+    def define(self, spec: MXSpec) -> tuple[Tensor, Tensor]:
+        return reference_chunked.quantize(self.x, spec, self.seed, self.tensor_scale)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         spec, x = self.check(), _row(self.x)
@@ -161,8 +184,10 @@ class Dequantize(HasFormat[T]):
                 matrix = spec.replace(axis=spec.axis - 1)
                 out.copy_(self.replace(codes=codes, scale=scale, spec=matrix, tensor_scale=t).kernel())
             return y
-        packed, extra = (self.codes, self.scale), (self.dtype, length, self.tensor_scale)
-        return with_memory_format_of(self.codes, _KERNELS["dequantize_mx"], packed, spec, *extra)[0]
+        return _run_in_order(self, ("codes", "scale"), spec, length)[0]
+
+    def define(self, spec: MXSpec, length: int) -> Tensor:
+        return reference_chunked.dequantize(self.codes, self.scale, spec, self.dtype, length, self.tensor_scale)
 
     def fake(self) -> Tensor:
         spec, length = self.check()
@@ -221,10 +246,12 @@ class FakeQuantize(Quantization[T]):
         return Quantization.check(self)
 
     def kernel(self) -> Tensor:
-        spec, x = self.check(), _row(self.x)
-        seed, t = seed_of(x, spec, self.seed), scale_of_tensor(self, spec) if spec.scale_format.tensor else None
-        (y,) = with_memory_format_of(x, _KERNELS["fake_quantize_mx"], (x,), spec, seed, t)
+        spec = self.check()
+        (y,) = _run_in_order(_for_kernel(self, spec), ("x",), spec)
         return y if self.x.dim() else y.as_strided_((), ())
+
+    def define(self, spec: MXSpec) -> Tensor:
+        return reference_chunked.fake_quantize(self.x, spec, self.seed, self.tensor_scale)
 
     def fake(self) -> Tensor:
         self.check()
@@ -272,9 +299,14 @@ class ClipGradient(HasFormat[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        tensors, t = (_row(grad), _row(x)), scale_of_tensor(self, spec) if spec.scale_format.tensor else None
-        (y,) = with_memory_format_of(tensors[1], _KERNELS["clip_gradient_mx"], tensors, spec, t)
+        t = scale_of_tensor(self, spec) if spec.scale_format.tensor else None
+        is_ready = bool(x.dim()) and t is self.tensor_scale
+        call = self if is_ready else self.replace(grad=_row(grad), x=_row(x), tensor_scale=t)
+        (y,) = _run_in_order(call, ("x", "grad"), spec)
         return y if x.dim() else y.as_strided_((), ())
+
+    def define(self, spec: MXSpec) -> Tensor:
+        return reference_chunked.clip_gradient(self.grad, self.x, spec, self.tensor_scale)
 
     def fake(self) -> Tensor:
         self.check()

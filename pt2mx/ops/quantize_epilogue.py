@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.activations import BACKWARD, ActivationFakeQuantize
 from pt2mx.ops.arguments import ROWS, WEIGHT_CODES, WEIGHT_SCALE, Element, Pair, choices
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
@@ -103,11 +102,8 @@ class LinearFakeQuantize(_QuantizesMatmul[T]):
         weight, product_dtype = self.linear.check()
         return weight, product_dtype, *self.check_result("product", product_dtype)
 
-    def kernel(self) -> Tensor:
-        weight, product_dtype, quantization, dtype = self.check()
-        args = self.x, self.codes, self.scale, self.bias, weight, product_dtype, self.activation, quantization, dtype
-        result = run_kernel("linear_fake_quantize_mx", *args)
-        return self.quantize(self.linear.kernel()).kernel() if result is None else result
+    def define(self, *checked: Any) -> Tensor:
+        return self.quantize(self.linear.kernel()).kernel()
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -199,12 +195,8 @@ class Conv2dFakeQuantize(_QuantizesMatmul[T]):
             sum_dtype = torch.promote_types(product_dtype, residual.dtype)
         return weight, product_dtype, sum_dtype, *self.check_result("convolution", sum_dtype)
 
-    def kernel(self) -> tuple[Tensor, Tensor]:
-        weight, product_dtype, _, quantization, dtype = self.check()
-        conv = self.x, self.codes, self.scale, self.bias, weight, self.conv.conv_args, product_dtype
-        epilogue = self.residual, self.activation, self.keep_activated, quantization, dtype
-        results = run_kernel("conv2d_fake_quantize_mx", *conv, *epilogue)
-        return self.in_steps(Conv2dMX.kernel, ActivationFakeQuantize.kernel) if results is None else results
+    def define(self, *checked: Any) -> tuple[Tensor, Tensor]:
+        return self.in_steps(Conv2dMX.kernel, ActivationFakeQuantize.kernel)
 
     def in_steps(self, convolve: Any, quantize: Any) -> tuple[Tensor, Tensor]:
         """Return the results by two functions of calls."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.arguments import ROWS, AnyScaleMode, HasFormat, ScaleFormatName
 from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
@@ -101,11 +100,6 @@ class RotateAndStore(_Rotation[T]):
                 f"{tuple(self.key.shape)} and {tuple(self.value.shape)}: only dimension 2, the slots, may differ"
             )
 
-    def kernel(self) -> Tensor:
-        self.check()
-        result = run_kernel("rotate_and_store", *self.args)
-        return self.decompose() if result is None else result
-
     def decompose(self) -> Tensor:
         self.keys.index_copy_(2, self.slots, self.rotated(self.key))
         self.values.index_copy_(2, self.slots, self.value)
@@ -159,11 +153,6 @@ class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
                 )
             check_packed(data, scale, spec, torch.bfloat16, new.shape[3])
         return spec
-
-    def kernel(self) -> Tensor:
-        spec = self.check()
-        result = run_kernel("rotate_quantize_and_store", *self.args[:10], spec)
-        return self.decompose() if result is None else result
 
     def decompose(self) -> Tensor:
         for new, data, scale in (

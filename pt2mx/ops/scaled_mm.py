@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.scaled_mm import FORMS, swizzle, values_of
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.scaled_mm import FORMS, swizzle, unpacked, values_of
 from pt2mx.ops.operator import COMPLIANT, As, Operator, T, operator
 
 _PAIRS = "; ".join(
@@ -62,11 +61,10 @@ class ScaledMM(Operator[T]):
                 f"(..., bytes) and (N, bytes) of the same K values, K a multiple of {BLOCK} and N of 16"
             )
 
-    def kernel(self) -> Tensor:
-        self.check()
-        x, elements = self.x.reshape(-1, self.x.shape[-1]), (self.x_element, self.weight_element)
-        packed = x, self.x_scale, self.weight, self.weight_scale
-        return run_kernel("scaled_mm_mx", *packed, self.bias, elements, self.target_dtype).view(self.result_shape)
+    def define(self) -> Tensor:
+        x = unpacked(self.x.reshape(-1, self.x.shape[-1]), self.x_scale, self.x_element)
+        y = x @ unpacked(self.weight, self.weight_scale, self.weight_element).t()
+        return (y if self.bias is None else y + self.bias).to(self.target_dtype).view(self.result_shape)
 
     @property
     def result_shape(self) -> tuple[int, ...]:

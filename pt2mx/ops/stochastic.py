@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
+from pt2mx.kernels import reference
 from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.checks import check_seed
@@ -48,7 +49,10 @@ class RandomBits(Operator[T]):
             raise MXError(
                 f"the seed tensor must be of shape () and int64, not {tuple(self.seed.shape)} and {self.seed.dtype}"
             )
-        return run_kernel("random_bits", self.seed, torch.Size(self.size))
+        return run_kernel(self)
+
+    def define(self) -> Tensor:
+        return reference.random_bits(self.seed, torch.Size(self.size))
 
     def fake(self) -> Tensor:
         return self.seed.new_empty(self.size, dtype=torch.int32)

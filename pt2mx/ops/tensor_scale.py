@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.float_scales import tensor_scale
 from pt2mx.modes import FLOAT_SCALE_MODES
 from pt2mx.ops.arguments import TENSOR_SCALED, Element, choices
 from pt2mx.ops.checks import check_input
@@ -43,8 +43,7 @@ class TensorScale(Operator[T]):
         return spec
 
     def kernel(self) -> Tensor:
-        spec = self.check()
-        return run_kernel("tensor_scale_mx", self.x, spec)
+        return tensor_scale(self.x, self.check())
 
     def fake(self) -> Tensor:
         self.check()

@@ -5,8 +5,7 @@ runs with its imports changed to `pt2mx.pychop`: the same names, positions, defa
 differences.
 """
 
-from pt2mx.pychop.backend import backend, get_backend
-from pt2mx.pychop.formats import MX_FORMATS, MXSpec, create_mx_spec, print_mx_format_table
+from pt2mx.pychop.formats import MX_FORMATS, MXSpec, create_mx_spec
 from pt2mx.pychop.layers import MXAttention, MXLinear, MXQuantizerSTE, convert_linear_to_mx
 from pt2mx.pychop.quantize import MXTensor, compare_mx_formats, create_mx_ste_quantizer, mx_quantize
 
@@ -17,12 +16,9 @@ __all__ = [
     "MXQuantizerSTE",
     "MXSpec",
     "MXTensor",
-    "backend",
     "compare_mx_formats",
     "convert_linear_to_mx",
     "create_mx_spec",
     "create_mx_ste_quantizer",
-    "get_backend",
     "mx_quantize",
-    "print_mx_format_table",
 ]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any
 
 from pt2mx import spec as core
-from pt2mx.analysis import compare
 from pt2mx.compat import PRESETS
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS, FORMATS, ElementFormat, parse_element
@@ -17,25 +16,13 @@ class MXSpec:
     """pychop's `MXSpec`, the format of an array: elements given by the widths of their fields, and blocks over the
     flattened array. `to_core` converts it to a `pt2mx.MXSpec`, which is another class.
 
-    Args:
-        name: the name. As in pychop, it decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of the
-            OCP specification. Under another name every code with these widths is a number (E4M3 reaches 480).
-        exp_bits: bits of an element's exponent; 0 for integers, which have the full range of two's complement.
-        sig_bits: bits of its significand, without the sign and the hidden bit.
-        block_size: values that share a scale.
-        scale_exp_bits, scale_sig_bits: bits of a scale's exponent and significand.
+    `exp_bits` is 0 for integers, which have the full range of two's complement; `sig_bits` counts neither the sign nor
+    the hidden bit. As in pychop, the name decides on special values: `MXFP8_E4M3` and `MXFP8_E5M2` are the formats of
+    the OCP specification. Under another name every code with these widths is a number (E4M3 reaches 480).
 
     Raises:
         MXError: for widths that no element or no scale has; an element has at most 16 bits, at most 7 of them for the
             exponent.
-
-    Example:
-        >>> from pt2mx import pychop
-        >>> spec = pychop.MXSpec("MINE", 2, 3, block_size=16)
-        >>> spec.element_bits, spec.total_bits_per_block
-        (6, 104)
-        >>> print(spec.to_core())
-        mxfp6_e2m3{16}
     """
 
     name: str
@@ -69,11 +56,8 @@ class MXSpec:
         return 16 * self.block_size / self.total_bits_per_block
 
     def to_core(self) -> core.MXSpec:
-        """Return the `pt2mx.MXSpec` that represents the same numbers.
-
-        Returns:
-            A spec for the flattened array, by `PRESETS["pychop"]`.
-        """
+        """Return the `pt2mx.MXSpec` that represents the same numbers, by `PRESETS["pychop"]`, for the flattened
+        array."""
         fields = ("block_size", "scale_exp_bits", "scale_sig_bits")
         return PRESETS["pychop"].spec(self._element(), **{name: getattr(self, name) for name in fields})
 
@@ -99,42 +83,13 @@ MX_FORMATS: dict[str, MXSpec] = {
 }
 
 
-def print_mx_format_table(file: TextIO | None = None) -> None:
-    """Print the table of the formats in `MX_FORMATS`, as `pychop.print_mx_format_table` does, with the columns of
-    `pt2mx.print_mx_format_table`.
-
-    Args:
-        file: where it is printed; by default the standard output.
-
-    Example:
-        >>> from pt2mx import pychop
-        >>> pychop.print_mx_format_table()  # doctest: +ELLIPSIS
-        format      bits  exponent  mantissa ...
-        mxfp8_e5m2  8     5         2 ...
-        ...
-    """
-    print(compare.format_table(MX_FORMATS), file=file)
-
-
 def create_mx_spec(
     exp_bits: int, sig_bits: int, block_size: int = 32, scale_exp_bits: int = 8, name: str | None = None
 ) -> MXSpec:
-    """Return a custom format, as `pychop.create_mx_spec` does.
-
-    Args:
-        exp_bits, sig_bits, block_size, scale_exp_bits: as in `MXSpec`.
-        name: by default one made from the widths.
-
-    Returns:
-        The format.
+    """Return a custom format, as `pychop.create_mx_spec` does; its default name is made from the widths.
 
     Raises:
         MXError: as `MXSpec`.
-
-    Example:
-        >>> from pt2mx import pychop
-        >>> pychop.create_mx_spec(3, 2)
-        MXSpec(name='CUSTOM_MX6_E3M2', E3M2, block_size=32)
     """
     parse_element((exp_bits, sig_bits))
     if name is None:

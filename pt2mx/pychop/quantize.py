@@ -5,126 +5,133 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from pt2mx import arrays
 from pt2mx.analysis import compare
-from pt2mx.pychop.backend import as_array, as_numpy, cast, result_dtype, to_float
+from pt2mx.errors import MXError
 from pt2mx.pychop.formats import MX_FORMATS, MXSpec, resolve
 
+Format = str | MXSpec | tuple[int, int]
+
 _BITS_OF_MB = 8 * 2**20
+#: dtypes that the kernels take
+_QUANTIZED = ("float32", "float16", "bfloat16")
 
 
 def mx_quantize(
     data: object,
-    format: str | MXSpec | tuple[int, int] = "mxfp8_e4m3",
+    format: Format = "mxfp8_e4m3",
     block_size: int = 32,
     scale_exp_bits: int | None = None,
     scale_sig_bits: int | None = None,
-    backend: str | None = None,
 ) -> Any:
     """Quantize and dequantize in blocks over the flattened array, as `pychop.mx_quantize` does.
 
-    Unlike in pychop, every array library uses `block_size`. An Inf or a NaN makes its block NaN, and integers become
-    float32.
-
-    Args:
-        data: (...) torch or TensorFlow tensor, NumPy or JAX array of real numbers, list, or number.
-        format: a key of `MX_FORMATS`, a pair (exponent bits, significand bits), or an `MXSpec`, in its own block size.
-        block_size, scale_exp_bits, scale_sig_bits: fields of `MXSpec`, in place of the format's.
-        backend: the library whose array is returned, in place of the choice of `pychop.backend`.
-
-    Returns:
-        (...) in the dtype of `data`, float32 for integers. The gradient is straight-through: it passes unchanged.
+    `data` is a torch or TensorFlow tensor, a NumPy or JAX array of real numbers, a list, or a number. The result is an
+    array of its library (NumPy for lists and numbers) in its dtype, float32 for integers. An Inf or a NaN makes its
+    block NaN. The gradient passes unchanged. An `MXSpec` has its own block size; every library uses `block_size`.
 
     Raises:
-        MXError: for an unknown format or backend, or data other than real numbers.
-
-    Example:
-        >>> import numpy as np
-        >>> from pt2mx import pychop
-        >>> x = np.array([1.0, 2.4, -0.3, 7.0], np.float32)
-        >>> pychop.mx_quantize(x, "mxfp8_e4m3")
-        array([ 1.    ,  2.5   , -0.3125,  7.    ], dtype=float32)
-        >>> pychop.mx_quantize(x, (0, 3), block_size=2)
-        array([1. , 2.5, 0. , 7. ], dtype=float32)
+        MXError: for an unknown format, or data other than real numbers.
     """
-    spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
-    return _quantize(*as_array(data, backend), spec)
+    return _quantize(_as_array(data), resolve(format, block_size, scale_exp_bits, scale_sig_bits))
 
 
-def _quantize(lib: str, x: Any, spec: MXSpec) -> Any:
-    """Quantize an array of the library `lib`."""
-    dtype = result_dtype(x)
-    if lib == "tensorflow":
+def _quantize(x: Any, spec: MXSpec) -> Any:
+    dtype = _result_dtype(x)
+    if _library_of(x) == "tensorflow":
         from pt2mx.pychop import tensorflow
 
-        return tensorflow.through_numpy(x, lambda array: _quantize("numpy", array, spec), dtype)
-    return cast(arrays.mx_quantize(to_float(x), spec.to_core(), axis=None), dtype)
+        return tensorflow.through_numpy(x, lambda array: _quantize(array, spec), dtype)
+    return _cast(arrays.mx_quantize(_to_float(x), spec.to_core(), axis=None), dtype)
+
+
+def _library_of(data: object) -> str:
+    """Return the library of an array without importing that library; NumPy for any other object."""
+    if isinstance(data, Tensor):
+        return "torch"
+    if any("tensorflow" in kind.__module__.split(".") for kind in type(data).__mro__):  # Keras's variables too
+        return "tensorflow"
+    return "jax" if type(data).__module__.partition(".")[0] in ("jax", "jaxlib") else "numpy"
+
+
+def _as_array(data: object) -> Any:
+    """Return `data`, an array of any library, a list or a number, as an array."""
+    return _as_numpy(data) if _library_of(data) == "numpy" else data
+
+
+def _as_numpy(data: object) -> np.ndarray:
+    try:
+        return np.asarray(data)
+    except (ValueError, NotImplementedError) as error:  # of TensorFlow: a tensor that is traced
+        raise MXError(f"cannot quantize {data!r}: it is no array of numbers ({error})") from None
+
+
+def _dtype_of(x: Any) -> str:
+    return str(getattr(x.dtype, "name", x.dtype)).removeprefix("torch.")
+
+
+def _result_dtype(x: Any) -> str:
+    """Return the name of the dtype of x as quantized: its own, or float32 for integers."""
+    name = _dtype_of(x)
+    if name in ("float64", *_QUANTIZED):
+        return name
+    if not name.startswith(("int", "uint", "bool")):
+        raise MXError(f"cannot quantize an array of dtype {name}: give real numbers, for example in float32")
+    return "float32"
+
+
+def _to_float(x: Any) -> Any:
+    """Return x, an array of torch, NumPy or JAX, in a dtype that the kernels take."""
+    if _dtype_of(x) in _QUANTIZED:
+        return x
+    _result_dtype(x)
+    with np.errstate(over="ignore"):  # beyond float32 a value is Inf, as in torch
+        return _cast(x, "float32")
+
+
+def _cast(x: Any, dtype: str) -> Any:
+    if isinstance(x, Tensor):
+        return x.to(getattr(torch, dtype))
+    return x if str(x.dtype) == dtype else x.astype(dtype)
 
 
 class MXTensor:
     """pychop's `MXTensor`: the values of an array in an MX format, and the memory that its codes and scales would take.
 
-    Like pychop's class, it holds values; `pt2mx.MXTensor` holds packed codes. `spec` is the format, and `backend` the
-    library of the values.
-
-    Args:
-        data, format, block_size, scale_exp_bits, scale_sig_bits, backend: as in `mx_quantize`.
-
-    Raises:
-        MXError: as `mx_quantize`.
-
-    Example:
-        >>> import numpy as np
-        >>> from pt2mx import pychop
-        >>> x = pychop.MXTensor(np.array([1.0, 2.4, -0.3, 7.0], np.float32), "mxfp4_e2m1", block_size=4)
-        >>> x
-        MXTensor(backend=numpy, shape=(4,), format=MXFP4_E2M1)
-        >>> x.dequantize()
-        array([ 1. ,  2. , -0.5,  6. ], dtype=float32)
-        >>> x.statistics()["bits_per_element"]
-        6.0
+    Arguments are those of `mx_quantize`. Like pychop's class, it holds values; `pt2mx.MXTensor` holds packed codes.
     """
 
     def __init__(
         self,
         data: object,
-        format: str | MXSpec | tuple[int, int] = "mxfp8_e4m3",
+        format: Format = "mxfp8_e4m3",
         block_size: int = 32,
         scale_exp_bits: int | None = None,
         scale_sig_bits: int | None = None,
-        backend: str | None = None,
     ) -> None:
         self.spec = resolve(format, block_size, scale_exp_bits, scale_sig_bits)
-        self.backend, x = as_array(data, backend)
-        self.original_shape = tuple(x.shape)
-        self._values = _quantize(self.backend, x, self.spec)
+        x = _as_array(data)
+        self.backend, self.original_shape = _library_of(x), tuple(x.shape)
+        self._values = _quantize(x, self.spec)
 
     def dequantize(self) -> Any:
-        """Return the values.
-
-        Returns:
-            (...) as `mx_quantize` returns them.
-        """
+        """Return the values, (...), as `mx_quantize` returns them."""
         return self._values
 
     def statistics(self) -> dict[str, object]:
-        """Return sizes under pychop's names. The last block counts as a whole one.
-
-        Returns:
-            format, exp_bits, sig_bits, block_size, scale_exp_bits: of the format.
-            original_shape, num_blocks, total_elements: of the array.
-            compression_ratio_fp32, compression_ratio_fp16: the ratio of the array in these dtypes to codes and scales.
-            bits_per_element: bits a value with its share of the scale.
-            fp16_memory_mb, mx_memory_mb: of the array in fp16, and of its codes and scales, in units of 2**20 bytes.
-            memory_saved_vs_fp16: in percent.
-        """
+        """Return sizes under pychop's names. The last block counts as a whole one; `_mb` are units of 2**20 bytes, and
+        `memory_saved_vs_fp16` is in percent."""
         spec, elements = self.spec, math.prod(self.original_shape)
         blocks = -(-elements // spec.block_size)
-        values, bits = (
-            (elements, blocks * spec.total_bits_per_block) if elements else (spec.block_size, spec.total_bits_per_block)
-        )
+        values, bits = elements, blocks * spec.total_bits_per_block
+        if not elements:
+            values, bits = spec.block_size, spec.total_bits_per_block
         return {
             "format": spec.name,
             "exp_bits": spec.exp_bits,
@@ -149,64 +156,16 @@ class MXTensor:
 def create_mx_ste_quantizer(
     spec: MXSpec, block_size: int = 32, scale_exp_bits: int | None = None, scale_sig_bits: int | None = None
 ) -> Callable[[object], Any]:
-    """Return `mx_quantize` in one format, as `pychop.create_mx_ste_quantizer` does.
-
-    Args:
-        spec, block_size, scale_exp_bits, scale_sig_bits: as `format` and the others in `mx_quantize`.
-
-    Returns:
-        A function of an array, with a straight-through gradient.
-
-    Raises:
-        MXError: as `mx_quantize`, for the format.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import pychop
-        >>> quantize = pychop.create_mx_ste_quantizer(pychop.MX_FORMATS["mxint8"])
-        >>> x = torch.tensor([1.0, 2.4, -0.3, 7.0], requires_grad=True)
-        >>> y = quantize(x)
-        >>> y.detach()
-        tensor([ 1.0000,  2.3750, -0.3125,  7.0000])
-        >>> torch.autograd.grad(y.sum(), x)
-        (tensor([1., 1., 1., 1.]),)
-    """
+    """Return `mx_quantize` in one format, as `pychop.create_mx_ste_quantizer` does."""
     return functools.partial(mx_quantize, format=resolve(spec, block_size, scale_exp_bits, scale_sig_bits))
 
 
 def compare_mx_formats(
-    data: object,
-    formats: Iterable[str | MXSpec | tuple[int, int]] | None = None,
-    block_size: int = 32,
-    file: TextIO | None = None,
+    data: object, formats: Iterable[Format] | None = None, block_size: int = 32
 ) -> compare.MXComparison:
-    """Print a table of the errors of each format on `data`, as `pychop.compare_mx_formats` does, with the columns of
-    `pt2mx.compare_mx_formats`.
-
-    Args:
-        data: as in `mx_quantize`.
-        formats: as `format` there; by default all of `MX_FORMATS`.
-        block_size: values that share a scale, over the flattened array.
-        file: where the table is printed; by default the standard output.
-
-    Returns:
-        A `pt2mx.analysis.compare.MXComparison`: `rows`, the statistics of each format.
-
-    Raises:
-        MXError: as `mx_quantize`.
-
-    Example:
-        >>> import numpy as np
-        >>> from pt2mx import pychop
-        >>> x = np.array([1.0, 2.4, -0.3, 7.0], np.float32)
-        >>> comparison = pychop.compare_mx_formats(x, ["mxint8", "mxfp4_e2m1"], block_size=4)
-        format           bits  SQNR dB  max abs error  mean abs error  saturated %  flushed %  ratio
-        mxint8_full{4}  10.00    48.54          0.025        0.009375         0.00       0.00  3.20x
-        mxfp4_e2m1{4}    6.00    16.68              1             0.4        25.00       0.00  5.33x
-        >>> [row.max_abs_error for row in comparison.rows]
-        [0.02500009536743164, 1.0]
-    """
+    """Print and return the errors of each format on `data`, as `pychop.compare_mx_formats` does, by default of all in
+    `MX_FORMATS`, with the columns of `pt2mx.compare_mx_formats`."""
     specs = [resolve(format, block_size).to_core() for format in (MX_FORMATS if formats is None else formats)]
-    lib, x = as_array(data)
-    x = to_float(as_numpy(x) if lib == "tensorflow" else x)
-    return compare.compare_mx_formats(x, specs, axis=None, file=file)
+    x = _as_array(data)
+    x = _as_numpy(x) if _library_of(x) == "tensorflow" else x
+    return compare.compare_mx_formats(_to_float(x), specs, axis=None)

@@ -16,7 +16,7 @@ from pt2mx.quark.attributes import (
     mx_spec,
 )
 from pt2mx.quark.config import Config, QuantizationConfig
-from pt2mx.quark.model_quantizer import ModelQuantizer, get_library_path
+from pt2mx.quark.model_quantizer import ModelQuantizer
 
 __all__ = [
     "DEFAULT_MICROSCALING_PARAMS",
@@ -29,7 +29,6 @@ __all__ = [
     "QuantizationConfig",
     "VitisQuantFormat",
     "VitisQuantType",
-    "get_library_path",
     "mx_quantize_dequantize",
     "mx_spec",
 ]

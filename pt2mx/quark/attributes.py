@@ -21,48 +21,23 @@ DEFAULT_MICROSCALING_PARAMS = {**MX_OP_DEFAULT_ATTRS, "rounding_mode": 2}
 
 
 def mx_spec(attributes: Mapping[str, object]) -> MXSpec:
-    """Return the spec of an `MXAttributes` dictionary. Quark's ONNX quantizer configures an MX tensor with it.
+    """Return the spec of an `MXAttributes` dictionary, by `PRESETS["quark"]`; int8 reaches down to -128.
 
-    Args:
-        attributes: `element_dtype`, one of the six OCP elements by its name in `pt2mx.FORMATS`; `axis`; `block_size`;
-            `rounding_mode` 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 uses.
-            `MX_OP_DEFAULT_ATTRS` has the defaults.
-
-    Returns:
-        The spec by `PRESETS["quark"]`; int8 reaches down to -128.
+    Keys are `element_dtype`, one of the six OCP elements by its name in `pt2mx.FORMATS`; `axis`; `block_size`; and
+    `rounding_mode`: 0 (half away from zero), 1 (half up) or 2 (half to even), which only int8 uses.
 
     Raises:
         MXError: for another key or value.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> print(quark.mx_spec({"element_dtype": "fp6_e3m2", "block_size": 16}))
-        mxfp6_e3m2{16}
-        >>> print(quark.mx_spec({"rounding_mode": 2}))
-        mxint8_full{32}
     """
     return PRESETS["quark"].spec(**_arguments(attributes))
 
 
 def mx_quantize_dequantize(x: Tensor, attributes: Mapping[str, object]) -> Tensor:
-    """Quantize and dequantize as Quark's ONNX operator `MXQuantizeDequantize` (`MXFixNeuron`) does.
-
-    Args:
-        x: (..., n, ...) float32, float16 or bfloat16. `axis` does not apply to a tensor of one dimension.
-        attributes: as in `mx_spec`.
-
-    Returns:
-        (..., n, ...) in the dtype of x.
+    """Quantize x, (..., n, ...) float32, float16 or bfloat16, and dequantize it, as Quark's ONNX operator
+    `MXQuantizeDequantize` (`MXFixNeuron`) does. `axis` does not apply to a tensor of one dimension.
 
     Raises:
         MXError: as `mx_spec` and `pt2mx.fake_quantize_mx` do.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import quark
-        >>> x = torch.tensor([[1.0, 2.9, -5.9, 0.3]])
-        >>> quark.mx_quantize_dequantize(x, {"element_dtype": "fp4_e2m1"})
-        tensor([[ 1.0000,  3.0000, -6.0000,  0.5000]])
     """
     check_tensors(x=x)
     arguments = _arguments(attributes)
@@ -85,20 +60,9 @@ def _arguments(attributes: Mapping[str, object]) -> dict[str, Any]:
     return {"elem_dtype": element, **arguments}
 
 
-class _NamedEnum(Enum):
-    def __str__(self) -> str:
-        return self.name
-
-
 class CalibrationMethod(Enum):
     """The calibration methods for ranges of activations. Every method gives the same file, as in Quark, because an MX
-    scale depends on the values of its block alone.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.CalibrationMethod.MinMax.name
-        'MinMax'
-    """
+    scale depends on the values of its block alone."""
 
     MinMax = 0
     Entropy = 1
@@ -106,14 +70,8 @@ class CalibrationMethod(Enum):
     Distribution = 3
 
 
-class ExtendedQuantType(_NamedEnum):
-    """The type of activations or weights. pt2mx supports one of them, `QMX`, an MX format.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.ExtendedQuantType.QMX.value
-        10
-    """
+class ExtendedQuantType(Enum):
+    """The type of activations or weights. pt2mx supports one of them, `QMX`, an MX format."""
 
     QInt8 = 1
     QUInt8 = 2
@@ -131,28 +89,16 @@ class ExtendedQuantType(_NamedEnum):
 VitisQuantType = ExtendedQuantType
 
 
-class ExtendedQuantFormat(_NamedEnum):
-    """The nodes that quantize tensors in a graph; `QDQ` includes Quark's MX nodes.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.ExtendedQuantFormat.QDQ.value
-        1
-    """
+class ExtendedQuantFormat(Enum):
+    """The nodes that quantize tensors in a graph; `QDQ` includes Quark's MX nodes."""
 
     QOperator = 0
     QDQ = 1
 
 
-class VitisQuantFormat(_NamedEnum):
+class VitisQuantFormat(Enum):
     """The nodes that quantize tensors in a graph, under older names; `MXFixNeuron` means MX formats for activations and
-    weights.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.VitisQuantFormat.MXFixNeuron.value
-        5
-    """
+    weights."""
 
     QDQ = 2
     FixNeuron = 3

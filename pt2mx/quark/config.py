@@ -18,33 +18,11 @@ from pt2mx.quark.attributes import (
 )
 from pt2mx.spec import MXSpec
 
-_ELSEWHERE = "pt2mx.optimize rounds and smooths weights before a torch model is exported"
-_ONE_NODE = "pt2mx.quantize_onnx takes a pt2mx.MXQuantizer, which sets the format of single nodes"
-_NAMES = "name what stays float in nodes_to_exclude"
-#: field -> why pt2mx takes no other value than the default
-_FIXED = {
-    "input_nodes": _NAMES,
-    "output_nodes": _NAMES,
-    "subgraphs_to_exclude": _NAMES,
-    "specific_tensor_precision": _ONE_NODE,
-    "execution_providers": "outputs are compared on the CPU",
-    "per_channel": "each block of an MX tensor has a scale of its own",
-    "reduce_range": "MX elements have one range",
-    "optimize_model": "batch norms right after a convolution are folded into it",
-    "use_dynamic_quant": "MX activations are quantized at each call anyway",
-    "use_external_data_format": "the quantized model is one file",
-    "convert_fp16_to_fp32": "a float16 model is quantized without conversion",
-    "convert_nchw_to_nhwc": "the dimensions of a model stay in their order",
-    "include_sq": _ELSEWHERE,
-    "include_rotation": _ELSEWHERE,
-    "include_cle": _ELSEWHERE,
-    "include_auto_mp": _ONE_NODE,
-    "include_fast_ft": _ELSEWHERE,
-    "enable_npu_cnn": "files are for onnxruntime",
-    "enable_npu_transformer": "files are for onnxruntime",
-    "debug_mode": "pt2mx.bisect and pt2mx.compare_stages find where accuracy goes",
-    "crypto_mode": "files are not encrypted",
-    "log_severity_level": "nothing is logged",
+#: the fields that take other values than the default
+_HONOURED = {
+    *("calibrate_method", "quant_format", "activation_type", "weight_type", "op_types_to_quantize"),
+    *("extra_op_types_to_quantize", "nodes_to_quantize", "nodes_to_exclude", "extra_options"),
+    *("print_summary", "ignore_warnings"),  # they change nothing
 }
 #: extra option -> the values that pt2mx takes, None for any
 _EXTRA_OPTIONS: dict[str, tuple | None] = {
@@ -59,32 +37,12 @@ _CALIBRATION = (*CalibrationMethod.__members__, "NonOverflow", "MinMSE", "LayerW
 @dataclass
 class QuantizationConfig:
     """Quark's `QuantizationConfig` for MX formats. A `ModelQuantizer` rejects the settings that pt2mx does not support.
-    Unlike Quark, `include_cle` is false by default.
+    Unlike in Quark, `include_cle` is false by default.
 
-    Args:
-        calibrate_method: any; an MX scale follows from the values of its block.
-        quant_format, activation_type, weight_type: `VitisQuantFormat.MXFixNeuron`; or `ExtendedQuantFormat.QDQ` with
-            the type `QMX` twice.
-        op_types_to_quantize: types of nodes ("Conv") that are quantized; empty for all.
-        extra_op_types_to_quantize: more types, where `op_types_to_quantize` names some.
-        nodes_to_quantize: names of nodes that are quantized; empty for all.
-        nodes_to_exclude: names of nodes that stay float, also patterns that begin with "^" and hold ".*".
-        print_summary: print the report.
-        ignore_warnings: hide warnings of Python while the model is quantized.
-        extra_options: `MXAttributes`, as `mx_spec` takes them (each node sets the axis, as Quark's `RefineBlockAxis`
-            does); `WeightsOnly`; `UseRandomData`, which changes nothing.
-        input_nodes, output_nodes, subgraphs_to_exclude, specific_tensor_precision, execution_providers, per_channel,
-            reduce_range, optimize_model, use_dynamic_quant, use_external_data_format, convert_fp16_to_fp32,
-            convert_nchw_to_nhwc, include_sq, include_rotation, include_cle, include_auto_mp, include_fast_ft,
-            enable_npu_cnn, enable_npu_transformer, debug_mode, crypto_mode, log_severity_level: the default alone.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> config = quark.QuantizationConfig(
-        ...     quant_format=quark.VitisQuantFormat.MXFixNeuron, extra_options={"MXAttributes": {"block_size": 8}}
-        ... )
-        >>> print(config.spec())
-        mxint8_full{8}(half_away)
+    MX formats are `quant_format=VitisQuantFormat.MXFixNeuron`, or `ExtendedQuantFormat.QDQ` with the type `QMX` twice.
+    `extra_options` takes `MXAttributes`, as `mx_spec` does (each node sets the axis, as Quark's `RefineBlockAxis`
+    does), and `WeightsOnly`. `calibrate_method` and `UseRandomData` change nothing: an MX scale follows from the values
+    of its block. Empty lists of types and nodes select all; names of nodes are also patterns that begin with "^".
     """
 
     calibrate_method: Enum = CalibrationMethod.MinMax
@@ -130,17 +88,14 @@ class QuantizationConfig:
     extra_options: dict[str, Any] = field(default_factory=dict)
 
     def spec(self) -> MXSpec:
-        """Return the format of activations and weights.
-
-        Returns:
-            The spec of `MXAttributes`.
+        """Return the format of activations and weights, the spec of `MXAttributes`.
 
         Raises:
             MXError: for a field or an extra option that pt2mx does not support; the error names it.
         """
-        for name, why in _FIXED.items():
-            if getattr(self, name) != (default := _default(name)):
-                raise MXError(f"{name}={getattr(self, name)!r} is not honoured: leave it {default!r}; {why}")
+        for name, value in vars(self).items():
+            if name not in _HONOURED and value != _default(name):
+                raise MXError(f"{name}={value!r} is not honoured: leave it {_default(name)!r}")
         _check_member("calibrate_method", self.calibrate_method, _CALIBRATION)
         self._check_types()
         if not isinstance(self.extra_options, dict):
@@ -168,16 +123,7 @@ class QuantizationConfig:
 
 @dataclass
 class Config:
-    """Quark's `Config`.
-
-    Args:
-        global_quant_config: a `QuantizationConfig`.
-
-    Example:
-        >>> from pt2mx import quark
-        >>> quark.Config(quark.QuantizationConfig()).global_quant_config.print_summary
-        True
-    """
+    """Quark's `Config`."""
 
     global_quant_config: QuantizationConfig
 

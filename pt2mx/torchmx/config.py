@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pt2mx.errors import MXError, nearest
 from pt2mx.spec import MXSpec, parse
 from pt2mx.torchmx.dtypes import DType, dtype_of
-from pt2mx.torchmx.errors import MXAssertionError
 
 _C = TypeVar("_C", bound="_Config")
 
@@ -167,9 +166,7 @@ class QAttentionConfig(_Config):
         names = ("query_config", "key_config", "value_config", "attention_weights_config")
         missing = [name for name in names if getattr(self, name) is None]
         if 0 < len(missing) < len(names):
-            raise MXAssertionError(
-                f"QAttentionConfig: give all of {', '.join(names)} or none; missing: {', '.join(missing)}"
-            )
+            raise MXError(f"QAttentionConfig: give all of {', '.join(names)} or none; missing: {', '.join(missing)}")
 
     @property
     def is_qkv_quantization_enabled(self) -> bool:

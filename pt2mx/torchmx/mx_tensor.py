@@ -19,7 +19,6 @@ from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import parse
 from pt2mx.tensor import mx_tensor as core
 from pt2mx.torchmx.dtypes import DType, dtype_of
-from pt2mx.torchmx.errors import MXAssertionError, asserts
 from pt2mx.torchmx.operators import as_bytes, as_stored
 from pt2mx.torchmx.operators import dequantize_mx as dequantize_mx  # under the names of TorchMX too
 from pt2mx.torchmx.operators import quantize_mx as quantize_mx
@@ -30,32 +29,11 @@ _TORCHMX = PRESETS["torchmx"]
 class MXTensor(core.MXTensor):
     """A `pt2mx.MXTensor` with TorchMX's constructor and attributes.
 
-    Args:
-        scale_e8m0_bits: (..., blocks, ...) uint8.
-        data_bits: codes as `quantize_mx` returns them.
-        elem_dtype: a `DType`, or the element format as `pt2mx.parse_element` takes it.
-        block_size: values that share a scale.
-        orig_dtype: of the values: float32, float16 or bfloat16.
-        padding: the number of values that the last block lacks.
-        block_dim: the dimension along which blocks run, by default the last.
-
-    Raises:
-        MXError: if the arguments do not match each other.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import torchmx
-        >>> x = torchmx.MXTensor.to_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), torchmx.dtypes.float4_e2m1, 4)
-        >>> x
-        MXTensor(shape=(4,), elem_dtype=fp4_e2m1, block_size=4, axis=0, dtype=torch.float32, device='cpu')
-        >>> x._data, x._scale_e8m0  # the bytes that TorchMX stores
-        (tensor([36, 87], dtype=torch.uint8), tensor([127], dtype=torch.uint8))
-        >>> x.to_dtype(torch.float32)
-        tensor([1., 2., 3., 6.])
+    `padding` is the number of values that the last block lacks. `_data` and `_scale_e8m0` are the bytes that TorchMX
+    stores.
     """
 
     @staticmethod
-    @asserts
     def __new__(
         cls,
         scale_e8m0_bits: Tensor,
@@ -82,7 +60,6 @@ class MXTensor(core.MXTensor):
         return core.MXTensor.__new__(cls, qdata, scale, spec.element, block_size, spec.axis, orig_dtype, length)
 
     @staticmethod
-    @asserts
     def to_mx(
         data_hp: object,
         elem_dtype: object,
@@ -93,18 +70,7 @@ class MXTensor(core.MXTensor):
         seed: int | None = None,
         tensor_scale: Tensor | None = None,
     ) -> MXTensor:
-        """Quantize; the gradient passes straight through to `data_hp`.
-
-        Args:
-            data_hp, elem_dtype, block_size, axis, scale_mode, rounding, seed: as in `pt2mx.MXTensor.to_mx`.
-            tensor_scale: None: TorchMX has no formats with a scale a tensor.
-
-        Returns:
-            The quantized tensor, in the shape and dtype of `data_hp`.
-
-        Raises:
-            MXError: as `pt2mx.MXTensor.to_mx`.
-        """
+        """Quantize as `pt2mx.MXTensor.to_mx`; the gradient passes straight through to `data_hp`."""
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
         spec.check_plain_scale()
@@ -131,7 +97,6 @@ class MXTensor(core.MXTensor):
         return self.dtype
 
     @_orig_dtype.setter
-    @asserts
     def _orig_dtype(self, dtype: torch.dtype) -> None:
         """Read the same codes in another dtype from now on, in matmuls and views too."""
         other = _in_dtype(self, dtype)
@@ -153,47 +118,15 @@ class MXTensor(core.MXTensor):
     def with_parts(
         self, qdata: Tensor, scale: Tensor, axis: int, values: Tensor, tensor_scale: Tensor | None = None
     ) -> MXTensor:
-        """Return other storage of the same format, as `pt2mx.MXTensor.with_parts` does.
-
-        Args:
-            qdata, scale, axis, values, tensor_scale: as there.
-
-        Returns:
-            The tensor.
-        """
+        """Return other storage of the same format, as `pt2mx.MXTensor.with_parts` does."""
         return _from_core(super().with_parts(qdata, scale, axis, values, tensor_scale))
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], *layout: Any) -> MXTensor:
         return _from_core(core.MXTensor.__tensor_unflatten__(parts, *layout))
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        dispatch = super().__torch_dispatch__
-        if func not in _ASSERTED:
-            return dispatch(func, types, args, kwargs)
-        try:
-            return asserts(dispatch)(func, types, args, kwargs)
-        except RuntimeError as error:
-            if func is aten.view.default and not _may_be_viewed(args[0]):
-                raise MXAssertionError(f"{func}: {error}") from None
-            raise
 
-
-aten = torch.ops.aten
-
-#: operators that check their arguments with `assert`
-_ASSERTED = (aten.view.default, aten._to_copy.default)
-
-
-def _may_be_viewed(x: MXTensor) -> bool:
-    """Return whether TorchMX can view x: it asserts blocks along the last dimension, or along dimension 2 of 4."""
-    return x.axis == x.dim() - 1 or (x.dim() == 4 and x.axis == 2)
-
-
-@MXTensor.implements(aten.sum.dim_IntList)
+@MXTensor.implements(torch.ops.aten.sum.dim_IntList)
 def _sum(func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Sum the values, in high precision."""
     x, *rest = args
@@ -205,7 +138,6 @@ class ToMXConstrFunc(torch.autograd.Function):
     of `MXTensor.to_mx`."""
 
     @staticmethod
-    @asserts
     def forward(ctx: Any, data_hp: object, *args: Any) -> MXTensor:
         ctx.arg_count = len(args)
         return _from_core(core.MXTensor.to_mx(data_hp, *args))
@@ -215,17 +147,8 @@ class ToMXConstrFunc(torch.autograd.Function):
         return (grad,) + (None,) * ctx.arg_count
 
 
-class FromMXConstrFunc(torch.autograd.Function):
-    """Dequantize with `apply(tensor_lp, target_dtype)`; the gradient passes in the dtype of `tensor_lp`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor_lp: core.MXTensor, target_dtype: torch.dtype) -> Tensor:
-        ctx.dtype = tensor_lp.dtype
-        return tensor_lp.to_dtype(target_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
+#: dequantize with `apply(tensor_lp, target_dtype)`
+FromMXConstrFunc = core._FromMX
 
 
 class NoopFwToMXBw(torch.autograd.Function):

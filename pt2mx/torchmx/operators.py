@@ -13,19 +13,12 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import check_input, check_tensors
 from pt2mx.spec import MXSpec, parse
-from pt2mx.torchmx.errors import asserts
 
 _TORCHMX = PRESETS["torchmx"]
 
 
-@asserts
 def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
-    """Quantize along the last dimension, as `torchmx.mx_tensor.quantize_mx` of TorchMX does.
-
-    Args:
-        data_hp: (..., n) float32, float16 or bfloat16.
-        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
-        block_size: values that share a scale.
+    """Quantize (..., n) along the last dimension, as `torchmx.mx_tensor.quantize_mx` of TorchMX does.
 
     Returns:
         scale: (..., ceil(n / block_size)) uint8.
@@ -33,18 +26,11 @@ def quantize_mx(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple
 
     Raises:
         MXError: as `pt2mx.quantize_mx`; for int8 blocks below 2**-121, which TorchMX's scale cannot represent.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.torchmx import mx_tensor
-        >>> mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
-        (tensor([127], dtype=torch.uint8), tensor([36, 87], dtype=torch.uint8))
     """
     scale, data = _TORCHMX.quantize(data_hp, elem_dtype_name, block_size=block_size)
     return scale, as_stored(data, parse(elem_dtype_name))
 
 
-@asserts
 def dequantize_mx(
     data_lp: Tensor,
     shared_exp_e8m0: Tensor,
@@ -53,27 +39,12 @@ def dequantize_mx(
     target_dtype: torch.dtype,
     block_dim: int,
 ) -> Tensor:
-    """Dequantize, as `torchmx.mx_tensor.dequantize_mx` of TorchMX does.
+    """Dequantize along `block_dim`, as `torchmx.mx_tensor.dequantize_mx` of TorchMX does.
 
-    Args:
-        data_lp, shared_exp_e8m0: data and scale as `quantize_mx` returns them.
-        elem_dtype_name: the element format, as `pt2mx.parse` takes it.
-        block_size: values that share a scale.
-        target_dtype: float32, float16 or bfloat16.
-        block_dim: the dimension along which blocks run.
-
-    Returns:
-        (..., n, ...) in `target_dtype`; an odd number of FP4 codes includes the code that fills the last byte.
+    An odd number of FP4 codes includes the code that fills the last byte.
 
     Raises:
         MXError: for shapes that do not match each other, or other dtypes.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.torchmx import mx_tensor
-        >>> scale, data = mx_tensor.quantize_mx(torch.tensor([1.0, 2.0, 3.0, 6.0]), "float4_e2m1", 4)
-        >>> mx_tensor.dequantize_mx(data, scale, "float4_e2m1", 4, torch.float32, -1)
-        tensor([1., 2., 3., 6.])
     """
     check_tensors(data_lp=data_lp, shared_exp_e8m0=shared_exp_e8m0)
     codes = as_bytes(data_lp)
@@ -109,7 +80,6 @@ def _quantize(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[T
 
 
 @_quantize.register_fake
-@asserts
 def _quantize_fake(data_hp: Tensor, elem_dtype_name: str, block_size: int) -> tuple[Tensor, Tensor]:
     spec = check_input(data_hp, MXSpec(parse(elem_dtype_name).element, block_size))
     *rest, length = torch.atleast_1d(data_hp).shape

@@ -108,28 +108,10 @@ def mx_dynamic_activation_mx_weights(
     activation_block_size: int = 32,
 ) -> MXDynamicActivationMXWeightsConfig:
     """Return a config for torchao's `quantize_(model, ...)`, as TorchMX's function of this name does. It quantizes the
-    weights of linear layers once, and their inputs at each call.
-
-    Args:
-        weight_elem_dtype: the element of weights: a `DType`, or as `pt2mx.parse` takes it.
-        weight_block_size: values of a weight that share a scale.
-        activation_elem_dtype: the element of inputs.
-        activation_block_size: values of an input that share a scale.
-
-    Returns:
-        A config of torchao.
+    weights of linear layers once, and their inputs at each call. Elements are as `pt2mx.parse` takes them.
 
     Raises:
         MXError: for other elements and block sizes; inside `quantize_`, as `quantize_linear_` does.
-
-    Example:
-        >>> import torch
-        >>> from torchao.quantization import quantize_
-        >>> from pt2mx import torchmx
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8))
-        >>> quantize_(model, torchmx.mx_dynamic_activation_mx_weights(torchmx.dtypes.float4_e2m1))
-        >>> model[0]
-        MXInferenceLinear(in_features=32, out_features=8, bias=True, weight=mxfp4_e2m1{32}, activation=mxfp8_e4m3{32})
     """
     from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
 

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if not cpu_linear.has_isa(MXSpec("int8", _BLOCK), _BLOCK):
+    if not cpu_linear.isa_for(MXSpec("int8", _BLOCK), _BLOCK):
         parser.exit(1, "this processor has no bfloat16 instructions\n")
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
     rows = [row for name in options.elements for size in sizes for row in measured(name, *size, options.repeats)]

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.checkpoints.checkpoint_files import INDEX
-from pt2mx.pt2e.checkpoints.safetensors_shards import SLICE, Entry, ShardWriter
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.models.checkpoint_files import INDEX
+from pt2mx.pt2e.models.safetensors_shards import SLICE, Entry, ShardWriter
 from tests.benchmarks.measure import hardware, timed
 
 #: fields of the configuration of Llama 3.2 3B and 3.1 8B

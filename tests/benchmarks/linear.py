@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops, parse
 from pt2mx.kernels.float_scales import tensor_scale
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
+from tests.kernel_calls import selected
 
 _BLOCK = 32
 _BATCHES = {"cpu": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 1024, 2048)}
@@ -127,11 +127,11 @@ def nvfp4_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
     """FP4 in blocks of 16 with E4M3 scales."""
     spec = parse("nvfp4", axis=1)
     own = tensor_scale(weight, spec)
-    packed = copies(run_kernel("quantize_mx", weight, spec, None, own)[::-1], cache)
+    packed = copies(selected.quantize(weight, spec, None, own)[::-1], cache)
     limit = weight.nbytes / sum(part.nbytes for part in packed[0])
 
     def ours(x: Tensor, i: int) -> Tensor:
-        return run_kernel("linear_mx", x, *packed[i % len(packed)], None, spec, 0, None, own)
+        return selected.linear(x, *packed[i % len(packed)], None, spec, 0, None, own)
 
     if weight.device.type == "cpu":
         yield Candidate("linear_mx", "nvfp4", ours, limit)

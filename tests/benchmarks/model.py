@@ -32,8 +32,8 @@ from torch.fx import GraphModule
 import pt2mx
 from pt2mx.algorithms import Rotation
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import SentenceEncoder, load_minilm
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.models.packaged import SentenceEncoder, load_minilm
+from pt2mx.pt2e.models.samples import sentences
 from tests.benchmarks.decoder import Decoder
 from tests.benchmarks.measure import hardware, medians_in_turns, print_table, timed
 

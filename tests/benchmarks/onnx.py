@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pt2mx
-from pt2mx.pt2e.cli.models import LoadedModel, load_model
+from pt2mx.pt2e.cli.float_model import export_loaded
+from pt2mx.pt2e.models.float_models import LoadedModel, load_model
 from pt2mx.pt2e.onnx.export import export_onnx
 from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
 from tests.onnx_nodes import differences, session
@@ -62,13 +63,13 @@ def main() -> None:
 
 
 def _measured(name: str, loaded: LoadedModel, recipe: str, folder: Path, args: argparse.Namespace) -> Row:
-    exported = loaded.export().module()
+    exported = export_loaded(loaded).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe(recipe)))
     files = [str(folder / "float.onnx"), str(folder / "mx.onnx")]
     if not Path(files[0]).exists():
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            torch.onnx.export(loaded.export(), dynamo=True, verbose=False).save(files[0])
+            torch.onnx.export(export_loaded(loaded), dynamo=True, verbose=False).save(files[0])
     export_onnx(converted, files[1], loaded.example, loaded.dynamic_shapes)
     turns = [[_start(file, args.threads) for file in files] for _ in range(args.repeats)]
     starts = [median(times) for times in zip(*turns, strict=True)]

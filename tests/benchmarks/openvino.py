@@ -29,10 +29,11 @@ from torch.utils import _pytree as pytree
 import pt2mx
 from pt2mx import LanguageModel
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
-from pt2mx.pt2e.cli.language import load_decoder
-from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.float_model import export_loaded
 from pt2mx.pt2e.language.decoder import export_decoder
+from pt2mx.pt2e.models.float_models import load_model
+from pt2mx.pt2e.models.packaged import smollm2_checkpoint
+from pt2mx.pt2e.models.pretrained import load_language_model
 from pt2mx.pt2e.onnx.decoder import decoder_of
 from pt2mx.pt2e.onnx.export import export_onnx
 from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table, timed
@@ -94,9 +95,9 @@ def _measured(name: str, recipe: str, folder: Path, options: argparse.Namespace)
 def _encoder(name: str, recipe: str, float_file: Path, file: Path) -> _Sides:
     loaded = load_model(name if name == "minilm" else f"torchvision:{name}")
     quantizer = pt2mx.MXQuantizer.from_recipe(recipe)
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(loaded.export().module(), quantizer))
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(export_loaded(loaded).module(), quantizer))
     if not float_file.exists():
-        torch.onnx.export(loaded.export(), dynamo=True, verbose=False).save(str(float_file))
+        torch.onnx.export(export_loaded(loaded), dynamo=True, verbose=False).save(str(float_file))
     export_onnx(converted, file, loaded.example, loaded.dynamic_shapes, target="openvino")
     inputs = pytree.tree_leaves(loaded.example)
     compiled = torch.compile(pt2mx.lower_to_inductor(converted))
@@ -104,7 +105,7 @@ def _encoder(name: str, recipe: str, float_file: Path, file: Path) -> _Sides:
 
 
 def _decoder(recipe: str, float_file: Path, file: Path) -> _Sides:
-    model = load_decoder(str(smollm2_checkpoint()))
+    model = load_language_model(str(smollm2_checkpoint()))
     if not float_file.exists():
         decoder = decoder_of(LanguageModel(export_decoder(model), model.config))
         exported = torch.export.export(decoder.graph, (), decoder.example, dynamic_shapes=decoder.shapes)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import pt2mx
 from pt2mx import MXQuantizer
-from pt2mx.pt2e.slice import slice_graph
+from pt2mx.pt2e.optimize.slice import slice_graph
 from tests.benchmarks import qat
 from tests.benchmarks.measure import Row, hardware, print_table
 

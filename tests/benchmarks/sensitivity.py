@@ -20,9 +20,9 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.language.texts import sentences as built_in
-from pt2mx.pt2e.sensitivity.results import Sensitivity, SensitivityRow
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.samples import sentences as built_in
+from pt2mx.pt2e.report.results import Sensitivity, SensitivityRow
 from tests.benchmarks.accuracy import audio, crepe, smollm2
 from tests.benchmarks.accuracy.packages import folder
 from tests.benchmarks.accuracy.texts import sentences

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.slice import slice_graph
+from pt2mx.pt2e.optimize.slice import slice_graph
 from tests.benchmarks.accuracy.case import Case
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table

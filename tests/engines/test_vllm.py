@@ -11,9 +11,9 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints import engines
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from pt2mx.pt2e.models.layouts import LAYOUTS
 from tests.engines.vllm import refusals
 from tests.float_checkpoints import of_weights
 from tests.language_models import tiny_decoder, transformers

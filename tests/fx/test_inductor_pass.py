@@ -13,6 +13,7 @@ import pt2mx
 from pt2mx import lower_to_inductor
 from pt2mx.fx import inductor_pass
 from pt2mx.fx.inductor_pass import LoweringPass
+from pt2mx.kernels.select import USES
 from tests.flow import convert
 from tests.graph import called
 from tests.models import IDS
@@ -43,7 +44,7 @@ def packed_calls(codes):
 
 
 def test_a_converted_model_gets_the_lowered_graph(converted, monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)  # as on most
+    monkeypatch.setitem(USES, "quantize the result of a matmul", {})  # as on most
     own = Recording()
     got, codes = compiled(converted, own, (IDS,))
     torch.testing.assert_close(got, converted(IDS), rtol=1e-3, atol=1e-3)

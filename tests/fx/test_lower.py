@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.passes import convolutions_as_matmuls
+from pt2mx.kernels.select import USES
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import assert_unchanged, called, count, snapshot
@@ -189,7 +189,7 @@ def test_graphs_inside(fold):
 
 
 def test_convolutions_keep_their_weight_packed(monkeypatch):
-    monkeypatch.setattr(convolutions_as_matmuls, "has_isa", lambda spec, k: False)
+    monkeypatch.setitem(USES, "convolve packed weights", {})
 
     class Net(nn.Module):
         def __init__(self):

@@ -9,12 +9,10 @@ from pt2mx import lower_to_inductor
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.passes import (
-    activation_matmuls_bf16,
-    bf16_matmul,
-    convolutions_as_matmuls,
     fuse_activation_quantize,
-    fuse_quantize_epilogue,
 )
+from pt2mx.kernels import select
+from pt2mx.kernels.cpu import uses
 from tests.flow import convert
 
 
@@ -91,16 +89,11 @@ EFFECTS = {
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A CPU with matrix instructions for bfloat16, on any test machine."""
-    for module in (bf16_matmul, convolutions_as_matmuls):
-        monkeypatch.setattr(module, "isa_supports", lambda x, weight, k: True)
-    monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: False)
-    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: 4)
-    for module in (convolutions_as_matmuls, fuse_quantize_epilogue):
-        monkeypatch.setattr(module, "has_isa", lambda spec, k: True)
-    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 4)
-    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: 4)
+    monkeypatch.setattr(uses.bf16_matmul, "bf16_isa", lambda: 4)
+    monkeypatch.setattr(uses, "MIN_MULTIPLIES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
-    monkeypatch.setattr(fuse_activation_quantize, "is_available", lambda: True)
+    monkeypatch.setitem(select._RUNS, "cpu", lambda device: True)
 
 
 def lowered(name):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-_STEPS = (
-    *("annotations", "prepare", "convert", "program", "qat", "written"),
-    *("torchao_convert", "other_quantizers", "traps*"),
-)
 #: the flow: what calls torch.export and torchao
-_FLOW = ("tests/pt2e/quantizer", *(f"tests/pt2e/test_{step}.py" for step in _STEPS))
+_FLOW = ("tests/pt2e/quantizer", "tests/pt2e/flow", "tests/pt2e/program", "tests/pt2e/observe/test_annotations.py")
 #: what reaches into torch, in minutes on one core: the flow, graphs and their lowering, operators, tensor subclasses
 _CORE = (
     *_FLOW,

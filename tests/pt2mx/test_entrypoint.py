@@ -100,4 +100,4 @@ def test_streams_that_are_closed(closed, status, printed):
     arguments = [sys.executable, "-c", WITHOUT, "torch", "completion", "bash", "--json"]
     result = subprocess.run(["bash", "-c", f'exec "$0" "$@" {closed}', *arguments], capture_output=True, text=True)
     assert result.returncode == status and all(map(str.__contains__, (result.stdout, result.stderr), printed))
-    assert not result.stdout or "complete -o default" in json.loads(result.stdout)["script"]
+    assert not result.stdout or "complete -o bashdefault" in json.loads(result.stdout)["script"]

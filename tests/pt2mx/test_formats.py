@@ -3,8 +3,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from mx_conformance.exact import floor_log2, grid
 from pt2mx import ELEMENTS, FORMATS, ElementFormat, MXError, MXSpec, create_mx_spec, parse, parse_element
-from pt2mx.conformance.exact import floor_log2, grid
 from pt2mx.modes import ROUNDINGS
 from tests.oracle import NARROW, WIDE, modes_of
 

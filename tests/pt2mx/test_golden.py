@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from mx_conformance.exact import round_value
 from pt2mx import ELEMENTS, dequantize_mx, fake_quantize_mx, microxcaling
 from pt2mx.compat import PRESETS, Preset
-from pt2mx.conformance.exact import round_value
 from tests.golden import ENTRIES, GOLDEN
 
 #: the formats of the specification, which have recorded values

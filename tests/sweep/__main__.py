@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.output import whole_file
+from pt2mx.pt2e.files.output import whole_file
 from tests.sweep.rows import Row, row
 from tests.sweep.stages import STAGES
 from tests.sweep.table import ARCHITECTURES, COMPILED

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pt2mx.extras import without_log_warnings
-from pt2mx.pt2e.cli.models import Batch
+from pt2mx.pt2e.models.float_models import Batch
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

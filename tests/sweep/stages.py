@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
-from pt2mx.pt2e.cli.models import Batch, call
+from pt2mx.pt2e.models.float_models import Batch, call
 from tests.flow import reloaded, saved_bytes, unused_bytes
 from tests.sweep.architecture import Architecture
 from tests.sweep.matmul_like import silent

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from onnx import NodeProto
 
 from pt2mx.pt2e.onnx.nodes import node_attributes
 from pt2mx.pt2e.quantizer.operators import ROWS, Operand, reduced_axis
-
-aten = torch.ops.aten
 
 #: the operands of a node, or a function of the node that returns them
 Row = tuple[Operand, ...] | Callable[[NodeProto], tuple[Operand, ...]]
@@ -72,14 +69,14 @@ OTHER_MATMULS = ("Attention", "Einsum", "QLinearConv", "QLinearMatMul", "ConvInt
 
 #: the operator that `set_operator_type` means, if a file does not record the source of its node
 ATEN = {
-    "MatMul": aten.matmul.default,
-    "Gemm": aten.linear.default,
-    "Conv": aten.convolution.default,
-    "ConvTranspose": aten.convolution.default,
-    "LSTM": aten.lstm.input,
-    "GRU": aten.gru.input,
-    "RNN": aten.rnn_tanh.input,
-    "Gather": aten.embedding.default,
+    "MatMul": "aten.matmul",
+    "Gemm": "aten.linear",
+    "Conv": "aten.convolution",
+    "ConvTranspose": "aten.convolution",
+    "LSTM": "aten.lstm.input",
+    "GRU": "aten.gru.input",
+    "RNN": "aten.rnn_tanh.input",
+    "Gather": "aten.embedding",
 }
 
 

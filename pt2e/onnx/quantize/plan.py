@@ -8,25 +8,26 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from onnx import NodeProto, TensorProto
-from torch.fx import Graph, Node
 
-from pt2mx import quark
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.source_node import plain_name
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, block_axis, operands_of
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.graph_patterns import REMARK
-from pt2mx.pt2e.quantizer.matching import Context, modules_of
+from pt2mx.pt2e.quantizer.matching import Choice
 from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.quantizer.recipe import ORDER, SMALL_WEIGHTS
-from pt2mx.pt2e.quantizer.settings import Config
+from pt2mx.pt2e.quantizer.recipe import ALGORITHMS, KV_CACHE, ORDER, SMALL_WEIGHTS
+from pt2mx.pt2e.quantizer.site import Site
+from pt2mx.quark import attributes as quark
 from pt2mx.spec import MXSpec
 
 #: data types that MX formats can replace
 HIGH_PRECISION = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+#: kinds of settings that a file gives no meaning to
+_UNSUPPORTED = (ALGORITHMS, KV_CACHE, ORDER, SMALL_WEIGHTS)
 _FLOATS = (*HIGH_PRECISION, TensorProto.DOUBLE)
 
 
@@ -84,19 +85,18 @@ def plan(graph: FloatGraph, quantizer: MXQuantizer) -> list[NodePlan]:
     """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node.
 
     Raises:
-        MXError: for a selected node that computes in float64.
+        MXError: for settings that are not for ONNX files, and for a selected node that computes in float64.
     """
-    settings, fx_graph = NodeSettings(quantizer), Graph()
+    for kind in quantizer.kinds:
+        if kind in _UNSUPPORTED:
+            raise MXError(f"{kind} is not for ONNX files: take it out of the settings, or quantize the torch model")
     layers = [node for node in graph.graph.node if operands_of(node) and _is_layer(graph, node)]
-    nodes = {proxy_of(node, fx_graph): node for node in layers}
-    plans: dict[Node, NodePlan] = {}
-    for key, node in nodes.items():
-        config, reason = settings.config_of(key)
-        plans[key] = _planned(graph, node, key, config, reason)
-    for key, (config, reason) in settings.at_the_ends([key for key, plan in plans.items() if plan]).items():
-        plans[key] = _planned(graph, nodes[key], key, config, reason)
-    settings.warn_unmatched()
-    return list(plans.values())
+    sites = {position: site_of(node) for position, node in enumerate(layers)}  # nodes cannot be keys
+
+    def planned(position: int, choice: Choice) -> NodePlan:
+        return _planned(graph, layers[position], sites[position], choice)
+
+    return list(quantizer.plan(sites, sites, planned).values())
 
 
 def _is_layer(graph: FloatGraph, node: NodeProto) -> bool:
@@ -107,12 +107,10 @@ def _is_layer(graph: FloatGraph, node: NodeProto) -> bool:
     return not source.chain and len(source.constant.dims) == 2 and source.constant.data_type in _FLOATS
 
 
-def _planned(
-    graph: FloatGraph, node: NodeProto, proxy: Node, config: MXQuantizationConfig | None, reason: str
-) -> NodePlan:
-    module = _module_of(proxy)
+def _planned(graph: FloatGraph, node: NodeProto, site: Site, choice: Choice) -> NodePlan:
+    module, config = _module_of(site), choice.config
     if config is None:
-        return NodePlan(node, module, reasons=(reason,))
+        return NodePlan(node, module, reasons=(choice.reason,))
     operands: list[QuantizedOperand] = []
     reasons: list[str] = []
     remarks: list[str] = []
@@ -145,9 +143,10 @@ def _planned(
     return NodePlan(node, module, tuple(operands), output, tuple(dict.fromkeys(reasons)), remark or None)
 
 
-def _module_of(proxy: Node) -> str:
+def _module_of(site: Site) -> str:
     """Return the innermost module of the torch model around a node, if the file records it."""
-    names = [name for name, kind in modules_of(proxy) if name and kind not in ATEN]
+    modules = zip(site.path, site.module_types, strict=True)
+    names = [name for name, kind in modules if name and kind not in ATEN]
     return names[-1] if names else ""
 
 
@@ -204,64 +203,26 @@ def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProt
     return None
 
 
-class NodeSettings(MXQuantizer):
-    """The settings of a quantizer, applied to torch.fx proxies of the nodes of ONNX.
+def site_of(node: NodeProto) -> Site:
+    """Return the site of a node of ONNX.
 
     A setting selects a node by the node's name, also with "." instead of "/", by the scopes that torch.onnx.export
     records in it, and by the module in a weight's name: `conv1` selects the user of `conv1.weight`. A type is an ONNX
     operator ("Conv") or a class that the exporter records.
-
-    Raises:
-        MXError: for settings that are not for ONNX files.
     """
-
-    def __init__(self, quantizer: MXQuantizer) -> None:
-        super().__init__()
-        self.__dict__.update(vars(quantizer))
-        kinds = {kind: self._settings[kind] for kind in (ORDER, SMALL_WEIGHTS)}
-        unsupported = {"algorithms": self.algorithms, "kv_cache": self.kv_cache, **kinds}
-        for name, value in unsupported.items():
-            if value:
-                raise MXError(f"{name} is not for ONNX files: take it out of the settings, or quantize the torch model")
-        self._matched: set[tuple[str, object]] = set()
-        self._candidates_seen: list[Node] = []
-
-    def config_of(self, node: Node) -> tuple[Config, str]:
-        """Return the config of a node, and the reason if it is None."""
-        self._candidates_seen.append(node)
-        return self._config_of(node, Context({}, set()), self._matched)  # a proxy has no operands
-
-    def at_the_ends(self, quantized: list[Node]) -> dict[Node, tuple[Config, str]]:
-        """Return the configs of quantized nodes, in the order of execution, that `set_first` and `set_last` select."""
-        configs = {}
-        for node, (source, config) in self._at_the_ends(quantized).items():
-            self._matched.add(source)
-            configs[node] = (config, f"excluded by {source[0]} {source[1]}")
-        return configs
-
-    def warn_unmatched(self) -> None:
-        """Warn of settings that select no node."""
-        self._warn_unmatched(self._candidates_seen, self._matched)
-
-
-def proxy_of(node: NodeProto, graph: Graph) -> Node:
-    """Return a torch.fx node for a node of ONNX, with the modules and the operator that it was exported from."""
     recorded = {prop.key.rpartition(".")[2]: prop.value for prop in node.metadata_props}
     scopes, classes = (_list(recorded.get(key)) for key in ("name_scopes", "class_hierarchy"))
     modules = list(zip(scopes, classes, strict=False))[:-1]  # the last one is the operator
-    weights = [name.rpartition(".")[0] for name in node.input if "." in name]
-    modules += [(name, "") for name in weights]
+    modules += [(name.rpartition(".")[0], "") for name in node.input if "." in name]
     dotted = node.name.strip("/").replace("/", ".")
     modules += [(name, node.op_type) for name in dict.fromkeys((dotted, node.name))]
-    operator = _operator(classes[-1]) if classes else None
-    made = graph.create_node("call_function", operator or ATEN[node.op_type], name=dotted.replace(".", "_"))
-    made.meta["nn_module_stack"] = {str(i): module for i, module in enumerate(modules)}
-    return made
-
-
-def name_and_type(proxy: Node) -> tuple[str, str]:
-    """Return the name and the type of the ONNX node of a proxy."""
-    return [*proxy.meta["nn_module_stack"].values()][-1]
+    operator = classes[-1].removesuffix(".default") if classes else ""
+    return Site(
+        operator=operator if operator in OPERANDS else ATEN[node.op_type],
+        path=tuple(plain_name(name) for name, _ in modules),
+        module_types=tuple(kind for _, kind in modules),
+        call=node,
+    )
 
 
 def _list(text: str | None) -> list[str]:
@@ -270,11 +231,3 @@ def _list(text: str | None) -> list[str]:
     except (SyntaxError, ValueError):
         return []
     return [str(item) for item in items] if isinstance(items, list) else []
-
-
-def _operator(name: str) -> torch._ops.OpOverload | None:
-    """Return the operator named as `aten.linear.default`; None for one that is not quantized."""
-    if name.removesuffix(".default") not in OPERANDS:
-        return None
-    packet, overload = name.removeprefix("aten.").split(".")
-    return getattr(getattr(torch.ops.aten, packet), overload)

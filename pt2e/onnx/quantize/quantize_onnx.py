@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
+from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.output import check_distinct, check_output
+from pt2mx.pt2e.flow.packed_weights import packed_bytes, storage_note
+from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.onnx.export import rewriter_of
 from pt2mx.pt2e.onnx.files import as_torch, first_line, serialized, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies
@@ -22,12 +26,8 @@ from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, read_float
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, OTHER_MATMULS
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand, plan, quantizer_of
 from pt2mx.pt2e.onnx.quantize.rewrite import Rewriter
-from pt2mx.pt2e.output import check_distinct, check_output
-from pt2mx.pt2e.packed_weights import packed_bytes, storage_note
-from pt2mx.pt2e.report.agreement import Fidelity, fidelity
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
-from pt2mx.pt2e.report.weights import listed
 
 #: matmuls in subgraphs, for the report; a Gather is mostly no embedding
 _MATMULS = (*(name for name in ATEN if name != "Gather"), *OTHER_MATMULS)

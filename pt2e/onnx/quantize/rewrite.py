@@ -108,7 +108,8 @@ class Rewriter:
 
     def _gather(self, node: NodeProto, operand: QuantizedOperand) -> None:
         """Gather rows of codes and of scales, and dequantize these."""
-        assert operand.source is not None  # the rows of an embedding are constant
+        if operand.source is None:
+            raise MXError(f"{node.name}: the rows of an embedding must be constant")
         constant, rows = operand.source.constant, []
         if operand.spec.block_rows > 1:
             raise MXError(f"{node.name}: {operand.spec} has blocks of several rows, and an embedding reads single rows")

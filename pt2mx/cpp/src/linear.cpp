@@ -8,8 +8,6 @@
 namespace pt2mx {
 namespace {
 
-constexpr int64_t kVectorRows = 4;
-
 // True if bfloat16 represents all values of x, which is contiguous.
 bool are_bf16(const Tensor& x) {
   const auto* bits = static_cast<const uint32_t*>(x.const_data_ptr());
@@ -39,9 +37,7 @@ Tensor linear(const Tensor& original, const Tensor& data, const Tensor& scale, c
     return call("aten::linear", dtype == x.scalar_type() ? x : torch::stable::to(x, dtype),
                 dequantize(weight, dtype, k), bias);
   };
-  int32_t isa = rows > kVectorRows ? isa_for(weight, k) : 0;
-  if (dtype_of(x) == FP32) isa = rows <= kFewRows ? isa & AMX : 0;  // as three bfloat16 values
-  else if (dtype_of(x) != BF16) isa = 0;
+  const int32_t isa = pt2mx_isa_of_rows(isa_for(weight, k), dtype_of(x), rows);
   if (!x.numel() || !n || (rows > kFewRows && !isa)) return dense_matmul();
   shape.back() = n;
   Tensor out = torch::stable::empty(shape, dtype);

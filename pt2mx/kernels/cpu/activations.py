@@ -6,57 +6,51 @@ GELU, SiLU and norms are as exact as torch's; quantization equals the definition
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import BLOCK, has_e8m0_rows
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.constants import BLOCK
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize", "run"]
+if TYPE_CHECKING:
+    from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
+
+__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize"]
 
 #: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
-    if not has_e8m0_rows(spec):
-        return None
-    x, out = x.contiguous(), torch.empty(x.shape, dtype=dtype, device="cpu")
-    _run(x, out, spec, activation=ACTIVATIONS.index(activation))
+def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(call.x.shape, dtype=dtype, device="cpu")
+    _run(call.x.contiguous(), out, spec, activation=ACTIVATIONS.index(call.activation))
     return out
 
 
 def layer_norm_fake_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    spec: MXSpec,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor] | None:
-    if not has_e8m0_rows(spec):
-        return None
-    x = x.contiguous()
-    residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))
+    call: LayerNormFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    x = call.x.contiguous()
+    residual, weight, bias = (None if t is None else t.contiguous() for t in (call.residual, call.weight, call.bias))
     normed, out = torch.empty_like(x), torch.empty(x.shape, dtype=dtype, device="cpu")
     tensors = {"residual": residual, "weight": weight, "bias": bias, "normed": normed}
     dtypes = {
         f"{name}_dtype": DTYPES.index(t.dtype) for name, t in (("weight", weight), ("bias", bias)) if t is not None
     }
     pointers = {name: t.data_ptr() for name, t in tensors.items() if t is not None}
-    _run(x, out, spec, is_norm=1, eps=eps, **dtypes, **pointers)
+    _run(x, out, spec, is_norm=1, eps=call.eps, **dtypes, **pointers)
     return normed, out
 
 
 def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
     """Quantize the contiguous x into `out`, along its last dimension."""
     if x.numel():
-        run(call_of(x, out, spec, **fields))
+        run("pt2mx_quantize_activation", call_of(x, out, spec, **fields))
 
 
 def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> ActivationCall:
@@ -76,12 +70,6 @@ def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> Activation
     )
     call.table = table  # the call points into the table
     return call
-
-
-def run(call: ActivationCall) -> None:
-    library, parallel_for = load()
-    if library.pt2mx_quantize_activation(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
 
 
 def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:

@@ -8,17 +8,23 @@ and queries and softmax weights are sums of bfloat16 numbers.
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pt2mx.kernels.constants import has_e8m0_rows
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.linear import AMX, isa_for
 from pt2mx.kernels.cpu.quantize import float_scale_of, supports
-from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.attention import AttentionMX
+    from pt2mx.ops.decoding import DecodingAttention
+
+#: (codes, scales) of keys or values: (B, heads, L, bytes) uint8 and (B, heads, L, blocks)
+Packed = tuple[Tensor, Tensor]
 
 __all__ = ["attend", "attend_again", "attend_dense", "call_of", "dense_call_of", "is_computed"]
 __all__ += ["supports_dense"]
@@ -31,39 +37,28 @@ _WIDEST, _GROUP = 512, 32
 _CALLS: RepeatedCalls[AttentionCall] = RepeatedCalls(AttentionCall)
 
 
-def attend(
-    query: Tensor,
-    key: Packed,
-    value: Packed,
-    spec: MXSpec,
-    value_width: int,
-    mask: Tensor | None,
-    scale: float | None,
-    key_tensor_scale: Tensor | None = None,
-    value_tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def attend(call: AttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
     """Return None for many queries, for blocks that are not whole groups, and if a code is no number."""
-    if not (supports(spec, key_tensor_scale) and supports(spec, value_tensor_scale)):
+    of_keys, of_values = call.key_tensor_scale, call.value_tensor_scale
+    if not (supports(spec, of_keys) and supports(spec, of_values)):
         return None
-    call = call_of(query, key, value, spec, value_width, mask, scale)
-    if call is None:
+    key, value = (call.key_data, call.key_scale), (call.value_data, call.value_scale)
+    structure = call_of(call.query, key, value, spec, call.value_width, call.mask, call.scale)
+    if structure is None:
         return None
-    tensors = query, *key, *value
-    modes = spec.element.name, spec.block_size, value_width
-    scale_format = None if has_e8m0_rows(spec) else spec.scale_format.name
-    if key_tensor_scale is None and value_tensor_scale is None:
-        _CALLS.add((*tensors, *modes, mask, scale, scale_format, None, None), call)
+    if of_keys is None and of_values is None:
+        _CALLS.add(call.args, structure)
     else:
-        call.key_tensor_scale = 1.0 if key_tensor_scale is None else float(key_tensor_scale)
-        call.value_tensor_scale = 1.0 if value_tensor_scale is None else float(value_tensor_scale)
-    return _run(call, tensors, mask)
+        structure.key_tensor_scale = 1.0 if of_keys is None else float(of_keys)
+        structure.value_tensor_scale = 1.0 if of_values is None else float(of_values)
+    return _run(structure, (call.query, *key, *value), call.mask)
 
 
 def attend_again(args: tuple[object, ...]) -> Tensor | None:
     """Return the result of a call of `attention_mx` with these arguments, if an earlier one had tensors of the same
     shapes, strides and dtypes, and passed its checks; else None."""
-    call = _CALLS.get(args)
-    return None if call is None else _run(call, args[:5], args[8])  # type: ignore[arg-type]
+    structure = _CALLS.get(args)
+    return None if structure is None else _run(structure, args[:5], args[8])  # type: ignore[arg-type]
 
 
 def call_of(
@@ -133,22 +128,20 @@ def _shaped(
     return call
 
 
-def attend_dense(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, zeros: object
-) -> Tensor | None:
+def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for many queries, and for widths that are not whole groups."""
+    query, keys, values, mask = call.query, call.keys, call.values, call.mask
     # a new mask: one with a single element is contiguous with any stride of its slots
     of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask.new_empty((*mask.shape[:3], 1))
-    call = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, scale)
-    if call is None:
+    structure = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, call.scale)
+    if structure is None:
         return None
     slots, out = keys.shape[2], query.new_empty((*query.shape[:3], values.shape[3]))
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     mask = None if mask is None else mask.expand(*mask.shape[:3], slots).contiguous()
-    of_mask, (library, parallel_for) = None if mask is None else mask.data_ptr(), load()
+    of_mask = None if mask is None else mask.data_ptr()
     pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), of_mask, out.data_ptr()
-    if library.pt2mx_decoding_attention_of(ctypes.addressof(call), slots, *pointers, parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_decoding_attention_of", structure, slots, *pointers)
     return out
 
 
@@ -163,7 +156,5 @@ def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) 
 
 def is_computed(call: AttentionCall) -> bool:
     """Run a call; return False for codes that are no numbers."""
-    library, parallel_for = load()
-    if library.pt2mx_attention(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_attention", call)
     return not call.invalid

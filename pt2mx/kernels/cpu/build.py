@@ -28,7 +28,7 @@ import torch
 from pt2mx.kernels.cpu.calls import check_sizes
 
 __all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
-__all__ += ["load", "use_built"]
+__all__ += ["load", "run", "use_built"]
 
 _T = TypeVar("_T")
 
@@ -64,7 +64,10 @@ _FUNCTIONS = {
     "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
     "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
     "pt2mx_integer_isa": (ctypes.c_int32, ctypes.c_void_p),
+    "pt2mx_isa_of_rows": (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64),
 }
+#: what a function returns if it does not support a call
+_UNSUPPORTED = -1
 _RETURN_INT64 = "pt2mx_size_of", "pt2mx_replay"
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (
@@ -97,6 +100,16 @@ def load() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     if not is_available() or _loaded[0] is None:
         raise RuntimeError("the C++ kernels of pt2mx are not available on this machine")
     return _loaded[0]
+
+
+def run(function: str, structure: ctypes.Structure, *numbers: int | None) -> bool:
+    """Run a function of the library on torch's threads. Return False if it does not support the call, and computed
+    nothing."""
+    library, parallel_for = load()
+    error = getattr(library, function)(ctypes.addressof(structure), *numbers, parallel_for)
+    if error not in (0, _UNSUPPORTED):
+        raise RuntimeError("torch_parallel_for failed")
+    return error == 0
 
 
 def _attempt() -> None:

@@ -9,51 +9,36 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
-from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, is_computed, isa_for
-from pt2mx.kernels.dequantize_then_matmul import conv2d_shape
+from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, isa_for
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.convolution import Conv2dMX
+    from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize
 
 __all__ = ["conv2d", "conv2d_fake_quantize"]
 
 
-def conv2d(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    spec: MXSpec,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
-    """Return None if no matrix instructions support the weight, or the values, and for scales other than E8M0."""
-    conv_args, dtype = (stride, padding, dilation), dtype or x.dtype
-    out = torch.empty(conv2d_shape(x, data, conv_args), dtype=dtype, device="cpu")
-    return out if _convolve(x, data, scale, bias, spec, conv_args, out, dtype) else None
+def conv2d(call: Conv2dMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+    """Return None if no matrix instructions support the weight, or the values."""
+    out = torch.empty(call.result_shape, dtype=dtype, device="cpu")
+    return out if _convolve(call, spec, out, dtype) else None
 
 
 def conv2d_fake_quantize(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
+    call: Conv2dFakeQuantize[Tensor],
     spec: MXSpec,
-    conv_args: tuple[Sequence[int], ...],
     product_dtype: torch.dtype,
-    residual: Tensor | None,
-    activation: str,
-    keep_activated: bool,
+    sum_dtype: torch.dtype,
     quantization: MXSpec,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor] | None:
@@ -63,49 +48,40 @@ def conv2d_fake_quantize(
     H', W', N) in `product_dtype`, empty unless it is kept, and its quantized values in `dtype`, the same bits as in two
     steps. Return None if no matrix instructions support the operands.
     """
-    shape = conv2d_shape(x, data, conv_args)
-    if math.prod(shape[:3]) <= FEW_ROWS or not supports_epilogue(quantization, len(data), product_dtype):
+    conv, residual = call.conv, call.residual
+    shape = conv.result_shape
+    if math.prod(shape[:3]) <= FEW_ROWS or not supports_epilogue(quantization, len(call.codes), product_dtype):
         return None
     if residual is not None and residual.dtype != product_dtype:
         return None
     out = torch.empty(shape, dtype=dtype, device="cpu")
-    activated = torch.empty(shape if keep_activated else (0,), dtype=product_dtype, device="cpu")
-    epilogue = epilogue_of(quantization, activation, dtype)
+    activated = torch.empty(shape if call.keep_activated else (0,), dtype=product_dtype, device="cpu")
+    epilogue = epilogue_of(quantization, call.activation, dtype)
     if residual is not None:
         residual = residual.contiguous()
         epilogue.residual = residual.data_ptr()
-    if keep_activated:
+    if call.keep_activated:
         epilogue.activated = activated.data_ptr()
-    computed = _convolve(x, data, scale, bias, spec, conv_args, out, product_dtype, epilogue)
+    computed = _convolve(conv, spec, out, product_dtype, epilogue)
     return (activated, out) if computed else None
 
 
 def _convolve(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    spec: MXSpec,
-    conv_args: tuple[Sequence[int], ...],
-    out: Tensor,
-    dtype: torch.dtype,
-    epilogue: Epilogue | None = None,
+    call: Conv2dMX[Tensor], spec: MXSpec, out: Tensor, dtype: torch.dtype, epilogue: Epilogue | None = None
 ) -> bool:
-    """Compute a convolution, rounded to `dtype`; return False if no matrix instructions support it. `conv_args`:
-    stride, padding, dilation."""
-    stride, padding, dilation = conv_args
-    if tuple(data.shape[1:3]) == (1, 1) and not any(padding):  # strides skip pixels
+    """Compute a convolution, rounded to `dtype`; return False if no matrix instructions support it."""
+    x, stride = call.x, call.stride
+    kernel = call.codes.shape[1:3]
+    if tuple(kernel) == (1, 1) and not any(call.padding):  # strides skip pixels
         x, stride = x[:, :: stride[0], :: stride[1]], (1, 1)
-    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and has_e8m0_rows(spec) else 0
+    isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 else 0
     if not isa or 0 in (x.numel(), out.numel()):
         return False
-    x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    size, kernel = x.shape[1:3], data.shape[1:3]
-    pairs = (Pair(*map(int, pair)) for pair in (size, out.shape[1:3], kernel, stride, padding, dilation))
+    x, data, scale = x.contiguous(), call.codes.contiguous(), call.scale.contiguous()
+    bias = None if call.bias is None else call.bias.contiguous()
+    sizes = x.shape[1:3], out.shape[1:3], kernel, stride, call.padding, call.dilation
+    pairs = (Pair(*map(int, pair)) for pair in sizes)
     linear = call_of(x, data, scale, bias, out, spec, isa, kernel.numel())
     linear.out_dtype = DTYPES.index(dtype)
     linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)
-    call = ConvolutionCall(linear, x.shape[:3].numel(), *pairs)
-    library, parallel_for = load()
-    return is_computed(library.pt2mx_convolution(ctypes.addressof(call), parallel_for))
+    return run("pt2mx_convolution", ConvolutionCall(linear, x.shape[:3].numel(), *pairs))

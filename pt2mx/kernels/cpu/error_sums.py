@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ErrorSums, ErrorSumsCall
 from pt2mx.spec import MXSpec
 
@@ -33,9 +33,7 @@ def error_sums(x: Tensor, y: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tenso
         sums=ctypes.addressof(sums),
     )
     if x.numel():
-        library, parallel_for = load()
-        if library.pt2mx_error_sums(ctypes.addressof(call), parallel_for):
-            raise RuntimeError("torch_parallel_for failed")
+        run("pt2mx_error_sums", call)
     dtypes = {"nonfinite": torch.int64, "saturated": torch.int64, "flushed": torch.int64}
     dtypes |= {"signal": torch.float64, "noise": torch.float64}
     return tuple(torch.tensor(getattr(sums, name), dtype=dtype, device="cpu") for name, dtype in dtypes.items())

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import load
+from pt2mx.kernels.cpu.build import run
 from pt2mx.kernels.cpu.calls import GptqPanelCall
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
@@ -37,7 +37,5 @@ def round_panel(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, *b
         rounded=rounded.data_ptr(),
         errors=errors.data_ptr(),
     )
-    library, parallel_for = load()
-    if library.pt2mx_gptq_panel(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_gptq_panel", call)
     return rounded, errors

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import HadamardCall
 
-__all__ = ["rotate"]
+if TYPE_CHECKING:
+    from pt2mx.ops.hadamard import Hadamard
+
+__all__ = ["hadamard", "rotate"]
+
+
+def hadamard(call: Hadamard[Tensor]) -> Tensor:
+    return rotate(call.x, call.size, call.axis)
 
 
 def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
@@ -27,7 +34,5 @@ def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
         x=x.data_ptr(),
         out=out.data_ptr(),
     )
-    library, parallel_for = load()
-    if library.pt2mx_hadamard(ctypes.addressof(call), parallel_for):
-        raise RuntimeError("torch_parallel_for failed")
+    run("pt2mx_hadamard", call)
     return out

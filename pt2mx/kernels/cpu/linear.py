@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.constants import has_e8m0_rows, supports_epilogue
+from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
-from pt2mx.kernels.cpu.build import DTYPES, is_available, load
+from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
@@ -28,12 +29,16 @@ from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
 
-__all__ = ["call_of", "grouped_linear", "has_isa", "isa_for", "linear", "linear_fake_quantize"]
+if TYPE_CHECKING:
+    from pt2mx.ops.linear import GroupedLinearMX, LinearMX
+    from pt2mx.ops.quantize_epilogue import LinearFakeQuantize
+
+__all__ = ["call_of", "grouped_linear", "isa_for", "linear", "linear_fake_quantize"]
 
 #: significant bits of a bfloat16
 _BFLOAT_BITS = 8
 
-#: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul
+#: most rows of x for which fp32 vectors are faster than matrix instructions, and than a dense matmul, as in C++
 VECTOR_ROWS, FEW_ROWS = 4, 32
 #: bits of the matrix instructions for many rows of bfloat16 values, as in C++, which uses the first one that fits;
 #: INT8: any of those below, for values that are integers times a power of two a block
@@ -41,94 +46,73 @@ AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
 #: of AArch64 is for up to 4 rows
 VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
-#: fewest rows, K and N from which integers are faster than a decoded weight in float32: of codes whose sums of products
-#: fit 16 bits, or with VPDPBUSD; of other codes (tests/benchmarks/README.md)
-_LEAST_SIZES = (FEW_ROWS + 1, 96, 96), (512, 256, 256)
 #: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
 _DECODED = 1 << 20
 #: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
 _DECODED_K, _WAITING_ROWS = 2048, 1024
-#: what the C++ returns if it does not support a call
-_UNSUPPORTED = -1
 
 
-def linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    spec: MXSpec,
-    rotation: int = 0,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
-    rows, n, dtype = x.shape[:-1].numel(), data.shape[0], dtype or x.dtype
+    x, rotation = call.x, call.rotation
+    rows, n = x.shape[:-1].numel(), call.codes.shape[0]
     isa = matrix_isa_for(spec, rows, x.shape[-1], x.dtype)
-    if not supports(spec, tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
+    if not supports(spec, call.tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
     if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
         x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    flat, weight = x.contiguous().view(rows, x.shape[-1]), (data.contiguous(), scale.contiguous())
-    bias = None if bias is None else bias.contiguous()
-    return out if _multiply(flat, *weight, bias, out.view(rows, n), spec, rotation, isa, tensor_scale) else None
+    x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))
+    bias = None if call.bias is None else call.bias.contiguous()
+    structure = call_of(x, data, scale, bias, out, spec, isa)
+    structure.rotation = rotation
+    if not spec.scale_format.is_power_of_two:
+        float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
+        structure.float_scale = ctypes.pointer(float_scale)
+        structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
+    return out if run("pt2mx_linear", structure) else None
 
 
 def linear_fake_quantize(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
+    call: LinearFakeQuantize[Tensor],
     spec: MXSpec,
     product_dtype: torch.dtype,
-    activation: str,
     quantization: MXSpec,
     dtype: torch.dtype,
 ) -> Tensor | None:
     """x: (..., K) bfloat16, the weight (N, K) packed, bias: (N,) in `product_dtype` or None -> (..., N) in `dtype`: the
     quantized activation of the matmul, the same bits as in two steps. Return None if no matrix instructions support the
     operands."""
-    rows, n = x.shape[:-1].numel(), data.shape[0]
+    x = call.x
+    rows, n = x.shape[:-1].numel(), call.codes.shape[0]
     isa = isa_for(spec, x.shape[-1]) if x.dtype == torch.bfloat16 and rows > FEW_ROWS else 0
-    if not isa or not x.numel() or not has_e8m0_rows(spec) or not supports_epilogue(quantization, n, product_dtype):
+    if not isa or not x.numel() or not supports_epilogue(quantization, n, product_dtype):
         return None
-    epilogue = epilogue_of(quantization, activation, dtype)
-    x, data, scale = (t.contiguous() for t in (x, data, scale))
-    bias = None if bias is None else bias.contiguous()
+    epilogue = epilogue_of(quantization, call.activation, dtype)
+    x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))
+    bias = None if call.bias is None else call.bias.contiguous()
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    call = call_of(x, data, scale, bias, out, spec, isa)
-    call.out_dtype = DTYPES.index(product_dtype)
-    call.epilogue = ctypes.addressof(epilogue)
-    library, parallel_for = load()
-    return out if is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for)) else None
+    structure = call_of(x, data, scale, bias, out, spec, isa)
+    structure.out_dtype = DTYPES.index(product_dtype)
+    structure.epilogue = ctypes.addressof(epilogue)
+    return out if run("pt2mx_linear", structure) else None
 
 
-def grouped_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor,
-    spec: MXSpec,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor:
+def grouped_linear(call: GroupedLinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
     """Rows of x past the last offset, whose results the definition leaves undefined, return 0. bfloat16 matrix
     instructions multiply many fp32 rows if bfloat16 represents their values, as it does for quantized values."""
-    dtype = dtype or x.dtype
-    out, first = torch.zeros((x.shape[0], data.shape[1]), dtype=dtype, device="cpu"), 0
-    tensor_scales = None if tensor_scale is None else tensor_scale.expand(len(data))
+    x, first = call.x, 0
+    out = torch.zeros((x.shape[0], call.codes.shape[1]), dtype=dtype, device="cpu")
     spec = spec.replace(axis=spec.axis - 1)  # of one expert
     if dtype != torch.float32:
         x = x.to(dtype)
     elif x.dtype == dtype and len(x) > FEW_ROWS and isa_for(spec, x.shape[-1]) and _are_bfloats(x):
         x = x.to(torch.bfloat16)
-    for expert, last in enumerate(offs.tolist()):
+    for expert, last in enumerate(call.offs.tolist()):
         if first < last:
-            weight = data[expert], scale[expert]
-            t = None if tensor_scales is None else tensor_scales[expert]
-            out[first:last] = run_kernel("linear_mx", x[first:last], *weight, None, spec, 0, dtype, t)
+            rows = slice(first, last)
+            out[rows] = run_kernel(call.of_expert(expert, x[rows], dtype), spec, dtype)
         first = last
     return out
 
@@ -137,28 +121,6 @@ def _are_bfloats(x: Tensor) -> bool:
     """Return whether bfloat16 represents all values of x: (T, K) fp32. It checks the first row first, which usually
     decides a False."""
     return not any((part.contiguous().view(torch.int32) & 0xFFFF).any() for part in (x[:1], x))
-
-
-def _multiply(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    spec: MXSpec,
-    rotation: int,
-    isa: int,
-    tensor_scale: Tensor | None,
-) -> bool:
-    """x: (M, K), data: (N, bytes), scale: (N, blocks), bias: (N,) or None, out: (M, N), all contiguous. Return False
-    for values so small that matrix instructions would treat their products as zero."""
-    library, parallel_for = load()
-    call = call_of(x, data, scale, bias, out, spec, isa)
-    call.rotation = rotation
-    if not spec.scale_format.is_power_of_two:
-        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
-        call.tensor_scale = 1.0 if tensor_scale is None else float(tensor_scale)
-    return is_computed(library.pt2mx_linear(ctypes.addressof(call), parallel_for))
 
 
 def call_of(
@@ -197,13 +159,6 @@ def call_of(
     )
 
 
-def is_computed(error: int) -> bool:
-    """Return False if the C++ has computed nothing; raise RuntimeError for torch's errors."""
-    if error not in (0, _UNSUPPORTED):
-        raise RuntimeError("torch_parallel_for failed")
-    return error == 0
-
-
 @functools.lru_cache(1024)
 def _task(rows: int, n: int, k: int, threads: int, amx: bool) -> tuple[int, int]:
     """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
@@ -228,71 +183,33 @@ def _parts(n: int, size: int) -> int:
 
 def matrix_isa_for(spec: MXSpec, rows: int, k: int, dtype: torch.dtype) -> int:
     """Return the matrix instructions that multiply x: (rows, k) of this dtype by a weight; 0 where vectors do."""
-    isa = isa_for(spec, k) if dtype in (torch.bfloat16, torch.float32) and rows > VECTOR_ROWS else 0
-    if dtype == torch.float32:  # as three bfloat16 values
-        return isa & AMX if rows <= FEW_ROWS else 0
-    return isa
+    isa = isa_for(spec, k)
+    return load()[0].pt2mx_isa_of_rows(isa, DTYPES.index(dtype), rows) if isa else 0
 
 
 def isa_for(spec: MXSpec, k: int) -> int:
     """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none. bfloat16
     represents codes times their scale, without the scale of the tensor, if both have few significant bits."""
-    decoder, _ = decoder_of(spec, k)
-    if decoder == TABLE or not is_available():
-        return 0
-    isa = _isa(spec.element.name, decoder)
+    isa = _isa_of(spec, k)[0]
     if spec.scale_format.is_power_of_two:
         return isa
     bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
     return isa & ~INT8 if bits <= _BFLOAT_BITS else 0
 
 
-@functools.cache
-def _isa(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_isa(decoder, ctypes.addressof(table_of(name))))
-
-
 def integer_isa_for(spec: MXSpec, k: int) -> int:
     """Return the instructions that multiply rows of `k` values, integers times a power of two a block, by a weight of
     such values; 0 for none."""
+    return _isa_of(spec, k)[1] if spec.scale_format.is_power_of_two else 0
+
+
+def _isa_of(spec: MXSpec, k: int) -> tuple[int, int]:
+    """Return both, for scales that are powers of two; the C++ says what the processor has (`src/linear.cpp`)."""
     decoder, _ = decoder_of(spec, k)
-    if decoder == TABLE or not spec.scale_format.is_power_of_two or not is_available():
-        return 0
-    return _integer_isa(spec.element.name, decoder)
+    return _isa(spec.element.name, decoder) if decoder != TABLE and is_available() else (0, 0)
 
 
 @functools.cache
-def _integer_isa(name: str, decoder: int) -> int:
-    return int(load()[0].pt2mx_integer_isa(decoder, ctypes.addressof(table_of(name))))
-
-
-def has_isa(spec: MXSpec, k: int) -> bool:
-    """Return whether matrix instructions, for bfloat16 or 8-bit integers, multiply many rows of `k` bfloat16 values by
-    a packed weight."""
-    return bool(isa_for(spec, k))
-
-
-def has_bf16_isa(spec: MXSpec, k: int) -> bool:
-    """Return whether bfloat16 matrix instructions do so, which support any values."""
-    return bool(isa_for(spec, k) & (AMX | AVX512_BF16))
-
-
-def multiplies_integers(spec: MXSpec, k: int) -> bool:
-    """Return whether this machine multiplies many rows of `k` values of this spec as integers. AMX is faster."""
-    return isa_for(spec, k) & (AMX | INT8) == INT8
-
-
-def isa_supports(x: MXSpec | None, weight: MXSpec, k: int) -> bool:
-    """Return False if the machine has only instructions for integers, and an operand does not consist of these."""
-    integers = all(multiplies_integers(spec, k) for spec in (x, weight) if spec)
-    return integers or isa_for(weight, k) != INT8
-
-
-def integers_are_faster(x: MXSpec, weight: MXSpec, rows: int | None, k: int, n: int) -> bool:
-    """Return whether a float32 matmul, x: (rows, K) times a weight (N, K), is faster as integers than with the decoded
-    weight; `rows`: None for an unknown number. Few rows have a kernel of their own, which is faster."""
-    needs_32_bits = weight.element.bits == 8 and x.element.bits > 4 and not integer_isa_for(weight, k) & VPDPBUSD
-    least_rows, least_k, least_n = _LEAST_SIZES[needs_32_bits]
-    if rows is not None and rows < least_rows:
-        return rows <= FEW_ROWS
-    return k >= least_k and n >= least_n
+def _isa(name: str, decoder: int) -> tuple[int, int]:
+    library, table = load()[0], ctypes.addressof(table_of(name))
+    return library.pt2mx_isa(decoder, table), library.pt2mx_integer_isa(decoder, table)

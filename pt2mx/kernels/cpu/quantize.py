@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
-from pt2mx.kernels.cpu.build import DTYPES, load
+from pt2mx.kernels.cpu.build import DTYPES, load, run
 from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
@@ -24,6 +24,11 @@ from pt2mx.kernels.packing import group_of, packed_length, resized
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.hadamard import RotatedFakeQuantize
+    from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
+    from pt2mx.ops.stochastic import RandomBits
 
 __all__ = [
     "clip_gradient",
@@ -46,11 +51,19 @@ _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 _TENSOR_SCALE_RANGE = 2.0**-100, 2.0**100
 
 
-def quantize(
-    x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor] | None:
-    if not supports(spec, tensor_scale):
+def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | None:
+    if not supports(spec, call.tensor_scale):
         return None
+    return _quantize(call.x, spec, call.seed, call.tensor_scale)
+
+
+def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
+    if spec.rounding == "stochastic" or x.dtype not in DTYPES or not supports(spec, tensor_scale):
+        return None
+    return _quantize(x, spec, None, tensor_scale)[0]  # the codes are not used: another kernel would save little
+
+
+def _quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     n = x.shape[spec.axis]
     scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), spec.scale_format.dtype)
     data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
@@ -58,53 +71,47 @@ def quantize(
     return scale, data
 
 
-def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
-    if spec.rounding == "stochastic" or x.dtype not in DTYPES:
+def dequantize(call: Dequantize[Tensor], spec: MXSpec, length: int) -> Tensor | None:
+    if not supports(spec, call.tensor_scale):
         return None
-    quantized = quantize(x, spec, None, tensor_scale)  # the codes are not used: another kernel would save little
-    return None if quantized is None else quantized[0]
-
-
-def dequantize(
-    data: Tensor, scale: Tensor, spec: MXSpec, dtype: torch.dtype, length: int, tensor_scale: Tensor | None = None
-) -> Tensor | None:
-    if not supports(spec, tensor_scale):
-        return None
-    y = _empty(resized(data, spec.axis, length), dtype)
-    _run(_DEQUANTIZE, data.contiguous(), y, spec, dtype, y.shape, tensor_scale, scale=scale.contiguous())
+    y = _empty(resized(call.codes, spec.axis, length), call.dtype)
+    codes, scale = call.codes.contiguous(), call.scale.contiguous()
+    _run(_DEQUANTIZE, codes, y, spec, call.dtype, y.shape, call.tensor_scale, scale=scale)
     return y
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None) -> Tensor | None:
-    if not supports(spec, tensor_scale):
+def fake_quantize(call: FakeQuantize[Tensor], spec: MXSpec) -> Tensor | None:
+    x = call.x
+    if not supports(spec, call.tensor_scale):
         return None
     y = _empty(x.shape, x.dtype)
-    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, tensor_scale, seed=seed)
+    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, call.tensor_scale, seed=call.seed)
     return y
 
 
-def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor:
-    y = _empty(x.shape, dtype)
+def rotated_fake_quantize(call: RotatedFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
+    x, size, y = call.x, call.size, _empty(call.x.shape, dtype)
     if dtype != x.dtype and size > 1:  # the fused kernel writes x's dtype
         x, size = rotate(x, size), 1
     _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size if size > 1 else 0)
     return y
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
+def clip_gradient(call: ClipGradient[Tensor], spec: MXSpec) -> Tensor | None:
+    grad, x = call.grad, call.x
     if grad.shape != x.shape or grad.itemsize not in (2, 4):  # autograd passes x's shape and dtype
         return None
-    if not supports(spec, tensor_scale):
+    if not supports(spec, call.tensor_scale):
         return None
     y = _empty(x.shape, grad.dtype)
-    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, tensor_scale, grad=grad.contiguous())
+    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, call.tensor_scale, grad=grad.contiguous())
     return y
 
 
-def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
-    y = _empty(shape, torch.int32)
+def random_bits(call: RandomBits[Tensor]) -> Tensor:
+    y = _empty(torch.Size(call.size), torch.int32)
     library, parallel_for = load()
-    library.pt2mx_random_bits(int(seed), y.data_ptr(), y.numel(), parallel_for)
+    library.pt2mx_random_bits(int(call.seed), y.data_ptr(), y.numel(), parallel_for)
     return y
 
 
@@ -151,13 +158,10 @@ def _run(
     if operation == _DEQUANTIZE:
         call.format, _ = decoder_of(spec, n)
         call.table = ctypes.addressof(table_of(spec.element.name))
-    library, parallel_for = load()
     if rotation:
-        failed = library.pt2mx_rotate_fake_quantize(ctypes.addressof(call), rotation, parallel_for)
+        run("pt2mx_rotate_fake_quantize", call, rotation)
     else:
-        failed = library.pt2mx_run(ctypes.addressof(call), parallel_for)
-    if failed:
-        raise RuntimeError("torch_parallel_for failed")
+        run("pt2mx_run", call)
 
 
 def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:

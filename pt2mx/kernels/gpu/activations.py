@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -16,9 +16,13 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, supports_bf16x2
 from pt2mx.kernels.gpu.activations_kernel import Norm, fake_quantize_activation_kernel
+from pt2mx.kernels.gpu.device import aligned, uses_pdl
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 
 #: whether a kernel makes FP8 rows -> values per program and per thread, the fastest on an H200. A longer row gets its
 #: own program
@@ -51,27 +55,23 @@ def supports(spec: MXSpec, x: Tensor, *of_norm: Tensor | None) -> bool:
     return x.dim() > 0 and supports_bf16x2(spec, x.shape[-1], *dtypes)
 
 
-def activation_fake_quantize(x: Tensor, activation: str, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+    x = call.x
     if not supports(spec, x) or dtype != x.dtype:
         return None
     out = x.new_empty(x.shape)
-    launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=activation)
+    launch(fake_quantize_activation_kernel, x.reshape(-1, BLOCK), (out,), spec, activation=call.activation)
     return out
 
 
 def layer_norm_fake_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    spec: MXSpec,
-    dtype: torch.dtype,
+    call: LayerNormFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    if not supports(spec, x, residual, weight, bias) or dtype != x.dtype:
+    x, of_norm = call.x, (call.residual, call.weight, call.bias)
+    if not supports(spec, x, *of_norm) or dtype != x.dtype:
         return None
     normed, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, residual, weight, bias, eps))
+    launch(fake_quantize_activation_kernel, x, (out,), spec, Norm(normed, *of_norm, call.eps))
     return normed, out
 
 
@@ -89,11 +89,11 @@ def launch(
     k = x.shape[-1]
     present = tuple(t is not None for t in norm[:4])
     plan, rows = _plan(spec, k, x.device, present, **compile_time), x.numel() // k
-    residual, weight, bias = (None if t is None else _in_pairs(t) for t in norm[1:4])
+    residual, weight, bias = (None if t is None else aligned(t, 4) for t in norm[1:4])
     norm = Norm(norm.out, residual, weight, bias, norm.eps)
     with torch.cuda.device_of(x):
         kernel[(-(-rows // plan.config.rows),)](
-            *(_in_pairs(x), norm, *outputs, k, rows, plan.constants, plan.config),
+            *(aligned(x, 4), norm, *outputs, k, rows, plan.constants, plan.config),
             num_warps=plan.warps,
             launch_pdl=plan.config.pdl,
         )
@@ -116,16 +116,3 @@ def _plan(spec: MXSpec, k: int, device: torch.device, present: tuple[bool, ...],
     values = BLOCK * blocks * rows
     warps = min(16, max(1, values // (32 * of_thread)))
     return _Plan(config, constants_of(spec, (1, 1), BLOCK, 1, False, Tile(values, 1)), warps)
-
-
-@functools.cache
-def uses_pdl(device: torch.device) -> bool:
-    """Return whether the device supports programmatic dependent launch: a kernel may start before the previous one
-    ends."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _in_pairs(t: Tensor) -> Tensor:
-    """Return t contiguous, and aligned so that pairs can be read."""
-    t = t.contiguous()
-    return t if t.data_ptr() % 4 == 0 else t.clone()

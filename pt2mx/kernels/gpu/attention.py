@@ -11,24 +11,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from pt2mx.formats import ElementFormat
-from pt2mx.kernels.dequantize_then_matmul import Packed
 from pt2mx.kernels.gpu.attention_kernel import Elements, Sizes, attend_kernel, join_kernel
+from pt2mx.kernels.gpu.device import aligned, multiprocessors_of, uses_pdl
 from pt2mx.kernels.gpu.flash_decoding_kernel import DecodingSizes, decode_attention_kernel
 from pt2mx.kernels.gpu.float_scales import ScaleConstants
-from pt2mx.kernels.gpu.linear import aligned
 from pt2mx.kernels.gpu.mma_decode import decode_eight_ptx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 from pt2mx.kernels.gpu.quantize import as_integers, scale_constants
 from pt2mx.spec import MXSpec
 
-__all__ = ["attend", "attend_dense"]
+if TYPE_CHECKING:
+    from pt2mx.ops.attention import AttentionMX
+    from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX
+
+    _Call = AttentionMX[Tensor] | DecodingAttention[Tensor]
+
+__all__ = ["attend", "attend_dense", "decode"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
 #: smallest block that it supports, the slots that a program decodes at a time, and the values of each in a tile of
@@ -67,41 +72,41 @@ class _Work(NamedTuple):
     use_pdl: bool
 
 
-def attend(
-    query: Tensor,
-    key: Packed,
-    value: Packed,
-    spec: MXSpec,
-    value_width: int,
-    mask: Tensor | None,
-    scale: float | None,
-    key_tensor_scale: Tensor | None = None,
-    value_tensor_scale: Tensor | None = None,
-    zeros: Tensor | None = None,
-) -> Tensor | None:
+def decode(call: DecodingAttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
+    """Return None as `attend` does."""
+    return attend(call.attention, spec, call.zeros)
+
+
+def attend(call: AttentionMX[Tensor], spec: MXSpec, zeros: Tensor | None = None) -> Tensor | None:
     """Return None for many queries or sequences, for widths and blocks that are not powers of two, for scales with a
     significand of integers and those of a tensor, and in float32."""
-    (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, key[0].shape
+    query, value_width = call.query, call.value_width
+    (_, heads, queries, width), (_, key_heads, slots, _) = query.shape, call.key_data.shape
     rows = heads // max(key_heads, 1) * queries
     blocks = min(spec.block_size, width), min(spec.block_size, value_width)
     fits = _fits(query, key_heads, width, value_width) and all(n >= _LEAST_BLOCK and n & (n - 1) == 0 for n in blocks)
     fits &= spec.element.bits in (4, 6, 8) and (spec.has_plain_scale or not spec.element.is_int)
-    fits &= key_tensor_scale is None and value_tensor_scale is None and spec.block_rows == 1
+    fits &= call.key_tensor_scale is None and call.value_tensor_scale is None and spec.block_rows == 1
     if not fits or rows > _FEW_QUERIES or query.dtype == torch.float32 or 0 in (query.numel(), slots):
         return None
     converts_fp8 = torch.cuda.get_device_capability(query.device) >= (8, 9)
     uses_lanes = query.dtype == torch.bfloat16 and rows <= _QUERIES_IN_LANES and min(blocks) % 32 == 0
     uses_lanes &= spec.element.name in FRAGMENTS and (converts_fp8 or not spec.element.name.startswith("fp8"))
-    packed = [(aligned(data, 8), as_integers(aligned(scales, 8))) for data, scales in (key, value)]
+    keys_and_values = (call.key_data, call.key_scale), (call.value_data, call.value_scale)
+    packed = [(aligned(data, 8), as_integers(aligned(scales, 8))) for data, scales in keys_and_values]
     zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
     if uses_lanes and spec.has_plain_scale:
         few = slots <= _FEWEST_SLOTS
-        sizes = _decoding_sizes(spec.element, width, value_width, *blocks, mask is not None, zeros is not None, few)
-        return _decode(query, packed, key_heads, slots, mask, scale, sizes, zeros)
-    work = _work(query, key_heads, slots, value_width, mask, scale, _SLOTS, zeros)
+        sizes = _decoding_sizes(
+            spec.element, width, value_width, *blocks, call.mask is not None, zeros is not None, few
+        )
+        return _decode(call, packed, sizes, zeros)
+    work = _work(call, call.key_data, value_width, _SLOTS, zeros)
     scaled = spec.block_size if min(blocks) < 32 else 0
     tiles = (min(width, _TILE), min(value_width, _TILE)) if scaled else blocks
-    shape = Sizes(width, value_width, _FEW_QUERIES, _SLOTS, *tiles, mask is not None, scaled, work.most, work.use_pdl)
+    shape = Sizes(
+        width, value_width, _FEW_QUERIES, _SLOTS, *tiles, call.mask is not None, scaled, work.most, work.use_pdl
+    )
     tensors = query.contiguous(), *packed, work.mask, work.partial, work.joined
     sizes_of_call = rows, queries, key_heads, slots, work.blocks
     with torch.cuda.device_of(query):
@@ -116,20 +121,19 @@ def attend(
     return work.out
 
 
-def attend_dense(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, zeros: Tensor | None
-) -> Tensor | None:
+def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for more than 8 queries of a head of the keys, for many sequences, for widths that are not powers of
     two, and for other dtypes than bfloat16."""
+    query, key, value = call.query, call.keys, call.values
     (_, heads, queries, width), (_, key_heads, slots, value_width) = query.shape, value.shape
     rows, tensors = heads // key_heads * queries, (query, key, value)
     fits = _fits(query, key_heads, width, value_width) and rows <= _QUERIES_IN_LANES and 0 not in (query.numel(), slots)
     if not fits or any(tensor.dtype != torch.bfloat16 for tensor in tensors):
         return None
-    zeros = zeros if _joins(zeros, slots, query.shape[0] * key_heads) else None
-    sizes = _dense_sizes(width, value_width, mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
+    zeros = call.zeros if _joins(call.zeros, slots, query.shape[0] * key_heads) else None
+    sizes = _dense_sizes(width, value_width, call.mask is not None, zeros is not None, slots <= _FEWEST_SLOTS)
     cache = [(aligned(tensor).view(torch.uint8),) * 2 for tensor in (key, value)]  # as codes without scales
-    return _decode(query, cache, key_heads, slots, mask, scale, sizes, zeros)
+    return _decode(call, cache, sizes, zeros)
 
 
 def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:
@@ -137,11 +141,7 @@ def _joins(zeros: Tensor | None, slots: int, pairs: int) -> bool:
     each pair has a counter."""
     if zeros is None or pairs > len(zeros):
         return False
-    return slots <= _FEW_SLOTS or _PROGRAMS * _multiprocessors(zeros.device) <= _MOST_JOINED * pairs
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return slots <= _FEW_SLOTS or _PROGRAMS * multiprocessors_of(zeros.device) <= _MOST_JOINED * pairs
 
 
 def _fits(query: Tensor, key_heads: int, *widths: int) -> bool:
@@ -150,19 +150,11 @@ def _fits(query: Tensor, key_heads: int, *widths: int) -> bool:
     )
 
 
-def _decode(
-    query: Tensor,
-    cache: Sequence[tuple[Tensor, ...]],
-    key_heads: int,
-    slots: int,
-    mask: Tensor | None,
-    scale: float | None,
-    sizes: DecodingSizes,
-    zeros: Tensor | None,
-) -> Tensor:
+def _decode(call: _Call, cache: Sequence[tuple[Tensor, ...]], sizes: DecodingSizes, zeros: Tensor | None) -> Tensor:
     """Attend with `flash_decoding_kernel`; with `zeros`, its last programs join the splits."""
-    slots_of_warp = 16 * sizes.TILES
-    work = _work(query, key_heads, slots, sizes.VALUE_DIM, mask, scale, slots_of_warp * sizes.WARPS, zeros)
+    query, slots_of_warp = call.query, 16 * sizes.TILES
+    _, key_heads, slots, _ = cache[0][0].shape
+    work = _work(call, cache[0][0], sizes.VALUE_DIM, slots_of_warp * sizes.WARPS, zeros)
     sizes = sizes._replace(JOINED=work.most, use_pdl=work.use_pdl)
     tensors = aligned(query, 4), *cache, work.mask, work.partial, work.joined
     sizes_of_call = work.rows, query.shape[2], key_heads, slots, work.blocks * slots_of_warp
@@ -175,21 +167,13 @@ def _decode(
     return work.out
 
 
-def _work(
-    query: Tensor,
-    key_heads: int,
-    slots: int,
-    value_width: int,
-    mask: Tensor | None,
-    scale: float | None,
-    at_a_time: int,
-    zeros: Tensor | None,
-) -> _Work:
-    """Divide the slots among the programs of a pair, each for blocks of `at_a_time` slots; with `zeros` among as many
-    as the last one joins."""
-    batch, heads, queries, width = query.shape
+def _work(call: _Call, keys: Tensor, value_width: int, at_a_time: int, zeros: Tensor | None) -> _Work:
+    """Divide the slots of keys among the programs of a pair, each for blocks of `at_a_time` slots; with `zeros` among
+    as many as the last one joins."""
+    query, mask = call.query, call.mask
+    (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, keys.shape
     pairs, blocks = batch * key_heads, triton.cdiv(slots, at_a_time)
-    of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * _multiprocessors(query.device) // pairs)))
+    of_split = triton.cdiv(blocks, min(blocks, max(1, _PROGRAMS * multiprocessors_of(query.device) // pairs)))
     of_split = of_split if zeros is None else max(of_split, triton.cdiv(blocks, _MOST_JOINED))
     splits = triton.cdiv(blocks, of_split)
     acc = query.new_empty((splits, pairs, _FEW_QUERIES, value_width), dtype=torch.float32)
@@ -197,11 +181,11 @@ def _work(
     out = query.new_empty(batch, heads, queries, value_width)
     mask = None if mask is None else mask.expand(batch, heads, queries, slots).view(torch.uint8)
     strides = (0, 0, 0, 0) if mask is None else mask.stride()
-    sm_scale = width**-0.5 if scale is None else scale
+    sm_scale = width**-0.5 if call.scale is None else call.scale
     rows = heads // key_heads * queries
     shown = query if mask is None else mask
     joined, most = (out, out if zeros is None else zeros), 0 if zeros is None else _MOST_JOINED
-    use_pdl = torch.cuda.get_device_capability(query.device)[0] >= 9
+    use_pdl = uses_pdl(query.device)
     return _Work(pairs, rows, splits, of_split, (acc, m_and_l), out, joined, most, shown, strides, sm_scale, use_pdl)
 
 

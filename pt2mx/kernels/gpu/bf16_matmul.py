@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,15 @@ from pt2mx.kernels.float_scales import has_each
 from pt2mx.kernels.gpu.bf16_gemm_kernel import Sizes as GemmSizes
 from pt2mx.kernels.gpu.bf16_gemm_kernel import bf16_gemm_kernel, grouped_gemm_kernel
 from pt2mx.kernels.gpu.dense_attention_kernel import Sizes, Strided, dense_attention_kernel
+from pt2mx.kernels.gpu.device import multiprocessors_of
+from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.quantize import Tile, constants_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.attention import AttentionBfloat16, MatmulBfloat16
+    from pt2mx.ops.linear import GroupedLinearMX, LinearMX
 
 __all__ = ["attention", "grouped_linear", "linear", "matmul"]
 
@@ -47,28 +53,19 @@ class _Tile(NamedTuple):
 _TILES = (_Tile(64, 128), _Tile(64, 64), _Tile(32, 64), _Tile(16, 64, 5))
 
 
-def matmul(x: Tensor, y: Tensor) -> Tensor:
+def matmul(call: MatmulBfloat16[Tensor]) -> Tensor:
     """x: (*batch, M, K), y: (*batch, K, N) -> (*batch, M, N) fp32."""
-    return _multiply(x.to(torch.bfloat16), y.to(torch.bfloat16), None)
+    return _multiply(call.x.to(torch.bfloat16), call.y.to(torch.bfloat16), None)
 
 
-def linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    spec: MXSpec,
-    rotation: int = 0,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None unless x is in bfloat16, and the result in float32, and bfloat16 represents the weight without its
     tensor scale."""
-    spec_of_weight = _in_bfloat16(spec)
-    if x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
+    weight = _weight_in_bfloat16(call, spec, dtype)
+    if weight is None:
         return None
-    x = run_kernel("hadamard", x, rotation) if rotation else x
-    weight = run_kernel("dequantize_mx", data, scale, spec_of_weight, x.dtype, x.shape[-1])
+    bias, tensor_scale = call.bias, call.tensor_scale
+    x = rotate(call.x, call.rotation) if call.rotation else call.x
     rows, added = x.reshape(-1, x.shape[-1]), bias if tensor_scale is None else None
     out = _multiply(rows, weight.t(), added)
     if tensor_scale is not None:
@@ -77,20 +74,12 @@ def linear(
     return out.view(*x.shape[:-1], len(weight))
 
 
-def grouped_linear(
-    x: Tensor,
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor,
-    spec: MXSpec,
-    dtype: torch.dtype | None = None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def grouped_linear(call: GroupedLinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None as `linear` does."""
-    spec_of_weight = _in_bfloat16(spec)
-    if x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
+    weight = _weight_in_bfloat16(call, spec, dtype)
+    if weight is None:
         return None
-    weight = run_kernel("dequantize_mx", data, scale, spec_of_weight, x.dtype, x.shape[-1])
+    x, offs, tensor_scale = call.x, call.offs, call.tensor_scale
     (rows, k), (experts, n, _) = x.shape, weight.shape
     out = x.new_empty((rows, n), dtype=torch.float32)
     if not out.numel() or not experts:
@@ -111,6 +100,16 @@ def grouped_linear(
         expert = torch.searchsorted(offs, torch.arange(rows, device=x.device, dtype=offs.dtype), right=True)
         tensor_scale = tensor_scale[expert.clamp(max=experts - 1)].unsqueeze(1)
     return _scaled(out, spec, tensor_scale)
+
+
+def _weight_in_bfloat16(
+    call: LinearMX[Tensor] | GroupedLinearMX[Tensor], spec: MXSpec, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the weight in bfloat16, without its tensor scale; None as `linear` does."""
+    spec_of_weight, k = _in_bfloat16(spec), call.x.shape[-1]
+    if call.x.dtype != torch.bfloat16 or dtype != torch.float32 or spec_of_weight is None:
+        return None
+    return run_kernel(call.dequantization(torch.bfloat16, k).replace(tensor_scale=None), spec_of_weight, k)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -163,35 +162,25 @@ def _launch(tile: _Tile, x: Tensor, y: Tensor, bias: Tensor | None, out: Tensor)
 def _parts(tiles: int, k: int, device: torch.device) -> int:
     """Return into how many parts to split each sum, because one program per tile may leave multiprocessors idle."""
     parts = 1
-    while 2 * parts * tiles <= _processors(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
+    while 2 * parts * tiles <= multiprocessors_of(device) and k % (2 * parts) == 0 and k // (2 * parts) >= _LEAST_DEPTH:
         parts *= 2
     return parts
 
 
 def _tile_of(matrices: int, m: int, n: int, device: torch.device) -> _Tile:
     fits = [tile for tile in _TILES if tile.rows < 2 * m and tile.columns < 2 * n] or [_TILES[-1]]
-    enough = (t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= _processors(device))
+    enough = (
+        t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= multiprocessors_of(device)
+    )
     return next(enough, fits[-1])
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dtype: torch.dtype = torch.float32,
-    quantization: MXSpec | None = None,
-    out_dtype: torch.dtype | None = None,
+    call: AttentionBfloat16[Tensor], dtype: torch.dtype, quantization: MXSpec | None, out_dtype: torch.dtype
 ) -> Tensor | None:
     """Compute attention as `pt2mx.kernels.cpu.bf16_matmul.attention` does. Return None for wide heads, few queries,
     empty tensors, and quantizations that the kernel does not support."""
+    query, key, value, mask = call.query, call.key, call.value, call.mask_4d
     (batch, heads, queries, width), (_, key_heads, keys, value_width) = query.shape, value.shape
     fits = max(width, value_width) <= WIDEST["cuda"] and queries >= LEAST_ROWS
     if not fits or 0 in (query.numel(), value.numel()) or dtype not in (torch.float32, torch.bfloat16):
@@ -201,7 +190,7 @@ def attention(
         if not supports_epilogue(quantization, value_width, dtype):
             return None
         constants = constants_of(quantization, (1, 1), BLOCK, 1, False, Tile(_ROWS * columns, 4))
-    out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype or dtype)
+    out = query.new_empty((batch, queries, heads, value_width), dtype=out_dtype)
     narrow = [t.to(torch.bfloat16) for t in (query, key, value)]
     narrow = [t if t.stride(3) == 1 else t.contiguous() for t in narrow]
     kind, expanded = "none", query  # a placeholder that the kernel does not read
@@ -215,7 +204,7 @@ def attention(
         BLOCK_V=columns,
         BLOCK_M=_ROWS,
         BLOCK_N=_KEYS,
-        CAUSAL=is_causal,
+        CAUSAL=call.is_causal,
         MASK=kind,
         MASK_ROWS=expanded.stride(2) != 0,
         EVEN_N=keys % _KEYS == 0,
@@ -226,7 +215,7 @@ def attention(
             *(Strided(t, *t.stride()[:3]) for t in narrow),
             Strided(expanded, *expanded.stride()),
             out,
-            width**-0.5 if scale is None else scale,
+            width**-0.5 if call.scale is None else call.scale,
             (queries, keys, heads, heads // key_heads),
             sizes,
             constants,

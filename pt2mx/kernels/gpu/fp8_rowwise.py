@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,8 +17,12 @@ from torch import Tensor
 from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
 from pt2mx.kernels.gpu import activations
 from pt2mx.kernels.gpu.activations_kernel import Norm
+from pt2mx.kernels.gpu.device import uses_pdl
 from pt2mx.kernels.gpu.fp8_rowwise_kernel import quantize_rows_kernel, unfit_rows_kernel
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 
 
 @dataclass(frozen=True)
@@ -32,22 +37,21 @@ class Unfit:
     depth: int = 64
 
 
-def quantize(x: Tensor, spec: MXSpec, activation: str) -> tuple[Tensor, Tensor, Tensor] | None:
-    if not activations.supports(spec, x):
+def quantize(call: QuantizeFP8Rows[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor, Tensor] | None:
+    if not activations.supports(spec, call.x):
         return None
-    rows = _empty_rows(x)
-    activations.launch(quantize_rows_kernel, x, rows, spec, activation=activation, **ROOMS[spec.element.name]._asdict())
+    rows, room = _empty_rows(call.x), ROOMS[spec.element.name]._asdict()
+    activations.launch(quantize_rows_kernel, call.x, rows, spec, activation=call.activation, **room)
     return rows
 
 
-def layer_norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, spec: MXSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    if not activations.supports(spec, x, residual, weight, bias):
+def layer_norm_quantize(call: LayerNormFP8Rows[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    x, of_norm = call.x, (call.residual, call.weight, call.bias)
+    if not activations.supports(spec, x, *of_norm):
         return None
     rows, normed = _empty_rows(x), x.new_empty(x.shape)
     room = ROOMS[spec.element.name]._asdict()
-    activations.launch(quantize_rows_kernel, x, rows, spec, Norm(normed, residual, weight, bias, eps), **room)
+    activations.launch(quantize_rows_kernel, x, rows, spec, Norm(normed, *of_norm, call.eps), **room)
     return normed, *rows
 
 
@@ -59,10 +63,9 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale, x.new_empty(x.shape)
 
 
-def mm(
-    codes: Tensor, scale: Tensor, unfit: Tensor, weight_codes: Tensor, weight_scale: Tensor, bias: Tensor | None
-) -> Tensor | None:
+def mm(call: MmFP8Rows[Tensor]) -> Tensor | None:
     """K and N are multiples of 16. Return None unless unfit and bias are in bfloat16."""
+    codes, scale, unfit, weight_codes, weight_scale, bias = call.args
     if unfit.dtype != torch.bfloat16:
         return None
     (n, k), m = weight_codes.shape, scale.numel()
@@ -72,7 +75,7 @@ def mm(
     x, weight = codes.contiguous().view(m, k).view(E4M3), weight_codes.view(E4M3).t()
     scales = scale.contiguous().view(m, 1), weight_scale.contiguous().view(1, n)
     out = torch._scaled_mm(x, weight, *scales, bias=bias, out_dtype=unfit.dtype)
-    config = _unfit(activations.uses_pdl(x.device), bias is not None)
+    config = _unfit(uses_pdl(x.device), bias is not None)
     arguments = scales[0], unfit.contiguous(), weight_codes, scales[1], bias, out
     with torch.cuda.device_of(x):
         grid = (-(-n // config.columns),)

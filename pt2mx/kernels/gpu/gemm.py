@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels.gpu import tuning
+from pt2mx.kernels.gpu.device import multiprocessors_of
 from pt2mx.kernels.gpu.gemm_kernel import STAGE_K, gemm_kernel, reduce_split_k_kernel, shuffle_x_kernel
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
 
@@ -36,7 +37,7 @@ def gemm(
 ) -> None:
     """x, codes, scale, tensor_scale, bias: as of `gemv_kernel`; writes the result to out: (batch, n)."""
     (batch, n), (n_tiles, k_steps) = out.shape, codes.shape[:2]
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = multiprocessors_of(x.device)
     tile = tuning.gemm_tile(batch, x.shape[1], n_tiles, element, multiprocessors)
     split_steps = triton.cdiv(triton.cdiv(k_steps, 2), tile.split_k) * 2
     split_k = triton.cdiv(k_steps, split_steps)

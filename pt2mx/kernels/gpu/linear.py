@@ -8,19 +8,26 @@ in every run.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from pt2mx.formats import ElementFormat
+from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.gpu import tuning
+from pt2mx.kernels.gpu.device import aligned, multiprocessors_of, uses_pdl
 from pt2mx.kernels.gpu.fragment import dequantize_kernel
 from pt2mx.kernels.gpu.gemm import gemm
 from pt2mx.kernels.gpu.gemv_kernel import gemv_kernel
+from pt2mx.kernels.gpu.hadamard import rotate
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, ROWS
-from pt2mx.kernels.select import run_kernel
+
+if TYPE_CHECKING:
+    from pt2mx.ops.decoding import NormedLinearMX, ResidualLinearMX
+    from pt2mx.ops.linear import LinearMXMMALayout
+
+    _Layer = LinearMXMMALayout[Tensor] | NormedLinearMX[Tensor] | ResidualLinearMX[Tensor]
 
 #: tiles of the weight that are dequantized for one matmul: on an H200 one matmul was faster than several of 4096 rows
 #: for nearly all sizes, and than several of 8192 rows for most
@@ -43,81 +50,49 @@ class Epilogue(NamedTuple):
 _PLAIN = Epilogue()
 
 
-def linear_mma_layout(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    element: ElementFormat,
-    n: int,
-    rotation: int = 0,
-    tensor_scale: Tensor | None = None,
-) -> Tensor:
-    rows = _rows(x)
-    (batch, k), n_tiles = rows.shape, len(codes)
-    rotates = tuning.rotates_in_gemv(batch, k, n_tiles, rotation)
-    if rotation and not rotates:
-        rows = run_kernel("hadamard", rows, rotation)
-    out = x.new_empty(batch, n)
+def linear_mma_layout(call: LinearMXMMALayout[Tensor]) -> Tensor:
+    x, rows, element = call.x, _rows(call.x), ELEMENTS[call.element]
+    (batch, k), n_tiles = rows.shape, len(call.codes)
+    rotates = tuning.rotates_in_gemv(batch, k, n_tiles, call.rotation)
+    if call.rotation and not rotates:
+        rows = rotate(rows, call.rotation)
+    out = x.new_empty(batch, call.n)
     is_sm_90 = torch.cuda.get_device_capability(x.device)[0] == 9
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = multiprocessors_of(x.device)
     name = tuning.kernel_of(batch, k, n_tiles, element, multiprocessors, is_sm_90)
     kernel = functools.partial(_gemv, rotates=True) if rotates else _KERNELS[name]
-    kernel(rows, codes, _in_words(scale), tensor_scale, bias, out, element)
-    return out.view(*x.shape[:-1], n)
+    kernel(rows, *_weight(call), out, element)
+    return out.view(*x.shape[:-1], call.n)
 
 
-def normed_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    element: ElementFormat,
-    n: int,
-    squares: Tensor | None,
-    eps: float,
-    gate: str | None,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def normed_linear(call: NormedLinearMX[Tensor]) -> Tensor | None:
     """Return None for more rows than `gemv_kernel` takes."""
-    rows = _rows(x)
+    x, rows, squares = call.x, _rows(call.x), call.squares
     if not 0 < len(rows) <= _MOST_ROWS:
         return None
-    out = x.new_empty(len(rows), n if gate is None else n // 2)
-    epilogue = Epilogue(None if squares is None else _rows(squares), eps, gate)
-    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, out, element, epilogue=epilogue)
+    out = x.new_empty(len(rows), call.n if call.gate is None else call.n // 2)
+    epilogue = Epilogue(None if squares is None else _rows(squares), call.eps, call.gate)
+    _gemv(rows, *_weight(call), out, ELEMENTS[call.element], epilogue=epilogue)
     return out.view(*x.shape[:-1], -1)
 
 
-def residual_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    element: ElementFormat,
-    n: int,
-    residual: Tensor,
-    norm_weight: Tensor,
-    tensor_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def residual_linear(call: ResidualLinearMX[Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return None for more rows than `gemv_kernel` takes."""
-    rows = _rows(x)
+    x, rows = call.x, _rows(call.x)
     if not 0 < len(rows) <= _MOST_ROWS:
         return None
-    total, weighted = (x.new_empty(len(rows), n) for _ in range(2))
-    squares = x.new_empty(len(rows), len(codes), dtype=torch.float32)
-    epilogue = Epilogue(
-        residual=_rows(residual), norm_weight=norm_weight.contiguous(), weighted=weighted, squares=squares
-    )
-    _gemv(rows, codes, _in_words(scale), tensor_scale, bias, total, element, epilogue=epilogue)
+    total, weighted = (x.new_empty(len(rows), call.n) for _ in range(2))
+    squares = x.new_empty(len(rows), len(call.codes), dtype=torch.float32)
+    residual, norm_weight = _rows(call.residual), call.norm_weight.contiguous()
+    epilogue = Epilogue(residual=residual, norm_weight=norm_weight, weighted=weighted, squares=squares)
+    _gemv(rows, *_weight(call), total, ELEMENTS[call.element], epilogue=epilogue)
     shape = x.shape[:-1]
     return total.view(*shape, -1), weighted.view(*shape, -1), squares.view(*shape, -1)
 
 
-def aligned(x: Tensor, size: int = 16) -> Tensor:
-    """Return the same values, contiguous and aligned, since kernels read up to `size` bytes at a time."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % size else x
+def _weight(call: _Layer) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return codes, scales, tensor scale and bias of a layer, as the kernels read them."""
+    return call.codes, _in_words(call.scale), call.tensor_scale, call.bias
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -142,10 +117,10 @@ def _gemv(
     epilogue: Epilogue = _PLAIN,
 ) -> None:
     (batch, k), (n_tiles, k_steps) = x.shape, codes.shape[:2]
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    multiprocessors = multiprocessors_of(x.device)
     chosen = tuning.gemv_config(batch, k, n_tiles, element, multiprocessors)
     # with more rows of x, the programs of two kernels would share the multiprocessors badly
-    use_pdl = chosen.m_tiles <= 2 and torch.cuda.get_device_capability(x.device)[0] >= 9
+    use_pdl = chosen.m_tiles <= 2 and uses_pdl(x.device)
     config = tuning.kernel_config(
         element,
         **tuning.scale_fields(scale, tensor_scale),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,11 @@ from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.kernels.packing import resized
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.hadamard import RotatedFakeQuantize
+    from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
+    from pt2mx.ops.stochastic import RandomBits
 
 __all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits", "rotated_fake_quantize"]
 
@@ -51,19 +56,18 @@ _LONG = {False: Tile(1024, 4), True: Tile(2048, 2)}
 _VALUES_PER_THREAD = 128
 
 
-def quantize(
-    x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor] | None:
+def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | None:
     """x: (..., n, ...) -> scale (..., ceil(n / block), ...) in the dtype of the scale format, codes (..., bytes, ...)
     uint8."""
-    if not _holds(spec, x.shape[spec.axis]):
+    length, tensor_scale = call.x.shape[spec.axis], call.tensor_scale
+    if not _holds(spec, length):
         return None
-    x, length = x.contiguous(), x.shape[spec.axis]
+    x = call.x.contiguous()
     bits = spec.element.bits if packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
     scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_format.dtype)
-    others: tuple[Tensor | None, ...] = (tensor_scale, seed)
+    others: tuple[Tensor | None, ...] = (tensor_scale, call.seed)
     kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
     if _suits_bf16x2(x, spec):
         kernel, tiles, word, others = kernels.quantize_bf16x2_kernel, _QUANTIZE_BF16X2, _four(bits), ()
@@ -75,43 +79,37 @@ def quantize(
     return scale, codes
 
 
-def dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    spec: MXSpec,
-    dtype: torch.dtype,
-    length: int,
-    tensor_scale: Tensor | None = None,
-) -> Tensor | None:
+def dequantize(call: Dequantize[Tensor], spec: MXSpec, length: int) -> Tensor | None:
     """codes: (..., bytes, ...) uint8, scale: (..., ceil(length / block), ...) -> (..., length, ...) `dtype`."""
     if not _holds(spec, length):
         return None
-    bits = spec.element.bits
+    codes, tensor_scale, bits = call.codes, call.tensor_scale, spec.element.bits
     if not packs(spec, length):
         codes, bits = packing.unpack(codes, spec.axis, bits).narrow(spec.axis, 0, length).to(torch.uint8), 8
-    codes, scale = codes.contiguous(), as_integers(scale.contiguous())
-    y = codes.new_empty(resized(codes, spec.axis, length), dtype=dtype)
+    codes, scale = codes.contiguous(), as_integers(call.scale.contiguous())
+    y = codes.new_empty(resized(codes, spec.axis, length), dtype=call.dtype)
     size = codes.shape[spec.axis]
     word, arguments = packing.group_of(bits), (codes, scale, y, tensor_scale, length, size)
     _launch(kernels.dequantize_kernel, _DEQUANTIZE, y.shape, spec, word, tensor_scale, *arguments)
     return y
 
 
-def fake_quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None = None) -> Tensor | None:
+def fake_quantize(call: FakeQuantize[Tensor], spec: MXSpec) -> Tensor | None:
     """x: (..., n, ...) -> dequantize(quantize(x)) in x's dtype."""
-    if not _holds(spec, x.shape[spec.axis]):
+    length, tensor_scale = call.x.shape[spec.axis], call.tensor_scale
+    if not _holds(spec, length):
         return None
-    x = x.contiguous()
+    x = call.x.contiguous()
     y = torch.empty_like(x)
-    arguments = x, y, tensor_scale, seed, x.shape[spec.axis]
+    arguments = x, y, tensor_scale, call.seed, length
     _launch(kernels.fake_quantize_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, tensor_scale, *arguments)
     return y
 
 
-def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
+def rotated_fake_quantize(call: RotatedFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension; scales without a
     tensor scale."""
-    tiles, n = _ROTATED_FAKE_QUANTIZE, x.shape[-1]
+    x, size, tiles, n = call.x, call.size, _ROTATED_FAKE_QUANTIZE, call.x.shape[-1]
     if spec.scale_format.tensor or size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
         return None
     x = x.contiguous()
@@ -120,20 +118,21 @@ def rotated_fake_quantize(x: Tensor, size: int, spec: MXSpec, dtype: torch.dtype
     return y.to(dtype)
 
 
-def clip_gradient(grad: Tensor, x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
+def clip_gradient(call: ClipGradient[Tensor], spec: MXSpec) -> Tensor | None:
     """grad, x: (..., n, ...) -> grad, zero where x is beyond the largest value of its block's scale."""
-    if not _holds(spec, x.shape[spec.axis]):
+    length, tensor_scale = call.x.shape[spec.axis], call.tensor_scale
+    if not _holds(spec, length):
         return None
-    grad, x = grad.contiguous(), x.contiguous()
+    grad, x = call.grad.contiguous(), call.x.contiguous()
     y = torch.empty_like(grad)
-    arguments = grad, x, y, tensor_scale, x.shape[spec.axis]
+    arguments = grad, x, y, tensor_scale, length
     _launch(kernels.clip_gradient_kernel, _FAKE_QUANTIZE, x.shape, spec, _BYTE, tensor_scale, *arguments)
     return y
 
 
-def random_bits(seed: Tensor, shape: torch.Size) -> Tensor:
-    """seed: () int64 -> a number in [0, 2**31) for each position of a tensor of that shape, int32."""
-    out = torch.empty(shape, dtype=torch.int32, device=seed.device)
+def random_bits(call: RandomBits[Tensor]) -> Tensor:
+    """seed: () int64 -> a number in [0, 2**31) for each position of a tensor of that size, int32."""
+    seed, out = call.seed, torch.empty(torch.Size(call.size), dtype=torch.int32, device=call.seed.device)
     if out.numel():
         with torch.cuda.device_of(out):
             kernels.random_bits_kernel[(triton.cdiv(out.numel(), 1024),)](seed, out, out.numel(), SIZE=1024)

@@ -10,19 +10,14 @@ from torch._inductor import lowering
 from torch._inductor.ir import TensorBox
 from torch._inductor.virtualized import OpsValue, V, ops
 
-from pt2mx.kernels.elements import BIAS, NAN_SCALE, decode, realize, realize_if_costly, round_to_element
+from pt2mx.kernels import elements
+from pt2mx.kernels.elements import BIAS, NAN_SCALE
 from pt2mx.kernels.packing import has_length, trim_axis
 
-__all__ = [
-    "decode",
-    "divide",
-    "from_blocks",
-    "realize",
-    "realize_if_costly",
-    "round_to_element",
-    "scale_bytes",
-    "times_scales",
-]
+decode = elements.decode
+realize = elements.realize
+realize_if_costly = elements.realize_if_costly
+round_to_element = elements.round_to_element
 
 _TWO_TO_MINUS_127 = 0x400000  # bits in fp32
 _NAN = 0x7FC00000

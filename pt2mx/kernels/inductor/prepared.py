@@ -1,26 +1,32 @@
 """Inductor's lowerings of operators to calls of `pt2mx.kernels.cpu.prepared`, which write to buffers of Inductor.
 
-A lowering takes the operator's arguments, and returns None for a call that has to stay one of the operator.
+A lowering takes a call of the operator, and returns None for a call that has to stay one of the operator.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
+from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.cpu.prepared import (
     PreparedActivation,
     PreparedAttention,
     PreparedDecodingAttention,
     PreparedLinear,
 )
-from pt2mx.spec import MXSpec
+
+if TYPE_CHECKING:
+    from pt2mx.ops.activations import ActivationFakeQuantize
+    from pt2mx.ops.attention import AttentionMX
+    from pt2mx.ops.decoding import DecodingAttention
+    from pt2mx.ops.linear import LinearMX
 
 __all__ = ["activation_fake_quantize_mx", "attention_mx", "decoding_attention", "linear_mx"]
 
@@ -50,80 +56,49 @@ class PreparedCallNode(ir.ExternKernelOut):
         super().codegen(wrapper)
 
 
-def linear_mx(
-    x: Box,
-    data: Box,
-    scale: Box,
-    bias: Box | None,
-    element: str,
-    block_size: int,
-    rotation: int,
-    target_dtype: torch.dtype | None = None,
-    scale_format: str | None = None,
-    block_rows: int | None = None,
-    tensor_scale: Box | None = None,
-) -> Box | None:
-    spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
-    shapes, dtypes = _shapes(x, data, scale), (x.get_dtype(), target_dtype or x.get_dtype())
-    if shapes is None or not _is_plain(spec) or tensor_scale is not None:
+def linear_mx(call: LinearMX[Box]) -> Box | None:
+    x, data, scale = call.x, call.codes, call.scale
+    shapes, dtypes = _shapes(x, data, scale), (x.get_dtype(), call.target_dtype or x.get_dtype())
+    if shapes is None or not _is_plain(call) or call.tensor_scale is not None:
         return None
-    options = element, block_size, rotation
-    return _call(PreparedLinear, [x, data, scale, bias], (*shapes, *dtypes, *options), (*shapes[0][:-1], shapes[1][0]))
+    made_from = *shapes, *dtypes, call.spec.element.name, call.spec.block_size, call.rotation
+    return _call(PreparedLinear, [x, data, scale, call.bias], made_from, (*shapes[0][:-1], shapes[1][0]))
 
 
-def activation_fake_quantize_mx(
-    x: Box,
-    activation: str,
-    element: str,
-    block_size: int,
-    scale_mode: str,
-    rounding: str,
-    target_dtype: torch.dtype | None = None,
-) -> Box | None:
-    shapes, dtypes = _shapes(x), (x.get_dtype(), target_dtype or x.get_dtype())
-    if shapes is None or not _is_plain(MXSpec(element, block_size)):
+def activation_fake_quantize_mx(call: ActivationFakeQuantize[Box]) -> Box | None:
+    x = call.x
+    shapes, dtypes = _shapes(x), (x.get_dtype(), call.target_dtype or x.get_dtype())
+    if shapes is None or not _is_plain(call):
         return None
-    options = activation, element, block_size, scale_mode, rounding
+    spec = call.spec
+    options = call.activation, spec.element.name, spec.block_size, spec.scale_mode, spec.rounding
     return _call(PreparedActivation, [x], (*shapes, *dtypes, *options), shapes[0])
 
 
-def attention_mx(
-    query: Box,
-    key_data: Box,
-    key_scale: Box,
-    value_data: Box,
-    value_scale: Box,
-    element: str,
-    block_size: int,
-    value_width: int,
-    mask: Box | None = None,
-    scale: float | None = None,
-    scale_format: str | None = None,
-    key_tensor_scale: Box | None = None,
-    value_tensor_scale: Box | None = None,
-) -> Box | None:
-    cache = key_data, key_scale, value_data, value_scale
-    has_tensor_scale = key_tensor_scale is not None or value_tensor_scale is not None
-    spec = MXSpec(element, block_size, scale_format=scale_format or "e8m0")
-    shapes = _of_one_slot(query, cache, mask)
-    if shapes is None or not _is_plain(spec) or has_tensor_scale:
+def attention_mx(call: AttentionMX[Box]) -> Box | None:
+    query, cache = call.query, (call.key_data, call.key_scale, call.value_data, call.value_scale)
+    has_tensor_scale = call.key_tensor_scale is not None or call.value_tensor_scale is not None
+    shapes = _of_one_slot(query, cache, call.mask)
+    if shapes is None or not _is_plain(call) or not call.spec.scale_format.is_power_of_two or has_tensor_scale:
         return None
     of_query, of_cache, of_mask = shapes
-    options = query.get_dtype(), element, block_size, value_width, None if scale is None else float(scale)
+    options = query.get_dtype(), call.spec.element.name, call.spec.block_size, call.value_width, _number(call.scale)
     made_from = of_query, *of_cache, of_mask, *options
-    return _call(PreparedAttention, [query, *cache, mask], made_from, (*of_query[:3], value_width))
+    return _call(PreparedAttention, [query, *cache, call.mask], made_from, (*of_query[:3], call.value_width))
 
 
-def decoding_attention(
-    query: Box, keys: Box, values: Box, mask: Box | None, scale: float | None, zeros: Box | None
-) -> Box | None:
-    shapes = _of_one_slot(query, (keys, values), mask)
+def decoding_attention(call: DecodingAttention[Box]) -> Box | None:
+    query, cache = call.query, (call.keys, call.values)
+    shapes = _of_one_slot(query, cache, call.mask)
     if shapes is None:
         return None
     of_query, of_cache, of_mask = shapes
-    made_from = of_query, *of_cache, of_mask, query.get_dtype(), None if scale is None else float(scale)
-    out = *of_query[:3], of_cache[1][3]
-    return _call(PreparedDecodingAttention, [query, keys, values, mask], made_from, out)
+    made_from = of_query, *of_cache, of_mask, query.get_dtype(), _number(call.scale)
+    return _call(PreparedDecodingAttention, [query, *cache, call.mask], made_from, (*of_query[:3], of_cache[1][3]))
+
+
+def _number(scale: float | None) -> float | None:
+    return None if scale is None else float(scale)
 
 
 def _of_one_slot(
@@ -142,8 +117,8 @@ def _of_one_slot(
     return of_query, tuple(of_cache[: len(cache)]), None if of_mask is None else of_cache[-1]
 
 
-def _is_plain(spec: MXSpec) -> bool:
-    return spec.has_plain_scale and not spec.element.is_wide
+def _is_plain(call: LinearMX[Box] | ActivationFakeQuantize[Box] | AttentionMX[Box]) -> bool:
+    return call.has_plain_scale and not ELEMENTS[call.element].is_wide
 
 
 def _shapes(*tensors: Box) -> list[Shape] | None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import dis
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,14 +23,12 @@ from torch._ops import OpOverloadPacket, _OpNamespace
 from pt2mx.kernels.cpu.calls import MOST_ARGUMENTS
 from pt2mx.kernels.cpu.prepared import PreparedCall, address_of
 from pt2mx.kernels.cpu.replay import Call, OperatorCall, Replay, tensors_of
+from pt2mx.patches.compiled_graphs import intercepted_graphs
 
 __all__ = ["RecordedProgram", "record"]
 
 #: names of generated code that compute nothing
 _HARMLESS = "reinterpret_tensor", "assert_size_stride", "assert_alignment", "device", "inf", "nan"
-#: one thread at a time changes torch's class
-_patches = threading.RLock()
-_RUN = CompiledFxGraph.__call__
 
 
 def record(program: Callable[[], Tensor]) -> tuple[Tensor, Replay | None]:
@@ -46,14 +42,8 @@ def record(program: Callable[[], Tensor]) -> tuple[Tensor, Replay | None]:
         The tensor, and what computes it again, in the same memory. None for a program that reads values of tensors in
         Python, and for one of several graphs.
     """
-    recorder, thread = _Recorder(), threading.get_ident()
-
-    def call(graph: CompiledFxGraph, inputs: list[Any]) -> Any:
-        if threading.get_ident() != thread:
-            return _RUN(graph, inputs)
-        return recorder.run(graph.current_callable, inputs, lambda: _RUN(graph, inputs))
-
-    with _patches, mock.patch.object(CompiledFxGraph, "__call__", call):
+    recorder = _Recorder()
+    with intercepted_graphs(recorder.run):
         result = program()
     return result, recorder.replay_of(result)
 
@@ -103,8 +93,9 @@ class _Recorder:
         self._outputs: list[Tensor] | None = None
         self._fails = False
 
-    def run(self, code: Any, inputs: list[Any], otherwise: Callable[[], Any]) -> Any:
+    def run(self, graph: CompiledFxGraph, inputs: list[Any], otherwise: Callable[[], Any]) -> Any:
         """Run the code of a graph and record it, or run it otherwise."""
+        code: Any = graph.current_callable
         if self._fails or self._outputs is not None or not _is_generated(code):
             self._fails = True
             return otherwise()

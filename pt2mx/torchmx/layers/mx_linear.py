@@ -9,28 +9,13 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.tensor.mx_tensor import MXTensor
 from pt2mx.torchmx import mx_tensor
 from pt2mx.torchmx.config import QLinearConfig
-from pt2mx.torchmx.errors import asserts
 
 
 class MXInferenceLinear(nn.Linear):
-    """The layer `MXInferenceLinear` of TorchMX: `nn.Linear` whose weight, (out, in), is an `MXTensor` in blocks along
-    `in`, and whose input is quantized along its last dimension at each call.
+    """TorchMX's `MXInferenceLinear`: `nn.Linear` whose weight, (out, in), is an `MXTensor` in blocks along `in`, and
+    whose input is quantized along its last dimension at each call.
 
-    The output is `F.linear` of both after dequantization, to the bit. `from_float` makes such layers. The constructor
-    has the arguments of `nn.Linear`, and makes a layer without a config.
-
-    Args:
-        in_features, out_features, bias, device, dtype: as `nn.Linear` takes them.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx import torchmx
-        >>> linear = torch.nn.Linear(4, 4, bias=False)
-        >>> linear.weight.data = torch.eye(4)
-        >>> config = torchmx.MXConfig("float4_e2m1")
-        >>> quantized = torchmx.MXInferenceLinear.from_float(linear, torchmx.QLinearConfig(config, config))
-        >>> quantized(torch.tensor([1.0, 2.9, -5.9, 0.3]))
-        tensor([ 1.0000,  3.0000, -6.0000,  0.5000])
+    The output is `F.linear` of both after dequantization, to the bit. `from_float` makes such layers.
     """
 
     qconfig: QLinearConfig
@@ -38,13 +23,6 @@ class MXInferenceLinear(nn.Linear):
     @classmethod
     def from_float(cls, mod: nn.Linear, qconfig: QLinearConfig) -> MXInferenceLinear:
         """Return a quantized copy of a layer. The layer does not change; the two share their bias.
-
-        Args:
-            mod: the layer.
-            qconfig: the formats of its weight and input.
-
-        Returns:
-            The quantized layer, in the mode (training or evaluation) of `mod`.
 
         Raises:
             MXError: for a weight that is already quantized, or of another dtype than float32, float16 or bfloat16.
@@ -60,7 +38,6 @@ class MXInferenceLinear(nn.Linear):
         new.weight = nn.Parameter(weight, requires_grad=False)
         return new.train(mod.training)
 
-    @asserts
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., in) of the weight's dtype -> (..., out)."""
         if not isinstance(self.weight, MXTensor):  # assigned by load_state_dict or tied to another layer

@@ -13,8 +13,8 @@ from torch.export import Dim
 from torch.nn.functional import cosine_similarity
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.language.texts import sentences as shipped
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.samples import sentences as shipped
 from tests.benchmarks.accuracy.case import FORMATS, Case, Figures, Forward, everything
 from tests.benchmarks.accuracy.packages import require
 from tests.benchmarks.accuracy.texts import more_sentences, sentences

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
+from pt2mx.pt2e.models.packaged import smollm2_checkpoint
 from tests.benchmarks.accuracy import texts
 from tests.benchmarks.accuracy.case import Case, Figures, Forward, config
 from tests.benchmarks.accuracy.packages import require

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import SentenceEncoder
+from pt2mx.pt2e.models.packaged import SentenceEncoder
 from tests.benchmarks.accuracy import efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder

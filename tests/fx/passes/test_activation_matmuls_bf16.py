@@ -1,5 +1,7 @@
 """Matmuls of two quantized activations, and attention over them, use bfloat16 instructions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
-from pt2mx.fx.passes import activation_matmuls_bf16
+from pt2mx.kernels.cpu import uses
 from pt2mx.ops.attention import attention_bfloat16, matmul_bfloat16
 from tests.flow import convert
 from tests.graph import calls, count, namespaces
@@ -19,9 +21,8 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def with_bfloat16_instructions(monkeypatch):
     """Run the pass on every machine: torch computes the calls without bfloat16 instructions."""
-    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 10)
-    isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
+    monkeypatch.setattr(uses, "MIN_MULTIPLIES", 1 << 10)
+    monkeypatch.setattr(uses, "bf16_matmul", SimpleNamespace(bf16_isa=lambda: 4))
 
 
 def quantizer(matmul, name="mxfp8"):
@@ -191,10 +192,10 @@ def test_what_is_read_of_attention(read, calls):
 
 
 def test_small_matmuls_and_machines_without_bfloat16_instructions_stay(monkeypatch):
-    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1 << 30)
+    monkeypatch.setattr(uses, "MIN_MULTIPLIES", 1 << 30)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
-    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
-    monkeypatch.setattr(activation_matmuls_bf16.bf16_matmul, "bf16_isa", lambda: 0)
+    monkeypatch.setattr(uses, "MIN_MULTIPLIES", 1)
+    monkeypatch.setattr(uses.bf16_matmul, "bf16_isa", lambda: 0)
     assert not count(lowered(lambda x, y: x @ y.mT, X, Y)[1], matmul_bfloat16)
 
 

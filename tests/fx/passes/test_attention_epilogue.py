@@ -1,5 +1,7 @@
 """Attention quantizes its result before it stores it: on the CPU, also with the rules of a GPU, and on a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,8 +11,9 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
-from pt2mx.fx.passes import activation_matmuls_bf16, fuse_activation_quantize
+from pt2mx.fx.passes import fuse_activation_quantize
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
+from pt2mx.kernels.cpu import uses
 from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.attention import attend
@@ -24,9 +27,8 @@ X = torch.randn(2, 20, 96)
 @pytest.fixture(autouse=True)
 def with_bfloat16_instructions(monkeypatch):
     """Run the pass on every machine: torch computes the calls without bfloat16 instructions."""
-    isa = {"bf16_isa": staticmethod(lambda: 4), "LEAST_ROWS": 16}
-    monkeypatch.setattr(activation_matmuls_bf16, "bf16_matmul", type("ISA", (), isa))
-    monkeypatch.setattr(activation_matmuls_bf16, "_MIN_MULTIPLIES", 1)
+    monkeypatch.setattr(uses, "bf16_matmul", SimpleNamespace(bf16_isa=lambda: 4))
+    monkeypatch.setattr(uses, "MIN_MULTIPLIES", 1)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1)
 
 

@@ -6,10 +6,12 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.node import LinearMX
-from pt2mx.fx.passes import bf16_matmul, fold_weights
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.kernels.cpu import linear as linear_of_cpu
+from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16, INT8
+from pt2mx.kernels.cpu.uses import integers_are_faster
+from pt2mx.kernels.select import USES
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
@@ -29,7 +31,7 @@ def without_fused_activations(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def small_matmuls_on_every_machine(monkeypatch):
-    monkeypatch.setattr(bf16_matmul, "integers_are_faster", lambda *sizes: True)
+    monkeypatch.setattr(uses, "integers_are_faster", lambda *sizes: True)
 
 
 class Net(nn.Module):
@@ -81,7 +83,8 @@ def test_values_are_those_of_the_quantization():
     ],
 )
 def test_other_dtypes(dtype, isa, result, monkeypatch):
-    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: isa)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: isa)
+    monkeypatch.setattr(uses, "are_integers", lambda k, *specs: False)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
     converted = convert(Net().to(dtype), (x,), quantizer)
     model = lower_to_inductor(converted)
@@ -100,8 +103,8 @@ def test_few_rows_stay():
 def integers(request, monkeypatch):
     """Whether the machine multiplies codes of INT8 and FP4 as integers."""
     names = ("int8", "fp4_e2m1") if request.param else ()
-    monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: spec.element.name in names)
-    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: 0)
+    monkeypatch.setattr(uses, "are_integers", lambda k, *specs: all(spec.element.name in names for spec in specs))
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: 0)
     return request.param
 
 
@@ -180,7 +183,7 @@ def test_graphs_inside(quantize):
 
 @pytest.mark.parametrize("served", [True, False])
 def test_unpacking_leaves_them_to_bfloat16_instructions(served, monkeypatch):
-    monkeypatch.setattr(fold_weights, "has_isa", lambda spec, k: served)
+    monkeypatch.setitem(USES, "multiply by packed weights", {"cpu": ""} if served else {})
     converted, model, x = lowered("mxfp8", unpack=True)
     assert (count(model, linear_mx), count(model, aten.linear.default)) == ((2, 0) if served else (0, 2))
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
@@ -226,7 +229,8 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
     def units(spec, k):
         return linear_of_cpu.INT8 if spec.element.name in ("int8", "fp4_e2m1") else 0
 
-    monkeypatch.setattr(linear_of_cpu, "isa_for", units)
+    for module in (linear_of_cpu, uses):
+        monkeypatch.setattr(module, "isa_for", units)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))
     x = torch.randn(80, 64)
     converted = convert(Net(), (x,), quantizer)
@@ -237,9 +241,7 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
 
 @pytest.mark.parametrize(("rows", "dtype"), [(32, torch.float32), (80, None)])
 def test_small_matmuls_stay_where_integers_are_slower(rows, dtype, monkeypatch):
-    monkeypatch.setattr(bf16_matmul, "integers_are_faster", linear_of_cpu.integers_are_faster)
-    monkeypatch.setattr(bf16_matmul, "isa_for", lambda spec, k: INT8)
-    for module in (linear_of_cpu, bf16_matmul):
-        monkeypatch.setattr(module, "multiplies_integers", lambda spec, k: True)
+    monkeypatch.setattr(uses, "integers_are_faster", integers_are_faster)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: INT8)
     low = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
     assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}

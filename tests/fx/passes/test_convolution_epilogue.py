@@ -8,8 +8,9 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.extras import import_extra
 from pt2mx.fx import lower
-from pt2mx.fx.passes import convolutions_as_matmuls
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
+from pt2mx.kernels.cpu import uses
+from pt2mx.kernels.cpu.linear import AVX512_BF16
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
 from tests.flow import convert
@@ -18,9 +19,7 @@ from tests.graph import count, namespaces
 
 @pytest.fixture(autouse=True)
 def bfloat16_instructions_on_every_machine(monkeypatch):
-    for name in ("has_isa", "has_bf16_isa"):
-        monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
-    monkeypatch.setattr(convolutions_as_matmuls, "isa_supports", lambda x, weight, k: True)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: 0 if spec.block_size % 32 else AVX512_BF16)
 
 
 def lowered(model, x, recipe="mxint8", **options):

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_matmuls
+from pt2mx.kernels.cpu import uses
+from pt2mx.kernels.cpu.linear import AVX512_BF16
 from pt2mx.ops.convolution import conv2d_mx
 from tests.flow import convert
 from tests.graph import count
@@ -16,7 +17,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def bfloat16_instructions(monkeypatch):
     """Run the pass on every machine: a dense matmul replaces the kernel without bfloat16 instructions."""
-    monkeypatch.setattr(convolutions_as_matmuls, "has_isa", lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: 0 if spec.block_size % 32 else AVX512_BF16)
 
 
 def lowered(model, x, name="mxfp8"):

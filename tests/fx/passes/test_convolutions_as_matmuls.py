@@ -4,7 +4,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_matmuls
+from pt2mx.kernels.cpu import uses
+from pt2mx.kernels.cpu.linear import AVX512_BF16
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
@@ -19,8 +20,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def bfloat16_instructions(monkeypatch):
     """Run the pass on every machine: a dense matmul replaces the kernel without bfloat16 instructions."""
-    for name in ("has_isa", "has_bf16_isa"):
-        monkeypatch.setattr(convolutions_as_matmuls, name, lambda spec, k: spec.block_size % 32 == 0)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: 0 if spec.block_size % 32 else AVX512_BF16)
 
 
 def lowered(model, x, name="mxfp8", shapes=None):

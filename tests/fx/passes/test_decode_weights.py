@@ -4,7 +4,7 @@ from torch import nn
 from pt2mx import MXQuantizationConfig, MXQuantizer, ops
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.decode_weights import decode_weights, encode_unchanged
-from pt2mx.pt2e.packed_weights import packed_weights
+from pt2mx.pt2e.flow.packed_weights import packed_weights
 from tests.flow import convert
 from tests.models import IDS, Tied
 from tests.subgraph_models import Cond

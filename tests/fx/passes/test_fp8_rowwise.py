@@ -12,6 +12,7 @@ from pt2mx.fx import lower
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.passes import fuse_activation_quantize
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
+from pt2mx.kernels.select import USES
 from pt2mx.ops import inductor
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
@@ -171,8 +172,8 @@ def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
     steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.STEPS]
     monkeypatch.setattr(lower, "STEPS", steps)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
-    monkeypatch.setitem(fuse_activation_quantize._IS_SUPPORTED, "cpu", fuse_activation_quantize._is_supported_on_gpu)
-    monkeypatch.setattr(fuse_activation_quantize, "runs_triton", lambda device: True)
+    monkeypatch.setitem(USES, "quantize activations", {"cpu": "gpu.uses:quantizes_rows"})
+    monkeypatch.setitem(USES, "quantize activations alone", {})
     x = torch.randn(2, 20, 64).bfloat16()
     converted = convert(SelfAttention().bfloat16(), (x,), "mxfp4")
     rows = lower_to_inductor(converted, unpack=True)

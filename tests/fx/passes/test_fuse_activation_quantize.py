@@ -7,6 +7,8 @@ from torch.nn import functional as F
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import fuse_activation_quantize as module
+from pt2mx.kernels import select
+from pt2mx.kernels.select import USES
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
@@ -20,7 +22,7 @@ FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 @pytest.fixture(autouse=True)
 def small_tensors_too(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
+    monkeypatch.setitem(USES, "quantize the result of a matmul", {})
 
 
 def lowered(model, x, recipe="mxfp8", **options):
@@ -119,7 +121,7 @@ def test_small_tensors_stay(monkeypatch):
 
 
 def test_a_machine_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(module, "is_available", lambda: False)
+    monkeypatch.setitem(select._RUNS, "cpu", lambda device: False)
     _, same = lowered(FeedForward(), torch.randn(40, 64))
     assert not sum(count(same, target) for target in FUSED)
 

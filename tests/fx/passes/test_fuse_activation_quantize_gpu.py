@@ -6,6 +6,7 @@ from torch import nn
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx.passes import fuse_activation_quantize as module
+from pt2mx.kernels.select import USES
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
@@ -16,9 +17,9 @@ from tests.models import FeedForward, SelfAttention
 @pytest.fixture(autouse=True)
 def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
-    monkeypatch.setattr("pt2mx.fx.passes.fuse_quantize_epilogue.has_isa", lambda spec, k: False)
-    monkeypatch.setitem(module._IS_SUPPORTED, "cpu", module._is_supported_on_gpu)
-    monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setitem(USES, "quantize the result of a matmul", {})
+    monkeypatch.setitem(USES, "quantize activations", {"cpu": "gpu.uses:quantizes_rows"})
+    monkeypatch.setitem(USES, "quantize activations alone", {})
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
 
 

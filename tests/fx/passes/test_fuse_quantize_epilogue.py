@@ -7,8 +7,9 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.fx import lower
-from pt2mx.fx.passes import bf16_matmul, fuse_activation_quantize, fuse_quantize_epilogue
-from pt2mx.kernels.cpu.linear import INT8
+from pt2mx.fx.passes import fuse_activation_quantize, fuse_quantize_epilogue
+from pt2mx.kernels.cpu import uses
+from pt2mx.kernels.cpu.linear import AMX, INT8
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
@@ -19,9 +20,8 @@ from tests.graph import count, namespaces
 @pytest.fixture(autouse=True)
 def small_tensors_on_every_machine(monkeypatch):
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
-    monkeypatch.setattr(fuse_quantize_epilogue, "has_isa", lambda spec, k: True)
-    monkeypatch.setattr(bf16_matmul, "isa_supports", lambda x, weight, k: True)
-    monkeypatch.setattr(bf16_matmul, "integers_are_faster", lambda *sizes: True)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: AMX)
+    monkeypatch.setattr(uses, "integers_are_faster", lambda *sizes: True)
 
 
 class Layer(nn.Module):
@@ -107,9 +107,8 @@ def test_few_rows_stay(rows):
 @pytest.mark.parametrize("has_integers", [True, False])
 def test_a_processor_that_multiplies_integers_alone(has_integers, monkeypatch):
     """A bfloat16 x that is quantized otherwise may be no integers, so the kernel might compute nothing."""
-    for module in (fuse_quantize_epilogue, bf16_matmul):
-        monkeypatch.setattr(module, "isa_for", lambda spec, k: INT8)
-    monkeypatch.setattr(bf16_matmul, "multiplies_integers", lambda spec, k: has_integers)
+    monkeypatch.setattr(uses, "isa_for", lambda spec, k: INT8)
+    monkeypatch.setattr(uses, "are_integers", lambda k, *specs: has_integers)
     x = torch.randn(40, 64, dtype=torch.bfloat16)
     fused, without = lowered(Layer(), x)
     assert count(fused, linear_fake_quantize_mx) == has_integers

@@ -5,8 +5,8 @@ from torch import nn
 import pt2mx
 from pt2mx import lower_to_inductor, ops
 from pt2mx.algorithms import Rotation
-from pt2mx.fx.passes import fold_weights
 from pt2mx.fx.passes.fuse_rotation import fuse_rotation
+from pt2mx.kernels.select import USES
 from pt2mx.ops import linear
 from pt2mx.ops.hadamard import hadamard, rotated_fake_quantize_mx
 from tests.graph import count
@@ -110,7 +110,7 @@ def test_an_optimized_model(recipe, dtype, monkeypatch):
     assert rotations == ([32, 32] if recipe == "mxfp4_weight_only" else [0, 0])
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(lowered(x), converted(x), **close)
-    monkeypatch.setattr(fold_weights, "has_isa", lambda spec, k: False)  # whose weights stay packed
+    monkeypatch.setitem(USES, "multiply by packed weights", {})  # whose weights stay packed
     unpacked = lower_to_inductor(lowered, unpack=True)  # again
     assert not count(unpacked, linear.linear_mx) and count(unpacked, hadamard) == 2 * (recipe == "mxfp4_weight_only")
     torch.testing.assert_close(unpacked(x), converted(x), **close)

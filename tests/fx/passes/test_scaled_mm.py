@@ -11,6 +11,7 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
+from pt2mx.kernels import select
 from pt2mx.kernels.scaled_mm import FORMS
 from pt2mx.ops.linear import linear_mx
 from tests.flow import convert
@@ -183,6 +184,7 @@ def test_gpu_decides(capability, form, matmuls, monkeypatch):
     activation, weight = list(FORMS)[form]
     _, before, _ = lowered(weight, activation, torch.bfloat16, nn.Linear(64, 32).bfloat16(), (4, 64))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setitem(select._RUNS, "cuda", lambda device: True)
     with torch._subclasses.FakeTensorMode():
         on_gpu = torch.empty(4, 32, dtype=torch.bfloat16, device="cuda")
     (node,) = before.graph.find_nodes(op="call_function", target=torch.ops.pt2mx.linear_mx.default)

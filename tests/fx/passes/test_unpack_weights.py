@@ -4,7 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import lower_to_inductor, ops
-from pt2mx.fx.passes import convolutions_as_matmuls, fold_weights
+from pt2mx.kernels.select import USES
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import count
@@ -17,8 +17,8 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def without_bfloat16_instructions(monkeypatch):
     """Weights that bfloat16 instructions multiply stay packed."""
-    for module in (fold_weights, convolutions_as_matmuls):
-        monkeypatch.setattr(module, "has_isa", lambda spec, k: False)
+    for use in ("multiply by packed weights", "convolve packed weights"):
+        monkeypatch.setitem(USES, use, {})
 
 
 class Vision(nn.Module):

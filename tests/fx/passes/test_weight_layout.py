@@ -5,9 +5,9 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXSpec, ops, quantize_mx
 from pt2mx.fx.graph.qdq import SPEC_KEY, spec_of_dequantize
 from pt2mx.fx.graph.tensors import delete_unused_tensors
-from pt2mx.fx.passes import weight_layout
 from pt2mx.fx.passes.packed_operands import use_packed_weights
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
+from pt2mx.kernels import select
 from pt2mx.ops import linear
 from tests.flow import exported
 from tests.graph import called, calls
@@ -181,10 +181,13 @@ def test_on_the_cpu_nothing_changes():
     ],
 )
 def test_gpus_with_kernels(monkeypatch, device, capability, elements):
-    monkeypatch.setattr(weight_layout, "runs_triton", lambda device: capability >= (8, 0))
+    monkeypatch.setitem(select._RUNS, "cuda", lambda device: capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     names = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-    assert [name for name in names if weight_layout._has_kernels(torch.device(device), name)] == elements
+    with torch._subclasses.FakeTensorMode():
+        codes = torch.empty(4, device=device)
+    supports = select.supports
+    assert [name for name in names if supports("multiply weights in the MMA layout", codes, name)] == elements
 
 
 def test_a_weight_that_the_layout_cannot_hold_stays():

@@ -5,8 +5,8 @@ import pytest
 from pt2mx import MXError, MXSpec
 from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.configs import read_config, write_config
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
-from pt2mx.pt2e.checkpoints.module_schemes import Module, Scheme
+from pt2mx.pt2e.models.layouts import LAYOUTS
+from pt2mx.pt2e.models.module_schemes import Module, Scheme
 
 EVEN4, EVEN6 = MXSpec("fp4_e2m1", scale_mode="even"), MXSpec("fp6_e2m3", scale_mode="even")
 RCEIL8 = MXSpec("fp8_e4m3", scale_mode="rceil")

@@ -8,11 +8,11 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.checkpoints import safetensors_shards
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from pt2mx.pt2e.checkpoints.convert_shards import cast
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.select_weights import select_weights
+from pt2mx.pt2e.models import safetensors_shards
 from tests.float_checkpoints import float_checkpoint, of_weights, tensors
 from tests.language_models import transformers
 
@@ -202,7 +202,7 @@ from pathlib import Path
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.checkpoints.conversion_plan import plan_conversion
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+from pt2mx.pt2e.models.layouts import LAYOUTS
 quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
 plan_conversion(Path(sys.argv[1]), quantizer, LAYOUTS["compressed-tensors"], None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

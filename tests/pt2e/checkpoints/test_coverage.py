@@ -9,10 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, PT2MXConfig
-from pt2mx.pt2e.checkpoints.checkpoint_files import entries_in, files_of
-from pt2mx.pt2e.checkpoints.coverage import CheckpointValues, tensors_read
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.float_model import export_loaded
+from pt2mx.pt2e.models.checkpoint_files import entries_in, files_of
+from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.models.float_models import load_model
 from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import FAMILIES, tiny_decoder, transformers
 from tests.vision_language_models import vision_language_checkpoint
@@ -57,7 +58,7 @@ def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
     parameters = list(model.parameters())
     text = {id(one) for part in (model.model.language_model, model.lm_head) for one in part.parameters()}
     loaded = load_model(f"hf:{tmp_path}")
-    coverage = loaded.values.held_by(tensors_read(loaded.export()))
+    coverage = loaded.values.held_by(tensors_read(export_loaded(loaded)))
     assert coverage.values == sum(parameter.numel() for parameter in parameters)
     assert coverage.held == sum(parameter.numel() for parameter in parameters if id(parameter) in text)
     with pytest.raises(

@@ -10,8 +10,8 @@ import torch
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.archive import add_records
-from pt2mx.pt2e.language.folder import copy_processor
+from pt2mx.pt2e.files.archive import add_records
+from pt2mx.pt2e.models.tokenizers import copy_processor
 from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 

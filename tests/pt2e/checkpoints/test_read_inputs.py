@@ -13,8 +13,8 @@ from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
+from pt2mx.pt2e.models.weight_formats import NVFP4
 from tests.float_checkpoints import float_checkpoint, tensors
 from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import IDS, INPUTS

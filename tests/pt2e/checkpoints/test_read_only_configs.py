@@ -10,8 +10,8 @@ from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
-from pt2mx.pt2e.checkpoints.module_schemes import Scheme
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4_DIVISOR, spec_of
+from pt2mx.pt2e.models.module_schemes import Scheme
+from pt2mx.pt2e.models.weight_formats import NVFP4_DIVISOR, spec_of
 from tests.float_checkpoints import float_checkpoint, of_weights
 
 _PACKING = "auto_round:llm_compressor"

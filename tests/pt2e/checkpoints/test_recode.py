@@ -9,8 +9,8 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from pt2mx.pt2e.checkpoints.recode import alike_form, recode
-from pt2mx.pt2e.checkpoints.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, spec_of
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, spec_of
 from tests.float_checkpoints import of_weights, tensors
 
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -1,12 +1,12 @@
 from pt2mx.algorithms.options import PRESETS
-from pt2mx.pt2e.checkpoints.layouts import LAYOUTS
+from pt2mx.analysis.metrics import METRICS
 from pt2mx.pt2e.cli import arguments
 from pt2mx.pt2e.executorch.export import BACKENDS
+from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.onnx.export import DIALECTS, OPSETS
 from pt2mx.pt2e.onnx.runtime import RUNTIMES
+from pt2mx.pt2e.report.results import OPERANDS
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS
-from pt2mx.pt2e.sensitivity.metrics import METRICS
-from pt2mx.pt2e.sensitivity.results import OPERANDS
 from pt2mx.pt2e.sensitivity.sensitivity import METHODS
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from pt2mx import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.batches import conform, groups, load_batch, load_batches, read_audio, read_image
-from pt2mx.pt2e.cli.shapes_from_factory import signature_from_factory
+from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
+from pt2mx.pt2e.models.input_files import groups, load_batch, load_batches, read_audio, read_image
 
 
 class Model(nn.Module):

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pt2mx import MXError
-from pt2mx.pt2e.cli.checkpoint_inputs import TEXTS
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.models import call, load_model
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.cli.float_model import export_loaded, signature_of
+from pt2mx.pt2e.cli.inputs import conform
+from pt2mx.pt2e.models.example_inputs import texts
+from pt2mx.pt2e.models.float_models import call, load_model
+from pt2mx.pt2e.models.samples import sentences
 
 
 @pytest.fixture
@@ -32,26 +34,25 @@ def config_of(**fields):
 
 def test_sentences_in_the_tokens_of_the_checkpoint(tokenizer, tmp_path):
     config = config_of(vocab_size=len(tokenizer), max_position_embeddings=512)
-    made = TEXTS["input_ids"](config, str(tmp_path), {})
+    made = texts(config, str(tmp_path))
     assert tokenizer.batch_decode(made["input_ids"], skip_special_tokens=True) == [s.lower() for s in sentences()[:8]]
     assert torch.equal(made["attention_mask"], (made["input_ids"] != tokenizer.pad_token_id).long())
-    assert torch.equal(TEXTS["decoder_input_ids"](config, str(tmp_path), made)["decoder_input_ids"], made["input_ids"])
 
 
 def test_sentences_are_no_longer_than_the_model_takes(tokenizer, tmp_path):
     config = config_of(vocab_size=len(tokenizer), max_position_embeddings=6)
-    assert TEXTS["input_ids"](config, str(tmp_path), {})["input_ids"].shape == (8, 6)
+    assert texts(config, str(tmp_path))["input_ids"].shape == (8, 6)
 
 
 @pytest.mark.parametrize(("fields", "length"), [({}, 33), ({"max_position_embeddings": 20}, 20)])
 def test_tokens_of_no_meaning_without_a_tokenizer(fields, length, tmp_path):
-    made = TEXTS["input_ids"](config_of(vocab_size=99, **fields), str(tmp_path), {})
+    made = texts(config_of(vocab_size=99, **fields), str(tmp_path))
     assert made["input_ids"].shape == (2, length) and 50 < made["input_ids"].max() < 99
     assert torch.equal(made["attention_mask"], torch.ones_like(made["input_ids"]))
 
 
 def test_a_tokenizer_of_another_vocabulary_is_not_used(tokenizer, tmp_path):
-    assert TEXTS["input_ids"](config_of(vocab_size=99), str(tmp_path), {})["input_ids"].shape == (2, 33)
+    assert texts(config_of(vocab_size=99), str(tmp_path))["input_ids"].shape == (2, 33)
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
@@ -162,7 +163,7 @@ def test_checkpoints_come_with_inputs(name, checkpoint):
     assert list(loaded.example) == list(inputs), "in the order of forward"
     with torch.no_grad():
         expected = call(loaded.module, loaded.example)
-        got = call(loaded.export().module(), loaded.example)
+        got = call(export_loaded(loaded).module(), loaded.example)
     assert got[0].shape == output
     leaves, got = ([leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (expected, got))
     assert len(got) == len(leaves) and all(map(lambda a, b: torch.allclose(a, b, atol=1e-5), got, leaves))
@@ -198,7 +199,7 @@ def test_texts_with_images_are_as_in_the_example(checkpoint, photos, transformer
     assert torch.allclose(red, scaled[0], atol=1e-2) and torch.allclose(lime, scaled[1], atol=0.1)  # JPEG
     for source, batch in result.items():
         assert list(batch) == list(loaded.example) and torch.equal(batch["input_ids"], loaded.example["input_ids"])
-        assert loaded.conform(batch, source, print).keys() == batch.keys()
+        assert conform(batch, signature_of(loaded), source, print)[1].keys() == batch.keys()
 
 
 def test_files_without_a_processor_are_an_error_that_names_it(checkpoint, photos):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx.pt2e import output
 from pt2mx.pt2e.cli.command import COMMANDS, main
+from pt2mx.pt2e.files import output
 
 FACTORY = """
 import signal

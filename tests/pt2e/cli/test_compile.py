@@ -13,14 +13,14 @@ from torch._inductor import config
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.lower import lower_to_inductor
-from pt2mx.pt2e import provenance
-from pt2mx.pt2e.archive import add_records
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
+from pt2mx.pt2e.files.archive import add_records
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo
+from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.program import provenance
 
 #: runs a package in another process, and compares the bits
 IN_ANOTHER_PROCESS = """

@@ -7,8 +7,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
+from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 
 

@@ -1,13 +1,15 @@
 import json
+import sys
 
 import pytest
 
-from pt2mx.conformance.adapters.table import ADAPTERS, Adapter
+from mx_conformance.adapters import ADAPTERS, Adapter
+from mx_conformance.libraries import pt2mx_torch
 from pt2mx.pt2e.cli.command import main
 
 
 def test_scores_and_what_is_not_installed(capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(ADAPTERS, "other", Adapter("own:torch_cases", "other", "no_such_module", "pip install other"))
+    monkeypatch.setitem(ADAPTERS, "other", Adapter(pt2mx_torch, "other", "no_such_module"))
     command = ["conformance", "--implementation", "ml_dtypes", "other", "--format", "mxfp4", "fp8_e4m3"]
     assert main([*command, "--output", str(tmp_path / "scores.md")]) == 0
     printed = capsys.readouterr()
@@ -36,3 +38,9 @@ def test_scores_and_what_is_not_installed(capsys, monkeypatch, tmp_path):
 def test_bad_options(arguments, message, capsys):
     assert main(["conformance", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_to_install_where_the_package_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mx_conformance.adapters", None)
+    assert main(["conformance"]) == 2
+    assert "pip install ./tests/conformance" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def without_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "main", lambda folder, saved: [ROW])
     monkeypatch.setattr(demo.build, "is_available", lambda: True)
-    monkeypatch.setattr(demo.demo_language, "is_installed", lambda: False)
+    monkeypatch.setattr(demo, "missing_smollm2", lambda: ["gguf"])
     compilation = SimpleNamespace(begin=None, finish=lambda: {"faster": 2.0})
     monkeypatch.setattr(demo, "Compilation", lambda folder, recipe: compilation)
 

@@ -2,7 +2,6 @@ import importlib.util
 import json
 import re
 import shlex
-from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -11,11 +10,10 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, extras
+from pt2mx import extras
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.cli.models import load_minilm
-from pt2mx.pt2e.cli.run import run as run_command
+from pt2mx.pt2e.models.packaged import load_minilm
 from tests.documents import ROOT
 from tests.flow import convert
 from tests.language_models import decoder_by_recipe
@@ -94,12 +92,6 @@ def test_runs_that_are_refused(arguments, message, here, capsys):
     torch.save(torch.randn(3, 65), "wide.pt")
     assert main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_package_has_no_runtime_to_choose():
-    options = SimpleNamespace(output=None, package="net.aoti.pt2", runtime="onnxruntime")
-    with pytest.raises(MXError, match="--runtime is for ONNX files: leave it out for a package"):
-        run_command(options)
 
 
 def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, capsys, tmp_path):

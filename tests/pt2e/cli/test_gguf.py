@@ -11,10 +11,10 @@ import torch
 
 import pt2mx
 from pt2mx import LanguageModel, MXQuantizer
-from pt2mx.pt2e.checkpoints.gguf_file import GGUFFile
-from pt2mx.pt2e.checkpoints.gguf_tensors import load_float_gguf
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.language.folder import load_tokenizer
+from pt2mx.pt2e.models.gguf_file import GGUFFile
+from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.gguf_files import write_gguf
 from tests.language_models import quantized_decoder, tiny_decoder, transformers
 

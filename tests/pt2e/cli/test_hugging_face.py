@@ -8,15 +8,10 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.cli.command import command_parser
-from pt2mx.pt2e.cli.hugging_face import (
-    FeatureExtractor,
-    ImageProcessor,
-    load_checkpoint,
-    media_config,
-    shape_from_config,
-)
-from pt2mx.pt2e.cli.load_model import load_float_model
-from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.float_model import load_float_model
+from pt2mx.pt2e.models.float_models import load_model
+from pt2mx.pt2e.models.pretrained import load_pretrained
+from pt2mx.pt2e.models.processors import FeatureExtractor, ImageProcessor, media_config, shape_from_config
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 IMAGE = {"image_size": 32, "patch_size": 8, **SMALL}
@@ -75,18 +70,18 @@ def test_code_of_a_checkpoint_is_not_run(fields, files, checkpoint):
     for name in ("configuration_mine.py", "modeling_mine.py"):
         (Path(folder) / name).write_text("raise SystemExit('it ran')")
     with pytest.raises(MXError, match=f"checkpoint' needs code of its own, which is not run: .*{files[-8:]}.*factory"):
-        load_checkpoint(folder)
+        load_pretrained(folder)
 
 
 def test_code_that_transformers_has_itself_is_not_needed(checkpoint):
     folder = checkpoint("ViTModel", "ViTConfig", IMAGE)
     rewrite(folder, auto_map={"AutoConfig": "configuration_vit.ViTConfig", "AutoModel": "modeling_vit.ViTModel"})
-    assert type(load_checkpoint(folder)).__module__.startswith("transformers.")
+    assert type(load_pretrained(folder)).__module__.startswith("transformers.")
 
 
 def test_no_checkpoint(tmp_path):
     with pytest.raises(MXError, match="is no Hugging Face checkpoint that can be loaded"):
-        load_checkpoint(str(tmp_path))
+        load_pretrained(str(tmp_path))
 
 
 @pytest.mark.parametrize(

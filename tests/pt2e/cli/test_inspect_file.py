@@ -10,9 +10,9 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli import command
+from pt2mx.pt2e.flow.packed_weights import packed_weights
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import _histogram
-from pt2mx.pt2e.packed_weights import packed_weights
 from tests.flow import convert
 from tests.language_models import quantized_decoder, tokenizer_of_bytes
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pt2mx import LanguageModel
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.language.folder import load_tokenizer
 from pt2mx.pt2e.language.texts import blocks, perplexity, read_text
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.language_models import checkpoint, transformers
 
 QUANTIZE = ("quantize", "--recipe", "mxfp8", "--model")

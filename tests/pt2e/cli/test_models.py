@@ -5,9 +5,10 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.batches import read_image
-from pt2mx.pt2e.cli.models import _transform, call, load_model
-from pt2mx.pt2e.language.texts import sentences
+from pt2mx.pt2e.cli.float_model import export_loaded
+from pt2mx.pt2e.models.float_models import _transform, call, load_model
+from pt2mx.pt2e.models.input_files import read_image
+from pt2mx.pt2e.models.samples import sentences
 
 FACTORIES = """
 import torch
@@ -67,7 +68,7 @@ def test_factories(name, batch, factories):
     loaded = load_model(f"{factories}:{name}")
     with torch.no_grad():
         expected = call(loaded.module, loaded.example)
-        assert torch.equal(call(loaded.export().module(), loaded.example), expected)
+        assert torch.equal(call(export_loaded(loaded).module(), loaded.example), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 import pt2mx
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.program.provenance import provenance_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 FACTORY = """

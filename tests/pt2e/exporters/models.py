@@ -3,8 +3,7 @@
 import torch
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.demo_language import smollm2_checkpoint
-from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.models.packaged import load_minilm, smollm2_checkpoint
 
 transformers = import_extra("transformers", "hf")
 

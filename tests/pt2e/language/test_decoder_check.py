@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language import decoder_check, functions
+from pt2mx.pt2e.language import decoder, decoder_check, recurrence
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, error_of, windows_of
 from pt2mx.pt2e.language.layers import layers_of
@@ -15,7 +15,7 @@ from tests.language_models import tiny_decoder, transformers
 @pytest.mark.parametrize(("window", "dtype"), [(8, "float32"), (8, "bfloat16"), (256, "float32"), (256, "bfloat16")])
 def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, dtype, monkeypatch):
     """GPT-Neo's own attention counts its window from the end of the cache."""
-    monkeypatch.delitem(functions.FUNCTIONS, "GPTNeoSelfAttention._attn")
+    monkeypatch.delitem(decoder.FUNCTIONS, "GPTNeoSelfAttention._attn")
     with pytest.raises(MXError, match="gives other logits than with its own"):
         export_decoder(tiny_decoder("gpt_neo", window_size=window, dtype=dtype))
 
@@ -78,11 +78,11 @@ def test_padding_that_changes_a_text_is_an_error(monkeypatch):
     def unmasked(own, *args, **kwargs):
         mask, own.mask = own.mask, torch.ones_like(own.mask)
         try:
-            return functions.recurrence.griffin_block(own, *args, **kwargs)
+            return recurrence.griffin_block(own, *args, **kwargs)
         finally:
             own.mask = mask
 
-    monkeypatch.setitem(functions.FUNCTIONS, "RecurrentGemmaRecurrentBlock.forward", unmasked)
+    monkeypatch.setitem(decoder.FUNCTIONS, "RecurrentGemmaRecurrentBlock.forward", unmasked)
     with pytest.raises(MXError, match="gives other logits than with its own"):
         export_decoder(tiny_decoder("recurrent_gemma"))
 

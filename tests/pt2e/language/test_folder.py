@@ -9,7 +9,9 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.language import folder as folder_module
-from pt2mx.pt2e.language.folder import load_tokenizer, save_folder
+from pt2mx.pt2e.language.folder import save_folder
+from pt2mx.pt2e.models import tokenizers
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.language_models import tokenizer_of_bytes, transformers
 
 
@@ -78,8 +80,8 @@ def test_a_clean_up_that_transformers_ignores_is_off(forced, tmp_path):
     """Decoding would warn of it, and give the same text."""
     tokenizer = tokenizer_of_bytes()
     tokenizer.init_kwargs["clean_up_tokenization_spaces"] = tokenizer.clean_up_tokenization_spaces = True
-    tokenizer.init_kwargs[folder_module._FORCED_CLEAN_UP] = forced
-    setattr(tokenizer, folder_module._FORCED_CLEAN_UP, forced)
+    tokenizer.init_kwargs[tokenizers._FORCED_CLEAN_UP] = forced
+    setattr(tokenizer, tokenizers._FORCED_CLEAN_UP, forced)
     tokenizer.save_pretrained(tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).clean_up_tokenization_spaces
     loaded = load_tokenizer(tmp_path)

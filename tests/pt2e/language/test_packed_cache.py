@@ -4,11 +4,11 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
-from pt2mx.pt2e.build_program import program_of
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import empty_cache
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
+from pt2mx.pt2e.program.build_program import program_of
 from tests.flow import described
 from tests.language_models import exported_decoder, padded, quantized_decoder, transformers
 

@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import pt2mx
 from pt2mx import MXSpec, convert_pt2e, prepare_pt2e
-from pt2mx.pt2e.cli.models import load_model
+from pt2mx.pt2e.cli.float_model import export_loaded
+from pt2mx.pt2e.models.float_models import load_model
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.openvino import to_openvino
@@ -227,4 +228,4 @@ def test_the_tokens_of_a_decoder_in_openvino(family, recipe, tmp_path):
 
 
 def quantized(loaded, recipe):
-    return convert_pt2e(prepare_pt2e(loaded.export().module(), pt2mx.MXQuantizer.from_recipe(recipe)))
+    return convert_pt2e(prepare_pt2e(export_loaded(loaded).module(), pt2mx.MXQuantizer.from_recipe(recipe)))

@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.slice import slice_graph
+from pt2mx.pt2e.optimize.slice import slice_graph
 from tests.models import IDS, Tied
 
 FP4 = MXQuantizer.from_recipe("mxfp4_weight_only")

@@ -7,11 +7,12 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, fake_quantize_mx, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation
+from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
+from pt2mx.pt2e.flow.prepare import to_annotate
 from pt2mx.pt2e.optimize.rotation import rotate_matmuls
 from pt2mx.pt2e.optimize.targets import weight_targets
-from pt2mx.pt2e.prepare import to_annotate
 from tests.graph import count
 
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
 
 def rotated(model, *args, quantizer=W4):
-    graph = to_annotate(torch.export.export(model.eval(), args).module())
+    graph = generate_code(to_annotate(torch.export.export(model.eval(), args).module()))
     rotate_matmuls(graph, weight_targets(graph, quantizer), {}, Rotation())
     graph.graph.lint()
     graph.recompile()

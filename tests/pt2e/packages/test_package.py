@@ -1,21 +1,18 @@
 import os
-import threading
 
 import pytest
-import sympy
 import torch
 from torch import nn
 from torch.export import Dim
-from torch.utils._sympy import solve as torch_solve
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e import provenance
-from pt2mx.pt2e.cli.compile import compile_program
-from pt2mx.pt2e.cli.models import export
+from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
-from pt2mx.pt2e.packages.package import exact_lengths, load_package
-from pt2mx.pt2e.provenance import provenance_of
+from pt2mx.pt2e.packages.compile import compile_program
+from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.program import provenance
+from pt2mx.pt2e.program.provenance import provenance_of
 from tests.flow import calibrated, convert
 
 
@@ -259,38 +256,6 @@ def test_a_failure_leaves_the_old_package(error, converted, tmp_path, monkeypatc
     with pytest.raises(error):
         compile_program(program, tmp_path / "net.pt2")
     assert os.listdir(tmp_path) == ["net.pt2"] and (tmp_path / "net.pt2").read_text() == "old"
-
-
-def test_lengths_behind_sizes_are_exact():
-    """For each factor and offset, and torch's own function after that."""
-    length, size = sympy.symbols("length size", integer=True)
-    before = torch_solve.try_solve
-    with exact_lengths():
-        for factor in (1, 2, 3, 7, 10, 41, 49, 98, 103, 107, 161):
-            for offset in (-3, 0, 1, 48):
-                _, solved = torch_solve.try_solve(sympy.Eq(factor * length + offset, size), length)
-                assert all(solved.subs(size, factor * n + offset) == n for n in (0, 1, 2, 6, 48, 49, 50, 10**6 + 1))
-                assert not solved.has(sympy.Rational) or not solved.atoms(sympy.Rational) - solved.atoms(sympy.Integer)
-    assert torch_solve.try_solve is before
-
-
-def test_torch_s_function_is_back_after_all_threads():
-    """Also after the thread that began first has ended first, and after an error."""
-    before, inside, leave = torch_solve.try_solve, threading.Event(), threading.Event()
-
-    def other_thread():
-        with exact_lengths():
-            inside.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other_thread)
-    with pytest.raises(ZeroDivisionError), exact_lengths():
-        thread.start()
-        inside.wait(0.2)
-        raise ZeroDivisionError
-    leave.set()
-    thread.join()
-    assert torch_solve.try_solve is before
 
 
 class Patches(nn.Module):

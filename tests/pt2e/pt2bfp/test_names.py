@@ -35,7 +35,7 @@ def config(is_qat=False):
 
 
 def spec_of(annotation):
-    return pt2mx.pt2e.qspec.mx_spec(annotation)
+    return pt2mx.pt2e.observe.qspec.mx_spec(annotation)
 
 
 def seen(observer):
@@ -137,26 +137,6 @@ NAMES = {
             len(pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS),
         ],
         [True, 15],
-    ),
-    "DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS": (
-        lambda: sorted(kind.__name__ for kind in pt2bfp.DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS),
-        ["Embedding", "EmbeddingBag", "GRU", "GRUCell", "LSTM", "LSTMCell", "Linear", "RNNCell"],
-    ),
-    "get_default_static_quant_module_mappings": (
-        lambda: pt2bfp.get_default_static_quant_module_mappings() == pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS,
-        True,
-    ),
-    "get_default_dynamic_quant_module_mappings": (
-        lambda: pt2bfp.get_default_dynamic_quant_module_mappings() is pt2bfp.DEFAULT_DYNAMIC_QUANT_MODULE_MAPPINGS,
-        False,
-    ),
-    "get_static_quant_module_class": (
-        lambda: pt2bfp.get_static_quant_module_class(nn.ReLU, {nn.ReLU: nn.ReLU6}),
-        nn.ReLU6,
-    ),
-    "get_dynamic_quant_module_class": (
-        lambda: hasattr(pt2bfp.get_dynamic_quant_module_class(nn.LSTM), "from_float"),
-        True,
     ),
     "default_fake_quant": (lambda: affine(pt2bfp.default_fake_quant), ("FakeQuantize", 0, 255)),
     "default_weight_fake_quant": (lambda: affine(pt2bfp.default_weight_fake_quant), ("FakeQuantize", -128, 127)),

@@ -136,7 +136,7 @@ def test_in_place_and_a_single_layer():
     assert prepared is model and pt2bfp.convert(prepared, inplace=True) is model
     layer = nn.Linear(16, 4).eval()
     layer.qconfig = QCONFIG
-    assert type(pt2bfp.convert(pt2bfp.prepare(layer))) is pt2bfp.get_static_quant_module_class(nn.Linear)
+    assert type(pt2bfp.convert(pt2bfp.prepare(layer))) is pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS[nn.Linear]
 
 
 def test_mappings():
@@ -144,9 +144,9 @@ def test_mappings():
     model.qconfig = QCONFIG
     x = torch.randn(2, 16, 1, 1)
     prepared = pt2bfp.prepare(model)
-    dynamic = pt2bfp.convert(prepared, pt2bfp.get_default_dynamic_quant_module_mappings())
-    assert [type(m).__name__ for m in dynamic] == ["Conv2d", "Flatten", "QuantizedLayer"]
-    assert same(dynamic[0](x), model[0](x))
+    linear = pt2bfp.convert(prepared, {nn.Linear: pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS[nn.Linear]})
+    assert [type(m).__name__ for m in linear] == ["Conv2d", "Flatten", "QuantizedLayer"]
+    assert same(linear[0](x), model[0](x))
 
     class Replacement(nn.Identity):
         @classmethod
@@ -154,7 +154,7 @@ def test_mappings():
             assert module.weight.shape == (4, 16) and module.qconfig.weight == QCONFIG.weight
             return cls()
 
-    mapping = pt2bfp.get_default_static_quant_module_mappings() | {nn.Linear: Replacement}
+    mapping = pt2bfp.DEFAULT_STATIC_QUANT_MODULE_MAPPINGS | {nn.Linear: Replacement}
     assert [type(m) for m in pt2bfp.convert(prepared, mapping)][2] is Replacement
     assert len(pt2bfp.prepare(model, allow_list={nn.Linear})[2].observers) == 2
     # without observers
@@ -275,7 +275,6 @@ def test_converted_modules_can_be_saved_moved_and_exported():
         (None, {}, "no layer that can be quantized has a qconfig"),
         ("mxfp8", {}, "expected an MXQuantizationConfig"),
         (QCONFIG, {"allow_list": {nn.ReLU}}, "the type ReLU is not quantized: allowed are Linear, Conv1d"),
-        (QCONFIG, {"prepare_custom_config_dict": {}}, "must be None"),
         (pt2bfp.QConfig(pt2bfp.default_fake_quant, None), {}, "activation: eager modules have block formats alone"),
     ],
 )
@@ -290,7 +289,6 @@ def test_bad_arguments(qconfig, arguments, message):
     ("call", "message"),
     [
         (lambda: pt2bfp.prepare("model"), "expected a module, not str"),
-        (lambda: pt2bfp.get_dynamic_quant_module_class(nn.Conv2d), "for 'Conv2d': there are some for Linear, LSTM"),
         (lambda: pt2bfp.convert([nn.Linear(2, 2)]), "expected a module, not list"),
         (lambda: pt2bfp.convert(Net(), {nn.Linear: nn.Linear}), "class that has a from_float"),
         (lambda: pt2bfp.convert(Net(), nn.Linear), "must be a dictionary"),

@@ -112,10 +112,8 @@ def test_a_model_of_one_row():
         (lambda: pt2bfp.prepare_fx(torch.relu, {}, (X,)), "expected a module"),
         (lambda: pt2bfp.prepare_fx(Net().eval(), {}, X), "example_inputs must be a tuple"),
         (lambda: pt2bfp.prepare_fx(Net().eval(), {}, (X, X)), "torch.export cannot export the model"),
-        (lambda: pt2bfp.prepare_fx(Net().eval(), {}, (X,), {}), "must be None"),
         (lambda: pt2bfp.prepare_fx(Net().eval(), "mxfp8", (X,)), "expected a dictionary of settings"),
         (lambda: pt2bfp.convert_fx(nn.Linear(2, 2)), "expected a prepared model"),
-        (lambda: pt2bfp.convert_fx(None, qconfig_mapping={}), "must be None"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, fake_quantize_mx, ops
 from pt2mx.pt2e import pt2bfp
-from pt2mx.pt2e.torchao_pt2e import FakeQuantize
+from pt2mx.pt2e.observe.torchao_pt2e import FakeQuantize
 from tests.compare import same
 from tests.flow import exported
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.report.agreement import fidelity
+from pt2mx.analysis.agreement import fidelity
 from tests.flow import exported
 
 FP4 = MXQuantizationConfig(weight="mxfp4", activation="mxfp4")

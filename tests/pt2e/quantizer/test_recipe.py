@@ -170,7 +170,6 @@ def test_quantizer_and_recipe_round_trip(tmp_path):
     again = MXQuantizer.from_recipe(tmp_path / "r.yaml")
     assert again.to_recipe() == text
     assert again._settings == quantizer._settings and again._global == quantizer._global
-    assert again._ends == quantizer._ends
 
 
 def test_subclasses_of_text_and_numbers_are_written_as_what_they_are():

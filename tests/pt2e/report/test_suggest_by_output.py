@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, suggest_config
-from pt2mx.pt2e.sensitivity.results import Sensitivity, SensitivityRow
+from pt2mx.pt2e.report.results import Sensitivity, SensitivityRow
 from tests.flow import calibrated
 from tests.format_candidates import CANDIDATES, CONFIG
 

@@ -13,7 +13,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 import pt2mx
 from pt2mx import MXSpec, cpp
-from pt2mx.pt2e.cli.compile import compile_program
+from pt2mx.pt2e.packages.compile import compile_program
 from tests.compare import differing
 from tests.flow import convert
 

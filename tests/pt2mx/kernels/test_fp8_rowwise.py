@@ -9,6 +9,7 @@ from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS
 from pt2mx.kernels.packing import pack
+from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows
 
 MODES = ("floor", "ceil", "rceil", "even", "mse")
 
@@ -88,7 +89,8 @@ def test_layer_norm(residual):
     x, spec = torch.randn(8, 3, 64).bfloat16(), MXSpec("fp4_e2m1", BLOCK, axis=2)
     added, weight, bias = torch.randn_like(x) if residual else None, torch.randn(64), torch.randn(64)
     weight, bias = weight.bfloat16(), bias.bfloat16()
-    normed, *rows = fp8_rowwise.layer_norm_quantize(x, added, weight, bias, 1e-5, spec)
+    modes = spec.element.name, spec.scale_mode, spec.rounding
+    normed, *rows = LayerNormFP8Rows(x, added, weight, bias, 1e-5, *modes).define(spec)
     assert torch.equal(normed, F.layer_norm(x + added if residual else x, (64,), weight, bias, 1e-5))
     assert torch.equal(values(*rows), fake_quantize_mx(normed, spec).float())
 

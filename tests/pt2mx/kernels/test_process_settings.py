@@ -12,6 +12,7 @@ from pt2mx.kernels.cpu import quantize as cpu_quantize
 from pt2mx.kernels.inductor import cpu as inductor_cpu
 from pt2mx.ops.inductor import DECOMPOSITIONS
 from tests.compare import same
+from tests.kernel_calls import ByArguments
 
 TEXTS = ("nvfp4(mse)", "fp8_e4m3{16}(f32)", "int4{16}(half_away,bf16)", "mxfp4(half_up)")
 
@@ -35,7 +36,7 @@ def test_default_dtype(text, default_dtype):
     spec = pt2mx.parse(text, axis=1)
     x = torch.randn(8, 64, dtype=torch.float32)
     t = float_scales.tensor_scale(x, spec) if spec.scale_format.tensor else None
-    for module in (cpu_quantize, reference):
+    for module in (ByArguments(cpu_quantize), reference):
         scale, data = module.quantize(x, spec, None, tensor_scale=t)
         y = module.dequantize(data, scale, spec, torch.float32, 64, tensor_scale=t)
         torch.set_default_dtype(torch.float32)

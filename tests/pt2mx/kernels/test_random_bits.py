@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from mx_conformance.exact import philox as exact_philox
+from mx_conformance.exact import random_number
 from pt2mx import ops
-from pt2mx.conformance.exact import philox as exact_philox
-from pt2mx.conformance.exact import random_number
 from pt2mx.kernels.reference import philox, random_bits
 
 # Random123's known answers of Philox-4x32-10: counter, key, words

@@ -9,8 +9,8 @@ import struct
 import pytest
 import torch
 
+from mx_conformance.exact import code_values, grid, quantize_block
 from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, quantize_mx
-from pt2mx.conformance.exact import code_values, grid, quantize_block
 from pt2mx.kernels import reference
 from pt2mx.modes import ROUNDINGS
 from tests.oracle import NARROW, WIDE, modes_of

@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx import FORMATS, MXError, MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul, select
+from pt2mx import FORMATS, MXError, ops
+from pt2mx.kernels import select
 from pt2mx.kernels.cpu import attention as cpu_attention
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
 from pt2mx.ops import attention as attention_ops
-from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
 
@@ -64,9 +64,7 @@ def test_a_query_that_sees_nothing_gives_zeros():
     args, _ = packed("fp8_e4m3", torch.float32, mask=mask)
     got = attention_mx(*args)
     assert got[0].abs().sum() > 0 and not got[1].any()
-    hidden = dequantize_then_matmul.attend(
-        args[0], args[1:3], args[3:5], MXSpec("fp8_e4m3", 32), args[7], mask, None
-    )  # as torch's own attention does
+    hidden = AttentionMX(*args).decompose()  # as torch's own attention does
     assert not hidden[1].any()
 
 
@@ -156,9 +154,7 @@ def test_extreme_scales_and_queries(name):
     query[1, 7] *= 1e-30
     query[0, 0, 0, 3] = -float("inf")
     args = query, keys, key_scale, values, value_scale, *rest
-    want = dequantize_then_matmul.attend(
-        query, (keys, key_scale), (values, value_scale), MXSpec(name, 32), 64, *rest[3:]
-    )
+    want = AttentionMX(*args).decompose()
     got = attention_mx(*args)
     assert torch.equal(got.isnan(), want.isnan()) and got[0, 0].isnan().all()
     error, largest = ((x.nan_to_num().abs()).amax((2, 3)) for x in (got - want, want))

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from pt2mx import FORMATS
-from pt2mx.kernels import dequantize_then_matmul
-from pt2mx.ops.attention import attention_mx
+from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
 
@@ -69,7 +68,7 @@ def test_the_kernel_runs(monkeypatch):
     def refused(*_):
         raise AssertionError("the definition was called")
 
-    monkeypatch.setattr(dequantize_then_matmul, "attend", refused)
+    monkeypatch.setattr(AttentionMX, "define", refused)
     args, want = packed("fp6_e3m2", torch.bfloat16, device="cuda")
     close(attention_mx(*args), want, torch.bfloat16)
 
@@ -110,7 +109,7 @@ def test_the_last_program_joins_the_splits(name, dtype, sizes):
     [("fp4_e2m1", 16, "e4m3"), ("fp8_e4m3", 32, "bf16"), ("fp6_e2m3", 64, "f32"), ("fp4_e2m1", 16, None)],
 )
 def test_other_scales_and_small_blocks(name, block, scale_format, dtype, sizes, monkeypatch):
-    monkeypatch.setattr(dequantize_then_matmul, "attend", None)
+    monkeypatch.setattr(AttentionMX, "define", None)
     mask = torch.rand(sizes[0], 1, 1, sizes[4], generator=torch.Generator().manual_seed(0)) < 0.7
     mask[..., 0] = True
     zeros = torch.zeros(8, dtype=torch.int32, device="cuda")

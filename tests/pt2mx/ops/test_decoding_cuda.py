@@ -5,9 +5,15 @@ import torch
 
 import pt2mx
 from pt2mx import ELEMENTS, FORMATS, quantize_mx
-from pt2mx.kernels import decoder_linear, float_scales, reference
+from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.decoding import decoding_attention, normed_linear_mx, residual_linear_mx
+from pt2mx.ops.decoding import (
+    NormedLinearMX,
+    ResidualLinearMX,
+    decoding_attention,
+    normed_linear_mx,
+    residual_linear_mx,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -42,7 +48,7 @@ def test_a_norm_and_a_gate(name, shape, gate):
         for added, of_x in ((None, squares), (bias, squares), (bias, None)):
             rest = of_x, 1e-5, gate
             got = normed_linear_mx(x, *weight, added, name, n, *rest)
-            check(got, decoder_linear.normed_linear(x, *weight, added, ELEMENTS[name], n, *rest))
+            check(got, NormedLinearMX(x, *weight, added, name, n, *rest).decompose())
             assert torch.equal(got, normed_linear_mx(x, *weight, added, name, n, *rest))
 
 
@@ -55,7 +61,7 @@ def test_a_residual_sum(name, shape):
         x, residual = x_of(rows, k), x_of(rows, n)
         for added in (None, bias):
             got = residual_linear_mx(x, *weight, added, name, n, residual, norm_weight)
-            want = decoder_linear.residual_linear(x, *weight, added, ELEMENTS[name], n, residual, norm_weight)
+            want = ResidualLinearMX(x, *weight, added, name, n, residual, norm_weight).decompose()
             for one, other in zip(got, want, strict=True):
                 check(one, other)
             assert torch.equal(got[1], got[0] * norm_weight)
@@ -72,9 +78,9 @@ def test_a_tensor_scale():
     squares = torch.rand(3, 32, device="cuda") + 1
     name = spec.element.name
     got = normed_linear_mx(x, *weight, None, name, 256, squares, 1e-5, "silu", t)
-    check(got, decoder_linear.normed_linear(x, *weight, None, spec.element, 256, squares, 1e-5, "silu", t))
+    check(got, NormedLinearMX(x, *weight, None, spec.element.name, 256, squares, 1e-5, "silu", t).decompose())
     got = residual_linear_mx(x, *weight, None, name, 256, residual, one, t)
-    want = decoder_linear.residual_linear(x, *weight, None, spec.element, 256, residual, one, t)
+    want = ResidualLinearMX(x, *weight, None, spec.element.name, 256, residual, one, t).decompose()
     for mine, other in zip(got, want, strict=True):
         check(mine, other)
 
@@ -82,7 +88,7 @@ def test_a_tensor_scale():
 def test_more_rows_are_the_definition():
     weight, x = weight_of("fp4_e2m1", 64, 128), x_of(33, 128)
     got = normed_linear_mx(x, *weight, None, "fp4_e2m1", 64, None, 0.0, "silu")
-    assert torch.equal(got, decoder_linear.normed_linear(x, *weight, None, ELEMENTS["fp4_e2m1"], 64, None, 0.0, "silu"))
+    assert torch.equal(got, NormedLinearMX(x, *weight, None, "fp4_e2m1", 64, None, 0.0, "silu").decompose())
 
 
 ATTENTION = [(1, 8, 8, 64), (2, 8, 2, 128), (3, 4, 4, 32), (8, 16, 2, 64), (1, 4, 1, 256), (5, 3, 3, 128)]

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, MXError, MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul
-from pt2mx.ops.linear import grouped_linear_mx, linear_mx
+from pt2mx import FORMATS, MXError, ops
+from pt2mx.ops.linear import GroupedLinearMX, grouped_linear_mx, linear_mx
 from tests.compare import relative_error
 from tests.operators import opchecks
 
@@ -130,7 +129,7 @@ def test_grouped_values_of_bfloat16_with_a_result_in_float32(rows, compiler):
     for run in (grouped_linear_mx, torch.compile(grouped_linear_mx, fullgraph=True)):
         got = run(x, data, scale, offs, *modes, torch.float32)
         assert got.dtype == torch.float32 and relative_error(got, exact) < 5e-7
-    definition = dequantize_then_matmul.grouped_linear(x, data, scale, offs, MXSpec("fp8_e4m3", 32, 2), torch.float32)
+    definition = GroupedLinearMX(x, data, scale, offs, *modes, torch.float32).define(None, torch.float32)
     assert definition.dtype == torch.float32 and relative_error(definition, exact) < 5e-7
 
 

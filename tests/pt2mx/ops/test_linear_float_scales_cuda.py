@@ -8,6 +8,7 @@ from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout, to_mma_layout
 from pt2mx.ops.linear import linear_mx_mma_layout
 from tests.compare import same
+from tests.kernel_calls import ByArguments
 
 pytestmark = pytest.mark.cuda
 
@@ -74,7 +75,7 @@ def test_every_tile_of_the_gemm_kernel(rows, warps, monkeypatch):
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
         for batch in (rows - 3, 2 * rows):
             x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
-            got = [linear.linear_mma_layout(x, *parts, bias, weight[0].element, n, 0, t) for _ in range(3)]
+            got = [ByArguments(linear).linear_mma_layout(x, *parts, bias, weight[0].element, n, 0, t) for _ in range(3)]
             check(got[0], x, *weight, bias)
             assert all(torch.equal(out, got[0]) for out in got)
 
@@ -100,20 +101,21 @@ def test_the_dequantized_weight_is_that_of_the_definition(name, scale_format):
 def test_float32_results_of_bfloat16_values(scale_format):
     from pt2mx.kernels.gpu import bf16_matmul
 
+    gpu = ByArguments(bf16_matmul)
     spec, data, scale, t = weight = packed("fp4_e2m1", scale_format, 130, 256)
     args = data.cuda(), scale.cuda()
     more = None if t is None else t.cuda()
     x = torch.randn(70, 256, device="cuda", dtype=torch.bfloat16)
     bias = torch.randn(130, device="cuda")
     for added in (None, bias):
-        got = bf16_matmul.linear(x, *args, added, spec, 0, torch.float32, more)
+        got = gpu.linear(x, *args, added, spec, 0, torch.float32, more)
         assert got.dtype == torch.float32
         check(got, x, *weight, added)
     offs = torch.tensor([30, 70], dtype=torch.int32, device="cuda")
     experts = (torch.stack([a, a]) for a in args)
-    got = bf16_matmul.grouped_linear(x, *experts, offs, spec.replace(axis=2), torch.float32, more)
+    got = gpu.grouped_linear(x, *experts, offs, spec.replace(axis=2), torch.float32, more)
     check(got, x, *weight)
-    assert bf16_matmul.linear(x, *args, None, spec.replace(scale_format="bf16"), 0, torch.float32) is None
+    assert gpu.linear(x, *args, None, spec.replace(scale_format="bf16"), 0, torch.float32) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

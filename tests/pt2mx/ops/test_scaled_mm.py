@@ -7,7 +7,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.kernels.gpu import scaled_mm as gpu
 from pt2mx.kernels.scaled_mm import FORMS, swizzle, unswizzle
-from pt2mx.ops.scaled_mm import scaled_mm_mx, swizzle_scale
+from pt2mx.ops.scaled_mm import ScaledMM, scaled_mm_mx, swizzle_scale
 
 SHAPES = [(1, 1), (128, 4), (300, 7), (5, 130), (256, 8), (127, 5)]
 
@@ -58,11 +58,11 @@ def test_torch_takes_the_operands_on_a_gpu(form):
                 fake = [torch.empty(a.shape, dtype=a.dtype, device="cuda") for a in args[:5]]
                 fake[0] = fake[0].reshape(-1, fake[0].shape[-1])
                 for bias in (fake[4], None):
-                    y = gpu.matmul(*fake[:4], bias, form, dtype)
+                    y = gpu.matmul(ScaledMM(*fake[:4], bias, *form, dtype))
                     assert (y.shape, y.dtype, y.device.type) == ((len(fake[0]), 48), dtype, "cuda")
                 short = torch.empty(args[1].numel() - 16, dtype=torch.uint8, device="cuda")
                 with pytest.raises((RuntimeError, ValueError), match="scale_a"):
-                    gpu.matmul(fake[0], short, *fake[2:4], None, form, dtype)
+                    gpu.matmul(ScaledMM(fake[0], short, *fake[2:4], None, *form, dtype))
 
 
 def test_operator_is_sound():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXError
-from pt2mx.pychop import MXAttention, MXLinear, MXQuantizerSTE, convert_linear_to_mx, create_mx_spec, mx_quantize
+from pt2mx.pychop import MXAttention, MXLinear, convert_linear_to_mx, mx_quantize
 
 RECORDED = np.load(Path(__file__).with_name("recorded.npz"))
 
@@ -74,11 +74,6 @@ def test_convert_of_a_layer_by_itself():
     assert isinstance(converted, MXLinear) and converted.weight is layer.weight
     assert converted(torch.ones(2, 4, dtype=torch.float64)).dtype == torch.float64
     assert convert_linear_to_mx(converted) is converted
-
-
-def test_quantizers_say_their_format():
-    for format, name in (("mxint8", "mxint8"), ((3, 2), "E3M2"), (create_mx_spec(5, 10, 16), "CUSTOM_MX16_E5M10")):
-        assert repr(MXQuantizerSTE(format, 16)) == f"MXQuantizerSTE(format={name}, block_size=16)"
 
 
 def test_a_layer_compiles(compiler):

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pt2mx import MXError
-from pt2mx.pychop import backend, get_backend, mx_quantize
-
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 CHECKS = """
 import numpy as np
 import tensorflow as tf
-import torch
 
 from pt2mx import MXError, pychop
 
@@ -61,18 +57,12 @@ y, gradient = traced(tf.constant(x))
 same(y, pychop.mx_quantize(x, "mxint8"))
 assert np.array_equal(gradient, gradient_of_weight)
 
-# the other entries, and the choice of a backend
+# the other entries
 tensor = pychop.MXTensor(tf.Variable(x), "mxfp4_e2m1")
 assert tensor.backend == "tensorflow" and tensor.statistics() == pychop.MXTensor(x, "mxfp4_e2m1").statistics()
 same(tensor.dequantize(), pychop.mx_quantize(x, "mxfp4_e2m1"))
 rows = pychop.compare_mx_formats(tf.constant(x)).rows
 assert [row.format for row in rows] == [row.format for row in pychop.compare_mx_formats(x).rows]
-assert isinstance(pychop.mx_quantize(tf.constant(x), backend="torch"), torch.Tensor)
-assert isinstance(pychop.mx_quantize(tf.constant(x), backend="numpy"), np.ndarray)
-pychop.backend("tf")
-same(pychop.mx_quantize([1.0, 2.4], "mxint8"), [1.0, 2.40625], "float64")
-same(pychop.mx_quantize(torch.ones(2, dtype=torch.bfloat16)), [1.0, 1.0])
-pychop.backend("auto")
 
 # what has no real numbers in a dense tensor is refused by name
 for bad in (tf.constant([1 + 2j]), tf.constant(["a"]), tf.ragged.constant([[1.0], [1.0, 2.0]])):
@@ -91,13 +81,3 @@ def test_tensors(run_python, tmp_path):
     subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     run_python(CHECKS, env={**os.environ, "PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"})
-
-
-@pytest.mark.parametrize("name", ["tensorflow", "tf"])
-def test_where_it_is_not_installed(monkeypatch, name):
-    monkeypatch.setenv("chop_backend", "auto")
-    monkeypatch.setitem(sys.modules, "tensorflow", None)
-    backend(name)
-    assert get_backend() == "tensorflow"
-    with pytest.raises(MXError, match=r"tensorflow is not installed: pip install 'pt2mx\[tensorflow\]'"):
-        mx_quantize([1.0])

@@ -1,6 +1,5 @@
 """Every name of Quark's surface, each with a value; positions are as in Quark 0.13."""
 
-import ctypes
 import dataclasses
 
 import numpy as np
@@ -12,9 +11,7 @@ from pt2mx import quark
 
 
 def quantizer():
-    config = quark.QuantizationConfig(
-        quark.CalibrationMethod.MinMax, quark.VitisQuantFormat.MXFixNeuron, print_summary=False
-    )
+    config = quark.QuantizationConfig(quark.CalibrationMethod.MinMax, quark.VitisQuantFormat.MXFixNeuron)
     return quark.ModelQuantizer(quark.Config(config))
 
 
@@ -33,19 +30,18 @@ NAMES = {
     ),
     "Config": (lambda: quark.Config(quark.QuantizationConfig()).global_quant_config.include_sq, False),
     "DEFAULT_MICROSCALING_PARAMS": (lambda: quark.mx_spec(quark.DEFAULT_MICROSCALING_PARAMS).rounding, "even"),
-    "ExtendedQuantFormat": (lambda: [str(m) for m in quark.ExtendedQuantFormat], ["QOperator", "QDQ"]),
-    "ExtendedQuantType": (lambda: (str(quark.ExtendedQuantType.QMX), quark.ExtendedQuantType(9).name), ("QMX", "QBFP")),
+    "ExtendedQuantFormat": (lambda: [m.name for m in quark.ExtendedQuantFormat], ["QOperator", "QDQ"]),
+    "ExtendedQuantType": (lambda: (quark.ExtendedQuantType.QMX.name, quark.ExtendedQuantType(9).name), ("QMX", "QBFP")),
     "MX_OP_DEFAULT_ATTRS": (lambda: quark.mx_spec(quark.MX_OP_DEFAULT_ATTRS).rounding, "half_away"),
     "ModelQuantizer": (model_in_memory, "MXQuantizeDequantize"),
     "QuantizationConfig": (lambda: [f.name for f in dataclasses.fields(quark.QuantizationConfig)][:4], [
         "calibrate_method", "quant_format", "activation_type", "weight_type",
     ]),
     "VitisQuantFormat": (
-        lambda: {str(m): m.value for m in quark.VitisQuantFormat},
+        lambda: {m.name: m.value for m in quark.VitisQuantFormat},
         {"QDQ": 2, "FixNeuron": 3, "BFPFixNeuron": 4, "MXFixNeuron": 5},
     ),
     "VitisQuantType": (lambda: [m.value for m in quark.VitisQuantType], list(range(1, 11))),
-    "get_library_path": (lambda: ctypes.CDLL(quark.get_library_path("CPU")).RegisterCustomOps(None, None), 0),
     "mx_quantize_dequantize": (lambda: quark.mx_quantize_dequantize(torch.tensor([2.9]), {}).item(), 2.90625),
     "mx_spec": (lambda: str(quark.mx_spec({})), "mxint8_full{32}(half_away)"),
 }  # fmt: skip

@@ -13,7 +13,6 @@ from pt2mx.torchmx import dtypes
 from pt2mx.torchmx.config import MXConfig, QAttentionConfig, QLinearConfig
 from pt2mx.torchmx.mx_tensor import MXTensor
 from pt2mx.torchmx.quant_api import mx_dynamic_activation_mx_weights, quantize_linear_, quantize_llm_
-from pt2mx.torchmx.utils import get_logger, get_uniform_random_number, set_seed
 
 transformers = import_extra("transformers", "hf")
 with without_log_warnings():
@@ -21,10 +20,9 @@ with without_log_warnings():
 
 
 def test_check_mxtensor_ops():
-    set_seed(0)
-    get_logger("check_mxtensor_ops", console_output=False).info("cpu")
-    a = get_uniform_random_number(0, 10, (16, 32), torch.bfloat16)
-    b = get_uniform_random_number(0, 10, (32, 64), torch.bfloat16)
+    torch.manual_seed(0)
+    a = 10 * torch.rand(16, 32, dtype=torch.bfloat16)
+    b = 10 * torch.rand(32, 64, dtype=torch.bfloat16)
     mx_a = MXTensor.to_mx(a, elem_dtype=dtypes.float8_e4m3, block_size=32)
     mx_b = MXTensor.to_mx(b, elem_dtype=dtypes.float8_e4m3, block_size=32)
     c = torch.matmul(mx_a, mx_b)
@@ -65,7 +63,7 @@ def by_tensor(model, weight, activation):
 
 @pytest.mark.parametrize("quantize", [by_module, by_tensor])
 def test_linear_model_atenir_graph(quantize, compiler):
-    set_seed(1)
+    torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32), nn.ReLU()).bfloat16()
     weights = [pt2mx.fake_quantize_mx(layer.weight, "mxfp6_e3m2") for layer in (model[0], model[2])]
     biases = [model[0].bias, model[2].bias]
@@ -106,7 +104,7 @@ def linear_config(weights: str, activations: str, block_size: int = 32) -> QLine
 
 
 def test_llama_example_atenir_graph(compiler):
-    set_seed(2)
+    torch.manual_seed(2)
     model = llama()
     attention = QAttentionConfig(
         projection_config=linear_config("float6_e3m2", "float8_e4m3", 16),
@@ -138,7 +136,7 @@ class Numbers:
 
 
 def test_quantized_llama_chat():
-    set_seed(95134)
+    torch.manual_seed(95134)
     model = llama()
     int8 = MXConfig(elem_dtype_name="int8")
     linear = QLinearConfig(weights_config=int8, activations_config=int8)

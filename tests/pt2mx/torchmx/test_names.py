@@ -1,11 +1,8 @@
 """Every public name of TorchMX 0.1.0 that is offered, each with a call that asserts a value, by module."""
 
 import importlib
-import logging
 import operator
-import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,19 +41,6 @@ def through_torchao(function) -> torch.Tensor:
     model = layer()
     quantize_(model, function(weight_elem_dtype=dtypes.float8_e4m3))
     return model(X)
-
-
-def drawn(set_seed) -> list:
-    draws = []
-    for _ in range(2):
-        set_seed(7)
-        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
-    return draws[0] == draws[1] and draws[0] != (random.random(), np.random.rand(), torch.rand(()).item())
-
-
-def uniform(function) -> bool:
-    x = function(2, 4, (50, 3), torch.bfloat16)
-    return x.shape == (50, 3) and x.dtype == torch.bfloat16 and bool(((x >= 2) & (x <= 4)).all())
 
 
 def formats_of_a_llama(function) -> dict[str, str]:
@@ -107,9 +91,6 @@ NAMES = {
         "STR_TO_SUPPORTED_ELEM_DTYPE": lambda d: (list(d.values()), list(dtypes.SUPPORTED_ELEM_DTYPES)),
     },
     "utils": {
-        "set_seed": lambda f: (drawn(f), True),
-        "get_logger": lambda f: (f("a", "%(message)s", False).getEffectiveLevel(), logging.INFO),
-        "get_uniform_random_number": lambda f: (uniform(f), True),
         "pack_uint4": lambda f: (f(torch.tensor([1, 2, 15], dtype=torch.uint8)).tolist(), [0x12, 0xF0]),
         "unpack_uint4": lambda f: (f(torch.tensor([[0x12], [0xF0]], dtype=torch.uint8), 0).T.tolist(), [[1, 2, 15, 0]]),
         "tensor_size_hp_to_fp4x2": lambda f: (f(torch.Size((3, 7)), 1), [3, 4]),

@@ -1,32 +1,8 @@
-import logging
-
 import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.torchmx.utils import get_logger, get_uniform_random_number, pack_uint4, set_seed, unpack_uint4
-
-
-def test_random_numbers_are_those_of_torchs_generator():
-    set_seed(3)
-    x = get_uniform_random_number(-1, 3, (4, 5), torch.float32)
-    assert torch.equal(x, torch.rand(4, 5, generator=torch.Generator().manual_seed(3)) * 4 - 1)
-
-
-def test_a_logger_writes_each_line_once(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LOG_FILE", str(tmp_path / "log"))
-    monkeypatch.setenv("LOG_LEVEL", "WARNING")
-    for _ in range(2):
-        logger = get_logger("pt2mx.test", "%(name)s: %(message)s")
-    try:
-        logger.warning("seen")
-        logger.info("not seen")
-        assert capsys.readouterr().err == (tmp_path / "log").read_text() == "pt2mx.test: seen\n"
-        assert logger is logging.getLogger("pt2mx.test") and not logger.propagate
-    finally:
-        for handler in [*logger.handlers]:
-            handler.close()
-            logger.removeHandler(handler)
+from pt2mx.torchmx.utils import pack_uint4, unpack_uint4
 
 
 def test_nibbles():

@@ -189,6 +189,8 @@ constexpr int32_t kUnsupported = -1;
 
 // Most rows of x for which kernels in fp32 vectors, which need no matrix instructions, are as fast as a dense matmul.
 constexpr int64_t kFewRows = 32;
+// Most rows of x for which they are faster than matrix instructions.
+constexpr int64_t kVectorRows = 4;
 
 // Instruction sets for GEMMs of bfloat16 values, in the order of preference. INT8 stands for any of IntegerIsa, which
 // multiply only values that are integers of 8 bits times powers of two.
@@ -217,6 +219,7 @@ int32_t pt2mx_linear_of(const LinearCall* call, const void* x, const uint8_t* da
 int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for);
 int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
 int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa
+int32_t pt2mx_isa_of_rows(int32_t isa, int32_t dtype, int64_t rows);  // those of them for x of a dtype; 0: vectors
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
 // The same with other pointers, and with a contiguous mask or null; the call is one with one slot. kUnsupported if a
 // code cannot be decoded.

@@ -41,8 +41,6 @@ bool supports_epilogue(const LinearCall& c) {
 // The kernels on matrix instructions return kUnsupported if they computed nothing. `many_rows`: more than kFewRows.
 #if defined(PT2MX_HAVE_MATRIX_ISA)
 
-int32_t bf16_isa() { return (has_amx() ? AMX : 0) | (has_fast_avx512_bf16() ? AVX512_BF16 : 0); }
-
 template <class Decoder>
 int32_t multiply_bf16(Linear& linear, bool many_rows, ParallelFor parallel_for) {
   if (!(linear.call.isa & (many_rows ? AMX | AVX512_BF16 : AMX))) return kUnsupported;
@@ -66,7 +64,6 @@ int32_t multiply_few_rows(Linear& linear, i64 tiles, i64 grain, ParallelFor para
 
 #else
 
-int32_t bf16_isa() { return 0; }
 template <class Decoder>
 int32_t multiply_bf16(Linear&, bool, ParallelFor) {
   return kUnsupported;
@@ -135,6 +132,12 @@ int32_t multiply(LinearCall call, ParallelFor parallel_for) {
 
 extern "C" {
 
+int32_t pt2mx_isa_of_rows(int32_t isa, int32_t dtype, int64_t rows) {
+  if (rows <= kVectorRows) return 0;
+  if (dtype == BF16) return isa;
+  return dtype == FP32 && rows <= kFewRows ? isa & AMX : 0;  // as three bfloat16 values
+}
+
 int32_t pt2mx_integer_isa(int32_t format, const float* table) {
   int32_t isa = 0;
   with_integer_decoder(format,
@@ -144,7 +147,7 @@ int32_t pt2mx_integer_isa(int32_t format, const float* table) {
 
 int32_t pt2mx_isa(int32_t format, const float* table) {
   int32_t isa = 0;
-  with_register_decoder(format, [&](auto*) { isa = bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0); });
+  with_register_decoder(format, [&](auto*) { isa = pt2mx_bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0); });
   return isa;
 }
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.models import load_minilm
+from pt2mx.pt2e.models.packaged import load_minilm
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import export, with_dequantized_weights
 from tests.onnx_nodes import differences, run

@@ -8,16 +8,18 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec
-from pt2mx.kernels import quantized_activations, reference
-from pt2mx.kernels.cpu import activations as cpu
-from pt2mx.kernels.cpu import quantize
+from pt2mx.kernels import reference
+from pt2mx.kernels.cpu import activations, quantize
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS
+from tests import kernel_calls
 from tests.compare import differing, same
 from tests.cpu_kernels import DTYPES
+from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW, modes_of
 from tests.random_values import random_values
 
+cpu = ByArguments(activations)
 #: of rows and blocks: one in registers, several, shorter than a vector, ragged, of no whole vectors, longer than a row
 LAYOUTS = (((7, 96), 32), ((3, 160), 64), ((5, 9), 32), ((5, 100), 32), ((4, 20), 4), ((3, 70), 48), ((2, 40), 10**6))
 
@@ -71,7 +73,7 @@ def test_norms_are_as_exact_as_torch_s(dtype, k):
                 continue  # torch has no such norm
             args = x, added, *of_norm, 1e-5, MXSpec("int8", 32, 1), dtype
             normed, _ = cpu.layer_norm_fake_quantize(*args)
-            theirs, _ = quantized_activations.layer_norm_fake_quantize(*args)
+            theirs, _ = kernel_calls.layer_norm_fake_quantize(*args)[0].decompose()
             summed = x if added is None else x + added
             exact = F.layer_norm(summed.double(), (k,), *(None if t is None else t.double() for t in of_norm), 1e-5)
             assert (normed - exact).norm() <= 1.2 * (theirs - exact).norm()
@@ -107,15 +109,17 @@ def test_one_row_of_many_values_and_many_rows():
         spec = MXSpec("fp4_e2m1", 32, x.dim() - 1)
         want = reference.fake_quantize(x, spec)
         assert same(cpu.activation_fake_quantize(x, "none", spec, x.dtype), want)
-        assert same(quantize.fake_quantize(x, spec, None), want)
+        assert same(ByArguments(quantize).fake_quantize(x, spec), want)
 
 
 _CHECKS = """
 import torch
 from pt2mx import MXSpec
 from pt2mx.kernels import reference
-from pt2mx.kernels.cpu import activations as cpu
+from pt2mx.kernels.cpu import activations
+from tests.kernel_calls import ByArguments
 
+cpu = ByArguments(activations)
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float16, torch.bfloat16):
     x = (torch.randn(40, 100) * torch.exp2(torch.arange(-30.0, 10)).unsqueeze(1)).to(dtype)

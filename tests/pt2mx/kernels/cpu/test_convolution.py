@@ -5,10 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import convolution, linear
-from pt2mx.kernels.select import run_kernel
+from pt2mx.ops.convolution import Conv2dMX
+from tests import kernel_calls
 from tests.compare import relative_error
+from tests.kernel_calls import selected
 
 ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16, "none": 0}
 #: kernel, stride, padding, dilation, size of an image
@@ -34,8 +36,8 @@ def isa(request, monkeypatch):
 
 @pytest.fixture
 def dense_calls(monkeypatch):
-    calls, dense = [], dequantize_then_matmul.conv2d
-    monkeypatch.setattr(dequantize_then_matmul, "conv2d", lambda *args: calls.append(1) or dense(*args))
+    calls, dense = [], Conv2dMX.define
+    monkeypatch.setattr(Conv2dMX, "define", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
@@ -55,7 +57,7 @@ def check(x, weight, conv_args, bias=None, dtype=torch.float32, bound=1.1):
     images = x.permute(0, 3, 1, 2)
     exact = F.conv2d(images.double(), values.double(), None if bias is None else bias.double(), *conv_args)
     plain = F.conv2d(images.float(), values, None if bias is None else bias.float(), *conv_args)
-    got = run_kernel("conv2d_mx", x, data, scale, bias, spec, *conv_args, dtype)
+    got = selected.conv2d(x, data, scale, bias, spec, *conv_args, dtype)
     assert got.is_contiguous() and got.dtype == dtype
     got, error = got.permute(0, 3, 1, 2), relative_error(plain.to(dtype), exact)
     assert got.shape == exact.shape
@@ -89,12 +91,12 @@ def test_few_channels_of_unsupported_values(isa, value):
     x, (data, scale, spec) = quantized((2, 6, 9, 3), "int8"), packed(40, (3, 3), 3, "int8")
     x[1, 2, 3, 1] = value
     conv_args = ((1, 2), (1, 1), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
-    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
+    got = selected.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
+    plain = kernel_calls.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)[0].decompose()
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
     scale[7, 1, 1, 0] = 255
-    got = run_kernel("conv2d_mx", quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *conv_args, torch.float32)
+    got = selected.conv2d(quantized((2, 6, 9, 3), "int8"), data, scale, None, spec, *conv_args, torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
@@ -104,9 +106,9 @@ def test_an_image_s_bits_do_not_depend_on_other_images(isa, name, channels):
     """A tile has rows of several images, and skips taps that fall in the padding for all of them."""
     conv_args = ((1, 1), (2, 2), (1, 1))
     x, (data, scale, spec) = quantized((9, 7, 7, channels), name), packed(40, (5, 5), channels, name)
-    together = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
+    together = selected.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
     for first, last in ((0, 1), (1, 4), (4, 9)):
-        alone = run_kernel("conv2d_mx", x[first:last], data, scale, None, spec, *conv_args, torch.float32)
+        alone = selected.conv2d(x[first:last], data, scale, None, spec, *conv_args, torch.float32)
         if isa != "none":
             assert torch.equal(alone, together[first:last])
 
@@ -126,7 +128,7 @@ def test_many_channels_and_many_images(isa, name):
     check(quantized((1, 4, 4, 1100), name), packed(70, (3, 3), 1100, name), conv_args)
     check(quantized((40, 6, 7, 32), name), packed(600, (3, 3), 32, name), conv_args)
     data, scale, spec = packed(8, (3, 3), 32, name)
-    none = run_kernel("conv2d_mx", quantized((0, 6, 7, 32), name), data, scale, None, spec, *conv_args, torch.float32)
+    none = selected.conv2d(quantized((0, 6, 7, 32), name), data, scale, None, spec, *conv_args, torch.float32)
     assert none.shape == (0, 6, 7, 8)
 
 
@@ -149,8 +151,8 @@ def test_values_without_a_code(value):
     if abs(value) < 1:
         x[1, 2, 3, 18] = 1
     conv_args = ((1, 1), (1, 1), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
-    plain = dequantize_then_matmul.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
+    got = selected.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
+    plain = kernel_calls.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)[0].decompose()
     assert torch.equal(got.isfinite(), plain.isfinite())
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5, equal_nan=True)
 
@@ -162,7 +164,7 @@ def test_weights_that_bfloat16_does_not_represent(isa, channels):
     data = torch.ones(40, 3, 3, channels, dtype=torch.uint8)
     scale = torch.zeros(40, 3, 3, -(-channels // 32), dtype=torch.uint8)
     spec, conv_args = MXSpec("fp8_e5m2", 32, 3), ((1, 1), (0, 0), (1, 1))
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, *conv_args, torch.float32)
+    got = selected.conv2d(x, data, scale, None, spec, *conv_args, torch.float32)
     assert torch.equal(got, torch.full_like(got, 9 * channels * 2.0**-43))
 
 
@@ -178,7 +180,7 @@ def test_zeros_around_the_image_count_as_zeros():
 def test_a_scale_of_nan(isa):
     x, (data, scale, spec) = quantized((1, 5, 5, 64), "int8"), packed(40, (3, 3), 64, "int8")
     scale[7, 1, 1, 1] = 255
-    got = run_kernel("conv2d_mx", x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
+    got = selected.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32)
     assert got[..., 7].isnan().all() and got.isnan().sum() == got[..., 7].numel()
 
 
@@ -196,7 +198,7 @@ def test_same_bits_in_every_run_with_any_threads(isa, name):
     try:
         for run in range(10):
             torch.set_num_threads(1 + run % 2)
-            results.append(run_kernel("conv2d_mx", x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
+            results.append(selected.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(results[0], y) for y in results)

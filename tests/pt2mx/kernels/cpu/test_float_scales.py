@@ -10,11 +10,10 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 
 from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import float_scales, reference
-from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.cpu.build import SOURCES
 from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
-from tests.cpu_kernels import DTYPES, assert_same, check_cpu, environment, random_specs
+from tests.cpu_kernels import DTYPES, assert_same, check_cpu, cpu, environment, random_specs
 from tests.oracle import NARROW
 from tests.random_values import random_values
 

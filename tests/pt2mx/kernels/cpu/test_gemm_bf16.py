@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu.build import load
 from pt2mx.kernels.cpu.decoders import TABLE, table_of
 from pt2mx.kernels.packing import packed_length
+from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error
 from tests.cpu_kernels import linear
 
@@ -95,8 +96,8 @@ def test_tiny_values_count(isa, tiny):
 def test_small_values_are_multiplied_as_long_as_products_are_normal(isa, power, dense, monkeypatch):
     """Activations have such values: GELU of -10 is below 2**-73. Otherwise a dense matmul is computed."""
     calls = []
-    plain = dequantize_then_matmul.linear
-    monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or plain(*args))
+    plain = LinearMX.define
+    monkeypatch.setattr(LinearMX, "define", lambda *args: calls.append(1) or plain(*args))
     x, data, scale, spec, weight = operands(70, 40, 64, "int8")
     x[5, 7] = 2.0**power
     got = linear(x, data, scale, None, spec, dtype=torch.float32)

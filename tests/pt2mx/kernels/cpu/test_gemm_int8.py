@@ -5,9 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import MXSpec, ops
-from pt2mx.kernels import dequantize_then_matmul, reference
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
+from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.packing import pack
+from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
 from tests.cpu_kernels import environment, linear
 
@@ -18,12 +20,12 @@ NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 def dense_calls(request, monkeypatch):
     """Return the list of calls of the dense matmul, and let the kernels use only one instruction for integers."""
     calls, isa_for, integer_isa_for = [], cpu_linear.isa_for, cpu_linear.integer_isa_for
-    bit, dense = getattr(cpu_linear, request.param), dequantize_then_matmul.linear
+    bit, dense = getattr(cpu_linear, request.param), LinearMX.define
     monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: integer_isa_for(spec, k) & bit)
     monkeypatch.setattr(
         cpu_linear, "isa_for", lambda s, k: isa_for(s, k) & cpu_linear.INT8 if integer_isa_for(s, k) & bit else 0
     )
-    monkeypatch.setattr(dequantize_then_matmul, "linear", lambda *args: calls.append(1) or dense(*args))
+    monkeypatch.setattr(LinearMX, "define", lambda *args: calls.append(1) or dense(*args))
     return calls
 
 
@@ -55,10 +57,10 @@ def test_elements_that_are_integers():
     """Other elements have no codes of 8 bits; blocks are whole groups."""
     for name in NAMES:
         has_amx = bool(cpu_linear.isa_for(MXSpec(name, 64), 64) & cpu_linear.AMX)
-        assert not has_int8() or cpu_linear.multiplies_integers(MXSpec(name, 64), 64) != has_amx
+        assert not has_int8() or uses.are_integers(64, MXSpec(name, 64)) != has_amx
     for name in ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2"):
-        assert not cpu_linear.multiplies_integers(MXSpec(name, 32), 64)
-    assert not cpu_linear.multiplies_integers(MXSpec("int8", 20), 64)
+        assert not uses.are_integers(64, MXSpec(name, 32))
+    assert not uses.are_integers(64, MXSpec("int8", 20))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,8 +192,8 @@ def test_any_number_of_threads(dense_calls, rows):
     + [("VPDPBUSD", "int8", "int8", sizes, False) for sizes in ((33, 95, 96), (2048, 96, 64))],
 )
 def test_sizes_that_are_faster_as_integers(isa, x, name, sizes, faster, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k: getattr(cpu_linear, isa))
-    assert cpu_linear.integers_are_faster(MXSpec(x, 32), MXSpec(name, 32), *sizes) == faster
+    monkeypatch.setattr(uses, "integer_isa_for", lambda spec, k: getattr(cpu_linear, isa))
+    assert uses.integers_are_faster(MXSpec(x, 32), MXSpec(name, 32), *sizes) == faster
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import gptq_panel
 from pt2mx.kernels.cpu import gptq_panel as cpu
-from pt2mx.kernels.select import run_kernel
+from pt2mx.kernels.select import run_step
 from pt2mx.modes import ROUNDINGS
 from tests.cpu_kernels import assert_same, environment
 
@@ -77,7 +77,7 @@ def test_it_changes_no_argument():
 def test_fake_tensors_get_the_definition():
     tensors = panel(1, 20, 40)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        results = run_kernel("gptq_panel", *tensors, MXSpec("mxfp4", 32))
+        results = run_step("gptq_panel", *tensors, MXSpec("mxfp4", 32))
     assert [(type(one), one.shape) for one in results] == [(FakeTensor, (1, 20, 40))] * 2
 
 

@@ -56,6 +56,7 @@ import torch
 from pt2mx import MXSpec
 from pt2mx.kernels import hadamard, reference
 from pt2mx.kernels.cpu import hadamard as cpu, quantize
+from tests.kernel_calls import ByArguments
 from tests.cpu_kernels import DTYPES, assert_same
 for dtype in DTYPES:
     x = torch.randn(6, 256).to(dtype)
@@ -63,7 +64,7 @@ for dtype in DTYPES:
         assert_same(cpu.rotate(x, size), hadamard.rotate(x, size), size)
         spec = MXSpec("fp4_e2m1", 32, 1)
         want = reference.fake_quantize(hadamard.rotate(x, size), spec)
-        assert_same(quantize.rotated_fake_quantize(x, size, spec), want, size)
+        assert_same(ByArguments(quantize).rotated_fake_quantize(x, size, spec), want, size)
 print("same")
 """
     assert run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability)).split() == ["same"]

@@ -11,6 +11,7 @@ from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, environment, linear
+from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW
 
 
@@ -236,7 +237,7 @@ def test_grouped(name, dtype):
     x = torch.randn(60, 70).to(dtype)
     scale, data = ops.quantize_mx(torch.randn(5, 37, 70), name, 32, -1, "floor", "even")
     spec = MXSpec(name, 32, 2)
-    y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([0, 1, 8, 8, 57], dtype=torch.int32), spec)
+    y = ByArguments(cpu_linear).grouped_linear(x, data, scale, torch.tensor([0, 1, 8, 8, 57], dtype=torch.int32), spec)
     assert y.shape == (60, 37) and y.dtype == dtype
     for expert, (first, last) in enumerate([(0, 0), (0, 1), (1, 8), (8, 8), (8, 57)]):
         expected = linear(x[first:last], data[expert], scale[expert], None, MXSpec(name, 32, 1))
@@ -248,9 +249,7 @@ def test_grouped(name, dtype):
 def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
     """Such rows are multiplied as bfloat16, with results in float32; other values, and few rows, as float32."""
     dtypes, kernel = [], cpu_linear.linear
-    monkeypatch.setattr(
-        cpu_linear, "linear", lambda x, *args, **rest: dtypes.append(x.dtype) or kernel(x, *args, **rest)
-    )
+    monkeypatch.setattr(cpu_linear, "linear", lambda call, *args: dtypes.append(call.x.dtype) or kernel(call, *args))
     scale, data = ops.quantize_mx(torch.randn(3, 96, 128), name, 32, -1, "floor", "even")
     weight, ends = (
         ops.dequantize_mx(data, scale, name, 32, torch.float32, -1).double(),
@@ -263,7 +262,7 @@ def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
     has_isa = bool(cpu_linear.isa_for(MXSpec(name, 32, 1), 128))
     for x, narrow in ((values, has_isa), (values * (1 + 2.0**-20), False), (values[:30], False)):
         dtypes.clear()
-        got = cpu_linear.grouped_linear(x, data, scale, ends.clamp(max=len(x)), spec)
+        got = ByArguments(cpu_linear).grouped_linear(x, data, scale, ends.clamp(max=len(x)), spec)
         exact = torch.cat([x[:50].double() @ weight[0].T, x[50:].double() @ weight[2].T])
         assert set(dtypes) == {torch.bfloat16 if narrow else torch.float32} and got.dtype == torch.float32
         assert relative_error(got, exact) < 5e-7
@@ -279,7 +278,7 @@ import pytest, torch
 from pt2mx import MXSpec
 from pt2mx.kernels.cpu import linear
 assert pytest.main(["-q", "-x", sys.argv[1], "-k", sys.argv[2]]) == 0
-print(torch.backends.cpu.get_cpu_capability(), linear.has_isa(MXSpec("int8", 32), 32), sep=", ")
+print(torch.backends.cpu.get_cpu_capability(), bool(linear.isa_for(MXSpec("int8", 32), 32)), sep=", ")
 """
     names = ("every_element", "exact_sums", "(long_rows and float32)", "(every_code and 3)", "nan_scale", "nan_code")
     tests = " or ".join((*names, "last_code"))

@@ -11,7 +11,9 @@ from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, environment
+from tests.kernel_calls import ByArguments
 
+kernels = ByArguments(cpu_linear)
 NVFP4 = parse("nvfp4", axis=1)
 #: (element, scale format, block): two blocks of a group, blocks of groups and of a row, and blocks that are neither
 SPECS = [
@@ -33,7 +35,7 @@ def check(x: Tensor, spec: MXSpec, n: int, bias: Tensor | None = None) -> None:
     """Check that the error is at most 1.5 times the error of torch's matmul in x's dtype."""
     data, scale, t, weight = packed(n, x.shape[-1], spec)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    y = cpu_linear.linear(x, data, scale, bias, spec, tensor_scale=t)
+    y = kernels.linear(x, data, scale, bias, spec, tensor_scale=t)
     if y is None:  # many rows that no matrix instructions support
         assert len(x) > cpu_linear.FEW_ROWS and not (x.dtype == torch.bfloat16 and cpu_linear.isa_for(spec, len(x.T)))
         return
@@ -78,10 +80,10 @@ def test_every_code_with_every_scale(name, scale_format, rows):
     finite = weight.isfinite().all(1)
     for first in range(0, 32, rows):
         x = torch.eye(32)[first : first + rows]
-        y = cpu_linear.linear(x, data, scale, None, spec, tensor_scale=t).T
+        y = kernels.linear(x, data, scale, None, spec, tensor_scale=t).T
         assert torch.equal(y[finite], weight[finite, first : first + rows])
         assert not y[~finite].isfinite().all()
-        half = cpu_linear.linear(x.bfloat16(), data, scale, None, spec, tensor_scale=t).T
+        half = kernels.linear(x.bfloat16(), data, scale, None, spec, tensor_scale=t).T
         # codes times scales are exact; the scale of the tensor is applied before or after they are summed
         torch.testing.assert_close(half[finite].float(), weight[finite, first : first + rows], rtol=2.0**-8, atol=0)
         assert torch.equal(half.isfinite(), y.isfinite())
@@ -92,7 +94,7 @@ def test_nan_scale_spoils_its_row_only(rows):
     data, scale, t, _ = packed(9, 100, NVFP4)
     scale[4, 3] = 0x7F
     for dtype in DTYPES:
-        y = cpu_linear.linear(torch.randn(rows, 100).to(dtype), data, scale, None, NVFP4, tensor_scale=t)
+        y = kernels.linear(torch.randn(rows, 100).to(dtype), data, scale, None, NVFP4, tensor_scale=t)
         assert y[:, 4].isnan().all()
         assert y.isnan().sum() == rows
 
@@ -101,7 +103,7 @@ def test_values_too_large_without_the_scale_of_the_tensor():
     """Their sum is infinite before it is scaled."""
     data, scale, t, weight = packed(9, 128, NVFP4)
     x = (weight[3:4].sign() * 2.0**120).bfloat16()
-    y = cpu_linear.linear(x, data, scale, None, NVFP4, tensor_scale=t)
+    y = kernels.linear(x, data, scale, None, NVFP4, tensor_scale=t)
     assert relative_error(y[0, 3:4], x.double() @ weight[3].double()) < 2.0**-8
 
 
@@ -113,7 +115,7 @@ def test_same_bits_with_any_threads():
             x, results = torch.randn(rows, 300).bfloat16(), []
             for run in range(4):
                 torch.set_num_threads(1 + run % 2)
-                results.append(cpu_linear.linear(x, data, scale, None, NVFP4, tensor_scale=t))
+                results.append(kernels.linear(x, data, scale, None, NVFP4, tensor_scale=t))
             assert all(y is None or torch.equal(results[0], y) for y in results)
     finally:
         torch.set_num_threads(threads)
@@ -126,11 +128,11 @@ def test_grouped(dtype):
     experts = [packed(37, 70, NVFP4) for _ in range(3)]
     data, scale, t = (torch.stack(parts) for parts in list(zip(*experts, strict=True))[:3])
     for scales in (t, t[0], t[:1]):
-        y = cpu_linear.grouped_linear(x, data, scale, torch.tensor([1, 8, 20]).int(), spec, tensor_scale=scales)
+        y = kernels.grouped_linear(x, data, scale, torch.tensor([1, 8, 20]).int(), spec, tensor_scale=scales)
         for expert, (first, last) in enumerate([(0, 1), (1, 8), (8, 20)]):
             one = scales.expand(3)[expert]
             rows = x[first:last]
-            expected = cpu_linear.linear(rows, data[expert], scale[expert], None, NVFP4, tensor_scale=one)
+            expected = kernels.linear(rows, data[expert], scale[expert], None, NVFP4, tensor_scale=one)
             assert torch.equal(y[first:last], expected)
 
 

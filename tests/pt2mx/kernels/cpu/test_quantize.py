@@ -8,12 +8,11 @@ import torch
 
 from pt2mx import ELEMENTS, FORMATS, MXSpec
 from pt2mx.kernels import reference
-from pt2mx.kernels.cpu import quantize as cpu
 from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
 from pt2mx.kernels.reference import random_bits
-from pt2mx.kernels.select import run_kernel
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, environment, modes_of_element, random_specs
+from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, cpu, environment, modes_of_element, random_specs
+from tests.kernel_calls import selected
 from tests.oracle import NARROW
 from tests.random_values import random_values
 
@@ -79,7 +78,7 @@ def test_expanded_and_sliced_inputs():
     grad = torch.ones(()).expand(70, 96)
     spec = MXSpec("fp4_e2m1", 32, 1)
     assert_same(cpu.clip_gradient(grad, x, spec), reference.clip_gradient(grad, x, spec).contiguous(), "expanded")
-    of_double = run_kernel("clip_gradient_mx", grad.double(), x, spec)
+    of_double = selected.clip_gradient(grad.double(), x, spec)
     assert_same(of_double.float(), cpu.clip_gradient(grad, x, spec), "double")
 
 
@@ -113,7 +112,7 @@ def test_subnormals_count_where_they_are_flushed(run_python):
 import torch
 from pt2mx import MXSpec, fake_quantize_mx
 from pt2mx.kernels import reference
-from pt2mx.kernels.cpu import quantize as cpu
+from tests.cpu_kernels import cpu
 x = torch.cat([torch.randn(64, 32) * 2.0**-125, torch.randint(-2**23, 2**23, (64, 32)) * 2.0**-149])
 specs = (MXSpec("fp4_e2m1", 32, 1), MXSpec("int8", 32, 1, "mse", "up"))
 expected = {spec: reference.fake_quantize(x, spec) for spec in specs}

@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear
-from pt2mx.kernels.select import run_kernel
+from tests.kernel_calls import ByArguments, selected
 
 ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -31,9 +31,11 @@ def quantized(rows, k, name):
 def check(x, weight, bias, product_dtype, activation, quantization, dtype):
     """Return the result of the kernel, checked against two steps, or None if it declined."""
     data, scale, spec = weight
-    got = linear.linear_fake_quantize(x, data, scale, bias, spec, product_dtype, activation, quantization, dtype)
-    matmul = run_kernel("linear_mx", x, data, scale, bias, spec, 0, product_dtype)
-    want = activations.activation_fake_quantize(matmul, activation, quantization, dtype)
+    got = ByArguments(linear).linear_fake_quantize(
+        x, data, scale, bias, spec, product_dtype, activation, quantization, dtype
+    )
+    matmul = selected.linear(x, data, scale, bias, spec, 0, product_dtype)
+    want = ByArguments(activations).activation_fake_quantize(matmul, activation, quantization, dtype)
     if got is not None:
         assert got.dtype == dtype and got.is_contiguous() and got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
@@ -119,6 +121,6 @@ def test_threads_and_strides_do_not_change_bits():
     threads, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        results.append(linear.linear_fake_quantize(x, *args))
+        results.append(ByArguments(linear).linear_fake_quantize(x, *args))
     torch.set_num_threads(threads)
     assert all(f is None for f in results) or all(torch.equal(f, results[0]) for f in results)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from pt2mx import MXSpec, fake_quantize_mx
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
+from tests.kernel_calls import ByArguments
 from tests.pt2mx.kernels.gpu.test_fp8_rowwise import rows_of_every_kind
 
 pytestmark = pytest.mark.cuda
@@ -20,7 +21,7 @@ NAMES = ("fp4_e2m1", "fp6_e2m3", "fp6_e3m2", "fp8_e4m3", "fp8_e5m2", "int8")
 def gpu():
     from pt2mx.kernels.gpu import activations
 
-    return activations
+    return ByArguments(activations)
 
 
 def same_bits(a, b):
@@ -34,7 +35,7 @@ def same_bits(a, b):
 def test_values(gpu, name, mode, shape):
     spec = MXSpec(name, BLOCK, axis=1, scale_mode=mode)
     for x in (rows_of_every_kind(shape), torch.randn(shape, device="cuda").bfloat16()):
-        assert gpu.supports(spec, x)
+        assert gpu.module.supports(spec, x)
         assert same_bits(gpu.activation_fake_quantize(x, "none", spec, x.dtype), fake_quantize_mx(x, spec))
         normed, quantized = gpu.layer_norm_fake_quantize(x, x, x[0], x[0], 1e-5, spec, x.dtype)
         assert same_bits(quantized, fake_quantize_mx(normed, spec))

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
-from pt2mx.kernels import float_scales, reference, select
+from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.packing import unpacked_length
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from tests.compare import same
+from tests.kernel_calls import ByArguments, selected
 from tests.oracle import NARROW
 from tests.random_values import every_pattern, random_values
 
@@ -22,8 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_kernels(x, spec, seed=0, dtype=torch.float32, factor=1.0):
     """Every kernel, with a multiple of the tensor's own scale."""
-    from pt2mx.kernels.gpu import quantize as gpu  # of Triton, which is not installed everywhere
+    from pt2mx.kernels.gpu import quantize  # of Triton, which is not installed everywhere
 
+    gpu = ByArguments(quantize)
     t = float_scales.tensor_scale(x, spec) * factor if spec.scale_format.tensor else None
     of_gpu = None if t is None else t.cuda()
     drawn = seed_on_gpu = None
@@ -67,8 +69,9 @@ def test_every_element(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, scale_format):
     """All bytes, and patterns of floats of every kind: subnormal, negative, Inf, NaN."""
-    from pt2mx.kernels.gpu import quantize as gpu
+    from pt2mx.kernels.gpu import quantize
 
+    gpu = ByArguments(quantize)
     format_, bits = SCALE_FORMATS[scale_format], ELEMENTS[name].bits
     patterns = torch.cat([torch.arange(256) * 257, torch.tensor([1, 0x7C00, 0x7F80, 0x7FC0, 0x3C01])])
     scale = torch.arange(256, dtype=torch.uint8)
@@ -116,8 +119,9 @@ def test_random_specs_and_shapes(seed):
 
 @pytest.mark.parametrize("t", [0.0, -1.0, float("inf"), float("nan"), 1e-40])
 def test_tensor_scales_that_are_no_scale(t):
-    from pt2mx.kernels.gpu import quantize as gpu
+    from pt2mx.kernels.gpu import quantize
 
+    gpu = ByArguments(quantize)
     x, t = torch.randn(4, 64), torch.tensor(t)
     for scale_format in ("e4m3_f32", "e4m3_f32_divisor"):
         spec = MXSpec("fp4_e2m1", 16, 1, scale_format=scale_format)
@@ -130,10 +134,11 @@ def test_tensor_scales_that_are_no_scale(t):
 
 def test_blocks_that_kernels_do_not_support():
     """Blocks of several rows and very long ones: the definition runs."""
-    from pt2mx.kernels.gpu import quantize as gpu
+    from pt2mx.kernels.gpu import quantize
 
+    gpu = ByArguments(quantize)
     for spec in (MXSpec("fp8_e4m3", 128, 1, block_rows=128), MXSpec("int4", 8192, 1, scale_format="bf16")):
         x = torch.randn(130, 8200)
         assert gpu.quantize(x.cuda(), spec, None) is None and gpu.fake_quantize(x.cuda(), spec, None) is None
-        got = select.run_kernel("fake_quantize_mx", x.cuda(), spec, None, None)
+        got = selected.fake_quantize(x.cuda(), spec)
         assert same(got, reference.fake_quantize(x, spec))

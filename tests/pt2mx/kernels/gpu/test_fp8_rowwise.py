@@ -8,7 +8,7 @@ from pt2mx import MXSpec, fake_quantize_mx
 from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import E4M3, ROOMS
-from pt2mx.kernels.select import run_kernel
+from tests.kernel_calls import ByArguments
 
 pytestmark = pytest.mark.cuda
 
@@ -19,7 +19,7 @@ SHAPES = [(37, 96), (64, 384), (130, 1024), (33, 4096), (16, 8192), (3, 65536)]
 def gpu():
     from pt2mx.kernels.gpu import fp8_rowwise as module
 
-    return module
+    return ByArguments(module)
 
 
 def rows_of_every_kind(shape):
@@ -48,9 +48,9 @@ def check_rows(got, want):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mode", ["floor", "ceil", "rceil", "even", "mse"])
 @pytest.mark.parametrize("name", ROOMS)
-def test_rows(name, mode, shape):
+def test_rows(gpu, name, mode, shape):
     x, spec = rows_of_every_kind(shape), MXSpec(name, BLOCK, axis=1, scale_mode=mode)
-    check_rows(run_kernel("quantize_fp8_rows", x, spec, "none"), fp8_rowwise.quantize(x, spec, "none"))
+    check_rows(gpu.quantize(x, spec, "none"), fp8_rowwise.quantize(x, spec, "none"))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])

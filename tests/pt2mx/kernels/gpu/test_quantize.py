@@ -8,6 +8,7 @@ from pt2mx.kernels import reference, select
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import same
+from tests.kernel_calls import ByArguments, selected
 from tests.oracle import NARROW, modes_of
 from tests.random_values import every_pattern, numbers
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 
 def test_triton_takes_plain_tensors():
-    assert select._device_of((torch.ones(1, device="cuda"), MXSpec("mxfp4"))) == "cuda"
+    assert select._device_of((torch.ones(1, device="cuda"), None)) == "cuda"
     assert select._device_of((torch.ones(1, device="cuda"), torch.ones(1))) is None
 
 
@@ -25,11 +26,11 @@ def check_kernels(x, spec, dtypes=(torch.bfloat16,)):
     random = () if seed is None else (random_bits(seed, x.shape),)
     seed = None if seed is None else seed.cuda()
     scale, data = reference.quantize(x, spec, *random)
-    for got, want in zip(select.run_kernel("quantize_mx", x.cuda(), spec, seed), (scale, data), strict=True):
+    for got, want in zip(selected.quantize(x.cuda(), spec, seed), (scale, data), strict=True):
         assert same(got, want) and got.is_contiguous()
-    assert same(select.run_kernel("fake_quantize_mx", x.cuda(), spec, seed), reference.fake_quantize(x, spec, *random))
+    assert same(selected.fake_quantize(x.cuda(), spec, seed), reference.fake_quantize(x, spec, *random))
     for dtype in dtypes:
-        got = select.run_kernel("dequantize_mx", data.cuda(), scale.cuda(), spec, dtype, x.shape[spec.axis])
+        got = selected.dequantize(data.cuda(), scale.cuda(), spec, dtype, x.shape[spec.axis])
         assert same(got, reference.dequantize(data, scale, spec, dtype, x.shape[spec.axis])) and got.dtype == dtype
 
 
@@ -50,7 +51,7 @@ def test_pairs_of_every_bf16_pattern(axis, scale_mode):
     for name in (name for name in floats if scale_mode in modes_of(name)):
         spec = MXSpec(name, 32, axis, scale_mode)
         assert gpu._suits_bf16x2(x.cuda(), spec)
-        for got, want in zip(gpu.quantize(x.cuda(), spec, None), reference.quantize(x, spec), strict=True):
+        for got, want in zip(ByArguments(gpu).quantize(x.cuda(), spec), reference.quantize(x, spec), strict=True):
             assert same(got, want)
 
 
@@ -67,7 +68,7 @@ def test_pairs_of_other_blocks():
     x = numbers(65 * 64, dtype=torch.bfloat16).cuda()[1 : 1 + 64 * 64].view(64, 64)
     assert x.is_contiguous() and x.data_ptr() % 4
     spec = MXSpec("fp4_e2m1", 32, 1)
-    results = select.run_kernel("quantize_mx", x, spec, None)
+    results = selected.quantize(x, spec, None)
     for got, want in zip(results, reference.quantize(x.cpu(), spec), strict=True):
         assert same(got, want)
 
@@ -80,7 +81,7 @@ def test_every_bf16_pattern_mode_and_rounding(scale_mode, rounding):
     random = None if seed is None else random_bits(seed, x.shape)
     for name in (name for name in FORMATS if scale_mode in modes_of(name)):
         spec = MXSpec(name, 1, 1, scale_mode, rounding)
-        got = select.run_kernel("fake_quantize_mx", x.cuda(), spec, None if seed is None else seed.cuda())
+        got = selected.fake_quantize(x.cuda(), spec, None if seed is None else seed.cuda())
         assert same(got, reference.fake_quantize(x, spec, random))
 
 
@@ -97,7 +98,7 @@ def test_codes_of_every_mode_and_rounding(name, scale_mode, rounding):
     spec = MXSpec(name, 32, 1, scale_mode, rounding)
     seed = torch.tensor(3)
     random = (random_bits(seed, x.shape),) if rounding == "stochastic" else ()
-    got = select.run_kernel("quantize_mx", x.cuda(), spec, seed.cuda() if random else None)
+    got = selected.quantize(x.cuda(), spec, seed.cuda() if random else None)
     for a, b in zip(got, reference.quantize(x, spec, *random), strict=True):
         assert same(a, b)
 
@@ -157,7 +158,7 @@ def test_dequantize_every_byte_and_scale(name):
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     length = 768 * 8 // spec.element.bits
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        got = select.run_kernel("dequantize_mx", data.cuda(), scale.cuda(), spec, dtype, length)
+        got = selected.dequantize(data.cuda(), scale.cuda(), spec, dtype, length)
         assert same(got, reference.dequantize(data, scale, spec, dtype, length))
 
 
@@ -167,11 +168,11 @@ def test_clip_gradient(name, axis):
     x, grad = numbers(64, 70), torch.randn(64, 70)
     for scale_mode in modes_of(name):
         spec = MXSpec(name, 32, axis, scale_mode)
-        got = select.run_kernel("clip_gradient_mx", grad.cuda(), x.cuda(), spec)
+        got = selected.clip_gradient(grad.cuda(), x.cuda(), spec)
         assert same(got, reference.clip_gradient(grad, x, spec))
 
 
 def test_random_bits():
     for shape in [(1,), (5,), (3, 4099)]:
         seed = torch.tensor(2**62 + 12345)
-        assert same(select.run_kernel("random_bits", seed.cuda(), shape), random_bits(seed, shape))
+        assert same(selected.random_bits(seed.cuda(), shape), random_bits(seed, shape))

@@ -1,0 +1,1 @@
+"""The flow: configuration, observers, quantizer, prepare and convert, report, command line."""

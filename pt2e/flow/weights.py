@@ -1,0 +1,192 @@
+"""Describe the constants that a model quantizes: their sources, the noise of their formats, NaN and Inf.
+
+Conversion packs them, so it notes both for the report beforehand.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from pt2mx import ops
+from pt2mx.analysis.sums import quantization_noise
+from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
+from pt2mx.fx.graph.constants import computed_from, constant_nodes
+from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
+from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.passes.fold_weights import parameter_name
+from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
+from pt2mx.fx.training.train_eval import TrainEvalModule
+from pt2mx.kernels.float_scales import is_nan
+from pt2mx.pt2e.flow.packed_weights import stored_weights
+from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY, MXFormatObserver
+from pt2mx.pt2e.observe.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.observe.torchao_pt2e import is_fake
+from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
+from pt2mx.spec import MXSpec
+
+#: the meta of nodes that a report reads
+_CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
+#: most names that are shown
+_SHOWN = 5
+
+
+def note_weights(prepared: GraphModule) -> None:
+    """Note the report's facts about a constant at its observers, for the converted model."""
+    captured = captured_operands(prepared)
+    amaxes: dict[Node, list[Tensor]] = {}
+    for graph in graph_modules(prepared):
+        constants = constants_of(graph)
+        for node in graph.graph.find_nodes(op="call_module"):
+            observer = graph.get_submodule(name_of(node))
+            if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
+                sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
+                node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured, amaxes), **sources}
+
+
+def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
+    """Copy the notes of a converted model to its re-exported graph, because export drops them."""
+    exported_calls = _by_target(exported)
+    for target, nodes in _by_target(converted).items():
+        if len(exported_calls[target]) == len(nodes):
+            for node, same in zip(nodes, exported_calls[target], strict=True):
+                same.meta.update({key: node.meta[key] for key in _CARRIED if key in node.meta})
+    exported.meta[FLOAT_SIZE_KEY] = float_size(converted)
+
+
+def _by_target(model: GraphModule) -> dict[object, list[Node]]:
+    """Return the calls of each operator, in order."""
+    calls = defaultdict(list)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                calls[node.target].append(node)
+    return calls
+
+
+def constants_of(model: GraphModule) -> set[Node]:
+    """Return the constant nodes of a graph, prepared or not; the result of observing a constant is constant."""
+
+    def observes(node: Node) -> bool:
+        return node.op == "call_module" and isinstance(model.get_submodule(name_of(node)), MXObserver)
+
+    return constant_nodes(model.graph, observes)
+
+
+def is_constant(node: Node, constants: set[Node]) -> bool:
+    """Return True for a constant, and for a weight scaled by a batch norm in training, which conversion folds."""
+    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
+
+
+def weight_statistics(
+    observer: MXObserver, node: Node, captured: CapturedOperands, amaxes: dict[Node, list[Tensor]] | None = None
+) -> dict[str, Any]:
+    """Return the meta that a report reads for a constant, which a call of its observer reads: the observer's
+    statistics.
+
+    If the observer saw nothing, or the constant was trained since, the function computes the noise of the formats
+    instead. A traced constant has no statistics. `amaxes` keeps the values of the nodes that siblings read.
+    """
+    seen = observer.statistics_meta()
+    if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
+        return seen
+    constant, *shared = [source for source in node.args if isinstance(source, Node)]
+    amaxes = {} if amaxes is None else amaxes
+    amaxes.update({amax: list(_values(amax, captured)) for amax in shared if amax not in amaxes})
+    read = list(zip(_values(constant, captured), *(amaxes[amax] for amax in shared), strict=False))
+    values = [observer.anchored(value.detach()) for value, *_ in read]
+    if any(map(is_fake, values)):
+        return seen
+    scales = [_shared_scale(observer, *every) for every in read]
+    noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec, scales)}
+    if isinstance(observer, MXFormatObserver):
+        noise[CANDIDATES_KEY] = {str(s): quantization_noise(values, s) for s in observer.candidate_specs}
+    return noise
+
+
+@torch.no_grad()
+def _values(node: Node, captured: CapturedOperands) -> Iterator[Tensor]:
+    """Yield the values of a constant, one for each call of its graph with other operands."""
+    needed = computed_from(node)
+    for number in range(max(len(captured.get(one, [None])) for one in needed)):
+        values: dict[Node, Any] = {}
+        for one in needed:
+            values[one] = _value(one, values, captured, number)
+        yield values[node]
+
+
+def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, number: int) -> Any:
+    if node.op == "placeholder":
+        operands = captured[node]
+        operand = operands[min(number, len(operands) - 1)]
+        return next(iter(_values(operand, captured))) if isinstance(operand, Node) else operand
+    model = model_of(node.graph)
+    if node.op == "get_attr":
+        return attribute_of(model, node)
+    args, kwargs = cast(
+        tuple[tuple[Any, ...], dict[str, Any]], torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    )
+    if node.op != "call_module":
+        return function_of(node)(*args, **kwargs)
+    module = model.get_submodule(name_of(node))
+    if isinstance(module, MXObserver):
+        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args))
+    return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
+
+
+def _shared_scale(observer: MXObserver, x: Tensor, amax: Tensor | None = None) -> Tensor | None:
+    """Return the tensor scale that a constant shares with its siblings; None without siblings."""
+    return None if amax is None else tensor_scale_mx(amax, observer.spec)
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the floating-point parameters that hold a NaN or an Inf."""
+    return [name for name, p in model.named_parameters() if p.is_floating_point() and not p.isfinite().all()]
+
+
+def nonfinite_weights(converted: GraphModule) -> list[str]:
+    """Return the names of the weights of a converted model that held a NaN or an Inf."""
+    weights = stored_weights(converted)
+    folded = [parameter_name(name_of(codes)) for codes, scales, read in weights if _holds_nan_blocks(scales, read.spec)]
+    kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
+    return list(dict.fromkeys([*folded, *kept]))
+
+
+def nonfinite_operands(converted: GraphModule) -> list[str]:
+    """Return the operands of a converted model that held a NaN or an Inf, as far as calibration saw them.
+
+    Weights are named by their parameters, other operands by their operators' modules.
+    """
+    computed = [dequantize for x, dequantize in _nonfinite_pairs(converted) if x.op != "get_attr"]
+    modules = [module_name(node) or next(iter(node.users)).name for node in computed]
+    return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
+
+
+def listed(names: list[str]) -> str:
+    """Return the names as text; only the first few of many."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Yield (quantized node, its `dequantize_mx`) where calibration saw a NaN or an Inf, without folded weights."""
+    for graph in graph_modules(converted):
+        for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
+            seen, scale = node.meta.get(STATISTICS_KEY), node_arg(node, 1)
+            if seen is not None and seen.nonfinite and scale.target is operator.getitem:
+                yield node_arg(node_arg(scale)), node
+
+
+def _holds_nan_blocks(scales: Node, spec: MXSpec) -> bool:
+    scale = tensor_of(model_of(scales.graph), scales)
+    return not is_fake(scale) and bool(is_nan(scale, spec.scale_format).any())

@@ -1,0 +1,1 @@
+"""Load models of transformers and others, and what makes their inputs. See README.md."""

@@ -1,0 +1,176 @@
+"""Load a float model from what names it, with example inputs for an export and batches to calibrate with."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pt2mx.errors import MXError, nearest
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.models.coverage import CheckpointValues
+from pt2mx.pt2e.models.example_inputs import CheckpointInputs
+from pt2mx.pt2e.models.input_files import Reader, groups, read_image
+from pt2mx.pt2e.models.names import IMAGES, check_model, source_file
+from pt2mx.pt2e.models.packaged import load_minilm
+from pt2mx.pt2e.models.pretrained import checkpoint_values, load_pretrained
+from pt2mx.pt2e.models.samples import sentences
+
+#: positional or keyword arguments of one call
+Batch = tuple | dict
+#: as `torch.export.export` takes them
+DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
+
+#: built-in images in a batch, and their shape where the weights state none
+_BATCH, _SHAPE = 2, (3, 224, 224)
+#: arguments by which torchvision downloads weights
+_PRETRAINED = ("weights", "weights_backbone")
+
+
+@dataclass
+class LoadedModel:
+    """A float model ready for export.
+
+    Args:
+        module: the model, in evaluation mode.
+        example: one batch: a tuple of positional or a dict of keyword arguments.
+        dynamic_shapes: as `torch.export.export` takes them.
+        batches: the built-in calibration sample, in the form of `example`.
+        readers: kind of files -> the function that makes batches of them, as `load_batches` takes it.
+        values: the values of the checkpoint that the model was loaded from; None: code made the model.
+    """
+
+    module: nn.Module
+    example: Batch
+    dynamic_shapes: DynamicShapes = None
+    batches: Sequence[Batch] = ()
+    readers: Mapping[str, Reader] = field(default_factory=dict)
+    values: CheckpointValues | None = None
+
+    def to(self, device: str) -> LoadedModel:
+        """Move the model and its inputs to a device."""
+        example, batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), (self.example, self.batches))
+        return replace(self, module=self.module.to(device), example=example, batches=batches)
+
+
+def call(model: Callable[..., object], batch: Batch) -> object:
+    """Call a model with a copy of a batch: the model may write to its inputs."""
+    batch = pytree.tree_map_only(Tensor, Tensor.clone, batch)
+    return model(**batch) if isinstance(batch, dict) else model(*batch)
+
+
+def load_model(source: str, dtype: str | None = None) -> LoadedModel:
+    """Load the model that a text names.
+
+    Args:
+        source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
+            model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+        dtype: for a checkpoint: the dtype to load it in, such as "bfloat16"; None: its own.
+
+    Raises:
+        MXError: for an unknown model, or one of a package that is not installed.
+    """
+    if source == "minilm":
+        return _minilm()
+    kind, _, name = source.partition(":")
+    if kind == "hf":
+        return _hugging_face(name, dtype)
+    if kind == "torchvision":
+        return _torchvision(name)
+    check_model(source)
+    path = source_file(source)
+    if path is None:
+        raise MXError(f"{source!r} is no PyTorch model: `pt2mx quantize` alone takes an ONNX file")
+    return _from_factory(path, source.removeprefix(f"{path}:"))
+
+
+def _minilm() -> LoadedModel:
+    encoder, tokenize = load_minilm()
+    texts = sentences()
+    batches = [tokenize(texts[i : i + 12]) for i in range(0, len(texts), 12)]
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
+    return LoadedModel(encoder, batches[0], {"input_ids": shape, "attention_mask": shape}, batches)
+
+
+def _torchvision(name: str) -> LoadedModel:
+    """Return a model of torchvision with random weights, and batches of noise."""
+    models = import_extra("torchvision", "vision").models
+    if name not in models.list_models():
+        raise MXError(f"torchvision has no model {name!r}: {nearest(name, models.list_models()).split(' allowed')[0]}")
+    torch.manual_seed(0)
+    parameters = inspect.signature(models.get_model_builder(name)).parameters
+    module = models.get_model(name, **{key: None for key in _PRETRAINED if key in parameters}).eval()
+    transform = _transform(models, name, module)
+    shape = _SHAPE if transform is None else tuple(transform(torch.zeros(_SHAPE, dtype=torch.uint8)).shape)
+    batches = [(torch.randn(_BATCH, *shape),) for _ in range(2)]
+    readers = {} if transform is None else {IMAGES: _image_reader(transform, list(shape[1:]))}
+    return LoadedModel(module, batches[0], ({0: torch.export.Dim("batch")},), batches, readers)
+
+
+def _transform(models: Any, name: str, module: nn.Module) -> Callable[[Any], Tensor] | None:
+    """Return the transform that prepares images as for the pretrained weights.
+
+    Where the model has a fixed size, the transform is of weights of that size. None where there is no transform, as for
+    models of lists or videos.
+    """
+    of_images = (models, models.quantization, models.segmentation)
+    if not any(name in models.list_models(module=part) for part in of_images):
+        return None
+    weights = models.get_model_weights(name)
+    transforms = [each.transforms() for each in (weights.DEFAULT, *weights)]
+    size = getattr(module, "image_size", None)
+    return next((transform for transform in transforms if size is None or size in transform.crop_size), None)
+
+
+def _image_reader(transform: Callable[[Any], Tensor], size: list[int]) -> Reader:
+    crop = import_extra("torchvision.transforms.functional", "vision").center_crop
+
+    def read(files: list[Path]) -> dict[str, object]:
+        return {
+            # some transforms keep an image's proportions, and images of several shapes make no batch
+            ", ".join(map(str, group)): (torch.stack([crop(transform(read_image(file)), size) for file in group]),)
+            for group in groups(files, _BATCH)
+        }
+
+    return read
+
+
+def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
+    module = load_pretrained(name, dtype)
+    torch.manual_seed(0)
+    inputs = CheckpointInputs(module, name)
+    batches = inputs.batches()
+    shapes, readers = inputs.dynamic_shapes(batches[0]), inputs.readers(batches[0])
+    return LoadedModel(module, batches[0], shapes, batches, readers, checkpoint_values(module, name))
+
+
+def _from_factory(path: str, factory: str) -> LoadedModel:
+    result = _factory(path, factory)()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
+    model, example, *dynamic_shapes = result
+    if not isinstance(example, dict):
+        example = tuple(example) if isinstance(example, list | tuple) else (example,)
+    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
+
+
+def _factory(path: str, factory: str) -> Callable[[], object]:
+    """Return the function with that name in a Python file."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise MXError(f"no file {path!r}: give module.py:factory")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    function = getattr(module, factory, None)
+    if not callable(function):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise MXError(f"{path} has no function {factory!r}: {nearest(factory, names)}")
+    return function

@@ -1,0 +1,208 @@
+"""Export, save and load programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import torch
+from torch import nn
+from torch._export.serde import serialize
+from torch.export import ExportedProgram
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import write_out_arguments
+from pt2mx.ops.contract import OPERATORS, schema_of
+from pt2mx.patches.program_schema import schema_read_once
+from pt2mx.pt2e.files.archive import check_kind
+from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
+
+#: torch saves one program at a time: it changes state of the process meanwhile
+_save_lock = threading.Lock()
+
+
+def save_program(
+    program: ExportedProgram, path: str | os.PathLike[str], recipe: MXQuantizer | str | None = None
+) -> None:
+    """Save a program like `torch.export.save`, with its provenance and with all arguments of pt2mx's operators.
+
+    `provenance_of` reads the versions of pt2mx and torch, and the recipe, from the file. The file replaces `path` once
+    it is complete. Threads take turns.
+
+    Args:
+        program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
+        path: the file; by convention its name ends in .pt2.
+        recipe: the quantizer that prepared the model, or its YAML.
+
+    Raises:
+        MXError: for another object, and where no file can be written at `path`.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
+        >>> exported = torch.export.export(torch.nn.Linear(64, 8).eval(), (x,)).module()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp8")
+        >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_program(torch.export.export(converted, (x,)), f"{folder}/net.pt2", quantizer)
+        ...     loaded = pt2mx.load_program(f"{folder}/net.pt2").module()
+        >>> torch.equal(loaded(x), converted(x))
+        True
+    """
+    if not isinstance(program, ExportedProgram):
+        raise MXError(
+            f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
+        )
+    provenance = Provenance.here(recipe)
+    check_output(path)
+    for graph in graph_modules(program.graph_module):
+        write_out_arguments(graph)
+    with _save_lock, whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
+        torch.export.save(program, file, extra_files=provenance.extra_files())
+
+
+@contextmanager
+def _without_canonical_form() -> Iterator[None]:
+    """Keep torch from also computing a canonical form of a program that it saves, a test whose result it discards: that
+    takes a third of the time."""
+    canonicalize = serialize.canonicalize
+    serialize.canonicalize = lambda program, *args: program
+    try:
+        yield
+    finally:
+        serialize.canonicalize = canonicalize
+
+
+def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
+    """Load a program like `torch.export.load`, and warn where another version of pt2mx wrote the file.
+
+    torch's loader runs pickles: load only files that you trust.
+
+    Args:
+        path: a file that `save_program`, `pt2mx quantize` or `torch.export.save` wrote.
+
+    Returns:
+        The program; its `module()` can be called, compiled and lowered.
+
+    Raises:
+        MXError: where the file is no exported program.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> program = torch.export.export(torch.nn.Linear(64, 8), (torch.ones(1, 64),))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.export.save(program, f"{folder}/net.pt2")
+        ...     loaded = pt2mx.load_program(f"{folder}/net.pt2")
+        >>> sorted(loaded.state_dict)
+        ['bias', 'weight']
+    """
+    check_kind(path, "program")
+    warn_of_other_version(path)
+    return read_program(path)
+
+
+#: argument -> the default that it had in older schemas, as torch writes it; all others had None
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "axis": {"as_int": -1},
+    "block_dim": {"as_int": -1},
+    "block_size": {"as_int": 32},
+    "scale_mode": {"as_string": "floor"},
+    "rounding": {"as_string": "even"},
+    "ste": {"as_string": "identity"},
+    "activation": {"as_string": "none"},
+    "rotation": {"as_int": 0},
+    "stride": {"as_ints": [1, 1]},
+    "dilation": {"as_ints": [1, 1]},
+    "padding": {"as_ints": [0, 0]},
+    "is_causal": {"as_bool": False},
+}
+_OPERATOR = "torch.ops.pt2mx."
+_POSITIONAL = 1
+
+
+def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
+    """Load a program as `torch.export.load` does, also one that an older version wrote.
+
+    Args:
+        path: of an exported program.
+
+    Returns:
+        The program. Its calls of pt2mx's operators have the arguments that older schemas had as defaults.
+    """
+    with ZipFile(path) as archive:
+        graphs = {name: json.loads(archive.read(name)) for name in archive.namelist() if _is_graph(name)}
+        short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
+        if not short:
+            return _load(path)
+        for node in short:
+            _write_out(node)
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "program.pt2")
+            with ZipFile(copy, "w") as upgraded:
+                for name in archive.namelist():
+                    if name in graphs:
+                        upgraded.writestr(name, json.dumps(graphs[name]))
+                    else:
+                        with archive.open(name) as record, upgraded.open(name, "w", force_zip64=True) as written:
+                            shutil.copyfileobj(record, written)
+            return _load(copy)
+
+
+def _load(path: str | os.PathLike[str]) -> ExportedProgram:
+    with schema_read_once():
+        return torch.export.load(path)
+
+
+def _is_graph(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 3 and parts[1] == "models" and name.endswith(".json")
+
+
+def _calls(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the nodes that call pt2mx's operators, in subgraphs too."""
+    if isinstance(value, dict):
+        if isinstance(value.get("target"), str) and value["target"].startswith(_OPERATOR):
+            yield value
+        value = list(value.values())
+    for part in value if isinstance(value, list) else ():
+        yield from _calls(part)
+
+
+def _arguments(node: dict[str, Any]) -> list[torch.Argument]:
+    name = node["target"].removeprefix(_OPERATOR).removesuffix(".default")
+    return schema_of(name).arguments if name in OPERATORS else []
+
+
+def _is_short(node: dict[str, Any]) -> bool:
+    written = {entry["name"] for entry in node["inputs"]}
+    return any(not a.has_default_value() and a.name not in written for a in _arguments(node))
+
+
+def _write_out(node: dict[str, Any]) -> None:
+    written = {entry["name"]: entry for entry in node["inputs"]}
+    node["inputs"] = [
+        written.get(a.name) or {"name": a.name, "arg": _DEFAULTS.get(a.name, {"as_none": True}), "kind": _POSITIONAL}
+        for a in _arguments(node)
+    ]
+
+
+def export_program(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Return `torch.export.export` of a module, without gradients."""
+    with torch.no_grad():
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        for graph in graph_modules(program.graph_module):
+            graph._tracer_cls = graph.graph._tracer_cls = None  # unpickling could not make export's tracer again
+    return program

@@ -1,1 +1,0 @@
-"""Implementations that `pt2mx conformance` scores: a module each, and their table."""

@@ -1,0 +1,1 @@
+"""Replacements of functions of torch and transformers that last for one call. `README.md` lists them."""

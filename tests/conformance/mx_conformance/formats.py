@@ -1,0 +1,1 @@
+../../../pt2mx/formats.py

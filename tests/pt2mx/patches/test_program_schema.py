@@ -1,0 +1,71 @@
+import typing
+
+import pytest
+import sympy
+import torch
+from torch import nn
+from torch._export.serde import serialize
+from torch.export import Dim
+
+import pt2mx
+from pt2mx.patches.program_schema import schema_read_once
+
+
+class Branch(nn.Module):
+    """Sizes of its own, of a sum of two and of a product, in a subgraph too, and one without a hint."""
+
+    def forward(self, x, y):
+        both = torch.cat([x, y])
+        indices = x.sum(1).nonzero()
+        chosen = torch.cond(both.sum() > 0, lambda both: both * 2, lambda both: both - 1, (both,))
+        return chosen.repeat(2, 1), indices
+
+
+@pytest.fixture
+def path(tmp_path):
+    inputs = torch.randn(4, 3), torch.randn(5, 3)
+    shapes = {0: Dim("rows", max=64)}, {0: Dim("others", max=64)}
+    program = torch.export.export(Branch(), inputs, dynamic_shapes=shapes)
+    pt2mx.save_program(program, tmp_path / "branch.pt2")
+    return tmp_path / "branch.pt2"
+
+
+def deserialize(path):
+    with schema_read_once():
+        return torch.export.load(path)
+
+
+def described(program):
+    graphs = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    metas = [str(node.meta.get("val")) for graph in graphs for node in graph.graph.nodes]
+    return str(program), metas, str(program.range_constraints), str(program.graph_signature)
+
+
+def test_the_program_is_that_of_torch(path):
+    program, want = deserialize(path), torch.export.load(path)
+    assert described(program) == described(want)
+    assert program.example_inputs[0][0].equal(want.example_inputs[0][0])
+    inputs = torch.randn(7, 3), torch.randn(2, 3)
+    assert all(map(torch.equal, program.module()(*inputs), want.module()(*inputs)))
+
+
+def test_each_type_and_size_is_read_once(path, monkeypatch):
+    types, sizes = [], []
+    resolve, parse = typing.get_type_hints, sympy.sympify
+    monkeypatch.setattr(typing, "get_type_hints", lambda cls, **names: (types.append(cls), resolve(cls, **names))[1])
+    monkeypatch.setattr(sympy, "sympify", lambda text, **names: (sizes.append(text), parse(text, **names))[1])
+    torch.export.load(path)
+    assert len(types) > 5 * len(set(types))
+    types.clear(), sizes.clear()
+    deserialize(path)
+    assert len(types) == len(set(types)) > 10
+    texts = [text for text in sizes if isinstance(text, str)]
+    assert len(texts) <= 2 * len(set(texts)) > 4  # some have a hint at one place and none at another
+
+
+def test_torch_is_as_before_also_after_an_error(path, tmp_path):
+    parse = serialize.GraphModuleDeserializer._parse_sym_expr
+    deserialize(path)
+    with pytest.raises(Exception, match=r"nothing\.pt2"):
+        deserialize(tmp_path / "nothing.pt2")
+    assert serialize.typing is typing and serialize.GraphModuleDeserializer._parse_sym_expr is parse
