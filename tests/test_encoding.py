@@ -14,7 +14,7 @@ FILES = [path for folder in ("pt2mx", "fx", "pt2e") for path in sorted((ROOT / f
 METHODS = {"read_text", "write_text"}
 OPENS = {"open", "fdopen", "TextIOWrapper", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"}
 #: owners of functions called `open` that open no text
-OTHERS = {"wave", "pillow", "Image", "zipfile", "archive", "upgraded", "gzip", "safetensors", "shards"}
+OTHERS = {"wave", "pillow", "Image", "zipfile", "archive", "upgraded", "gzip", "safetensors", "shards", "self"}
 #: functions of `subprocess`, which reads the output as text with these
 PROCESSES, AS_TEXT = {"run", "Popen", "check_output"}, {"text", "universal_newlines"}
 TEXT = "naïve Größe 日本語\n"
