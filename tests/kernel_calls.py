@@ -95,7 +95,8 @@ def grouped_linear(
     dtype: torch.dtype | None = None,
     tensor_scale: _Tensor = None,
 ) -> _Call:
-    return GroupedLinearMX(x, data, scale, offs, spec, dtype, tensor_scale), spec, dtype or x.dtype
+    of_call = spec.replace(axis=-1)  # its schema names no axis
+    return GroupedLinearMX(x, data, scale, offs, of_call, dtype, tensor_scale), spec, dtype or x.dtype
 
 
 def linear_mma_layout(

@@ -250,7 +250,7 @@ class AttentionBfloat16(Operator[T]):
     def define(self, dtype: torch.dtype, spec: MXSpec | None, out_dtype: torch.dtype) -> Tensor:
         if spec is None:
             return self.decompose()
-        attention = self.replace(element=None, out_dtype=None)  # a kernel may support it without the quantization
+        attention = self.replace(spec=None, out_dtype=None)  # a kernel may support it without the quantization
         return self.quantized(run_kernel(attention, dtype, None, dtype))
 
     def fake(self) -> Tensor:

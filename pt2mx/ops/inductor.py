@@ -159,9 +159,10 @@ def _prepared(cls: type[Operator[Any]], lowered: Callable[..., Any]) -> Callable
     from torch._inductor import lowering
 
     call_operator = lowering.fallback_handler(cls.overload, add_to_fallback_set=False)
+    lower = cls.function(lowered)
 
     def run(*args: Any) -> Any:
-        result = lowered(cls(*args))
+        result = lower(*args)
         return call_operator(*args) if result is None else result
 
     return run

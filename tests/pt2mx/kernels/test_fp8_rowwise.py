@@ -89,8 +89,7 @@ def test_layer_norm(residual):
     x, spec = torch.randn(8, 3, 64).bfloat16(), MXSpec("fp4_e2m1", BLOCK, axis=2)
     added, weight, bias = torch.randn_like(x) if residual else None, torch.randn(64), torch.randn(64)
     weight, bias = weight.bfloat16(), bias.bfloat16()
-    modes = spec.element.name, spec.scale_mode, spec.rounding
-    normed, *rows = LayerNormFP8Rows(x, added, weight, bias, 1e-5, *modes).define(spec)
+    normed, *rows = LayerNormFP8Rows(x, added, weight, bias, 1e-5, spec).define(spec)
     assert torch.equal(normed, F.layer_norm(x + added if residual else x, (64,), weight, bias, 1e-5))
     assert torch.equal(values(*rows), fake_quantize_mx(normed, spec).float())
 
