@@ -6,8 +6,7 @@ Source: OCP Microscaling Formats (MX) Specification v1.0, section 5 (element for
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 # relative: mx_conformance, which runs without torch and so without pt2mx, has links to this file and to errors.py
 from .errors import MXError, nearest
@@ -50,18 +49,17 @@ class ElementFormat:
     has_nan: bool = False
     is_int: bool = False
     full_range: bool = False
-    #: the bits of one code, sign included
-    bits: int = field(init=False, repr=False, compare=False)
-    #: True if a code takes two bytes; only the reference kernel supports such elements
-    is_wide: bool = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:  # each call of an operator reads these several times
-        object.__setattr__(self, "bits", 1 + self.exponent_bits + self.mantissa_bits)
-        object.__setattr__(self, "is_wide", self.bits > 8)
+    # properties, not fields: Dynamo makes a frozen dataclass anew by passing every field
+    @property
+    def bits(self) -> int:
+        """The bits of one code, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()  # earlier versions pickled no computed fields
+    @property
+    def is_wide(self) -> bool:
+        """True if a code takes two bytes; only the reference kernel supports such elements."""
+        return self.bits > 8
 
     @property
     def emin(self) -> int:

@@ -138,7 +138,7 @@ def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFo
     if not isinstance(name, str) or name not in modes:
         scales = "" if scale_format.is_power_of_two else f" of {scale_format} scales"
         raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
-    if modes is SCALE_MODES and not _is_defined(SCALE_MODES[name], element):
+    if scale_format.is_power_of_two and not _is_defined(SCALE_MODES[name], element):
         defined = scale_modes(scale_format, element)
         raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
 

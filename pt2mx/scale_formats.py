@@ -6,8 +6,7 @@ of NVIDIA's PTX ISA; E4M3 with a float32 scale a tensor is NVFP4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -44,20 +43,16 @@ class ScaleFormat:
     nan: int
     tensor: str = ""
     scale_mode: str = "nearest"
-    #: True for a scale without a significand
-    is_power_of_two: bool = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:  # each call of an operator reads this several times
-        object.__setattr__(self, "is_power_of_two", self.grid.mantissa_bits == 0)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()  # earlier versions pickled no computed field
 
     @property
     def bits(self) -> int:
         """The bits of a stored scale."""
         return 8 * self.dtype.itemsize
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """True for a scale without a significand."""
+        return self.grid.mantissa_bits == 0
 
     @property
     def max_value(self) -> float:
