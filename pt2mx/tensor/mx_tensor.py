@@ -142,7 +142,9 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
-        return _quantized(data_hp, tensor_scale, spec, seed)
+        # plain values: Dynamo's graph breaks at a function of autograd that takes another object
+        modes = spec.scale_mode, spec.rounding, spec.scale_format.name, spec.block_rows
+        return _quantized(data_hp, tensor_scale, spec.element.name, spec.block_size, spec.axis, *modes, seed)
 
     def to_dtype(self, target_dtype: torch.dtype | None = None) -> Tensor:
         """Dequantize; the gradient passes unchanged.
@@ -233,9 +235,16 @@ class _ToMX(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         tensor_scale: Tensor | None,
-        spec: MXSpec,
+        element: str,
+        block_size: int,
+        axis: int,
+        scale_mode: str,
+        rounding: str,
+        scale_format: str,
+        block_rows: int,
         seed: int | None,
     ) -> MXTensor:
+        spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format, block_rows)
         if spec.scale_format.tensor and tensor_scale is None:
             tensor_scale = tensor_scale_mx(x, spec)
         scale, qdata = quantize_mx(x, spec, seed=seed, tensor_scale=tensor_scale)
@@ -247,7 +256,7 @@ class _ToMX(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+        return (grad,) + (None,) * 9
 
 
 class _FromMX(torch.autograd.Function):
