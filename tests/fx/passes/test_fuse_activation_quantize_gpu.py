@@ -18,7 +18,7 @@ from tests.models import FeedForward, SelfAttention
 def rules_of_a_gpu(monkeypatch):
     monkeypatch.setattr(module, "_MIN_VALUES", 0)
     monkeypatch.setitem(USES, "quantize the result of a matmul", {})
-    monkeypatch.setitem(USES, "quantize activations", {"cpu": "gpu.uses:quantizes_rows"})
+    monkeypatch.setitem(USES, "quantize activations", dict.fromkeys(("cpu", "cuda"), "gpu.uses:quantizes_rows"))
     monkeypatch.setitem(USES, "quantize activations alone", {})
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
 
