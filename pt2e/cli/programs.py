@@ -8,7 +8,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.pt2e.cli.progress import note
-from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.program import read_program
 from pt2mx.pt2e.program.provenance import other_version
 
@@ -16,8 +15,7 @@ from pt2mx.pt2e.program.provenance import other_version
 def load_program_file(path: str) -> ExportedProgram:
     """Load a program, and note which other version of pt2mx wrote it."""
     note_other_version(path)
-    with user_errors(f"load {path!r}"):
-        return read_program(path)
+    return read_program(path)
 
 
 def note_other_version(path: str) -> None:

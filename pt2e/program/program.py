@@ -25,6 +25,7 @@ from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.patches.program_schema import schema_read_once
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -96,7 +97,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         The program; its `module()` can be called, compiled and lowered.
 
     Raises:
-        MXError: where the file is no exported program.
+        MXError: where the file is no exported program, is damaged, or this torch does not load it.
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -139,8 +140,11 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
 
     Returns:
         The program. Its calls of pt2mx's operators have the arguments that older schemas had as defaults.
+
+    Raises:
+        MXError: for a file that is damaged, or that this torch does not load.
     """
-    with ZipFile(path) as archive:
+    with user_errors(f"load {str(path)!r}"), ZipFile(path) as archive:
         graphs = {name: json.loads(archive.read(name)) for name in archive.namelist() if _is_graph(name)}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:

@@ -318,6 +318,8 @@ class _Parts:
         """Return the arguments that a spec is. Raise MXError for scales that they cannot name."""
         if spec is None:
             return tuple([_NO_FORMAT[argument.part] for argument in self.arguments])
+        if not isinstance(spec, MXSpec):
+            raise MXError(f"{spec!r} is no MXSpec: give pt2mx.parse(...) of it")
         spec.check_operators()
         if not self._takes_formats or (spec.block_rows > 1 and not self._takes_rows):
             spec.check_plain_scale()

@@ -53,9 +53,7 @@ class Kernel:
 
 def address_of(function: Any) -> int:
     """Return the address of a function of a library."""
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # ctypes has None for the address 0
 
 
 class PreparedCall:
@@ -175,12 +173,16 @@ class _PreparedAttention(PreparedCall):
     """Attention of a few queries over a cache, whose slots the tensors of a call tell. The mask is the last tensor."""
 
     def numbers(self, tensors: tuple[Tensor | None, ...], out: Tensor) -> list[int]:
-        return [_slots(tensors[1]), *super().numbers(tensors, out)]
+        return [self._slots(tensors)[0], *super().numbers(tensors, out)]
+
+    def _slots(self, tensors: tuple[Tensor | None, ...]) -> list[int]:
+        """Return the slots of each tensor of the cache."""
+        return [tensor.shape[2] for tensor in tensors[1 : self.most_tensors - 1] if tensor is not None]
 
     def __call__(self, *tensors: Tensor | None, out: Tensor) -> None:
-        slots, last = _slots(tensors[1]), self.most_tensors - 1
+        slots, last = set(self._slots(tensors)), self.most_tensors - 1
         mask = tensors[last] if len(tensors) > last else None
-        if any(_slots(one) != slots for one in tensors[2:last]) or (mask is not None and mask.shape[3] != slots):
+        if len(slots) > 1 or (mask is not None and mask.shape[3] not in slots):
             out.copy_(self.call_operator(*tensors))  # it raises an error
         else:
             super().__call__(*tensors, out=out)
@@ -251,11 +253,6 @@ class PreparedDecodingAttention(_PreparedAttention):
     def call_operator(self, *tensors: Tensor | None) -> Tensor:
         query, keys, values, mask = (*tensors, None)[: self.most_tensors]
         return torch.ops.pt2mx.decoding_attention(query, keys, values, mask, self._scale, None)
-
-
-def _slots(tensor: Tensor | None) -> int:
-    assert tensor is not None
-    return tensor.shape[2]
 
 
 def _mask(shape: Shape | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Quantize, is_ours
 from pt2mx.pt2e.files.archive import add_records, read_record
 from pt2mx.pt2e.files.output import whole_file
+from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.program import provenance
 from pt2mx.pt2e.program.provenance import Provenance, provenance_of, recipe_of
 from tests.flow import calibrated, exported
@@ -169,6 +170,21 @@ def test_a_truncated_program_is_none(program, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(MXError, match=r"is no (PT2 archive|program)"):
         pt2mx.load_program(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", "{}", "[" * 100_000 + "]" * 100_000], ids=["cut", "list", "empty", "deep"]
+)
+def test_a_damaged_graph_is_an_error_of_one_line(content, program, tmp_path):
+    """To the loader and to what lists a file."""
+    torch.export.save(program, tmp_path / "net.pt2")
+    with zipfile.ZipFile(tmp_path / "net.pt2") as whole, zipfile.ZipFile(tmp_path / "damaged.pt2", "w") as damaged:
+        for name in whole.namelist():
+            damaged.writestr(name, content if name.endswith("models/model.json") else whole.read(name))
+    for read in (pt2mx.load_program, inspect_file):
+        with pytest.raises(MXError, match=r"could not load .*damaged\.pt2': .+") as raised:
+            read(str(tmp_path / "damaged.pt2"))
+        assert "\n" not in str(raised.value)
 
 
 def test_the_canonical_form_is_left_out_while_saving(program, tmp_path, monkeypatch):

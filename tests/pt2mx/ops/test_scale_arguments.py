@@ -222,3 +222,5 @@ def test_a_spec_is_joined_from_its_arguments_and_taken_apart():
         StoreMX(*range(7), spec).call()  # its schema names no scales
     with pytest.raises(MXError, match="of other widths than scale_exp_bits=8"):
         Quantize(torch.ones(4), parse("mxfp4{4}(e5m0)")).call()
+    with pytest.raises(MXError, match=r"'mxfp4' is no MXSpec: give pt2mx\.parse"):
+        Quantize(torch.ones(4), "mxfp4").call()
