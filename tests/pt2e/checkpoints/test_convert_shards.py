@@ -202,9 +202,11 @@ from pathlib import Path
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.checkpoints.conversion_plan import plan_conversion
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx.pt2e.checkpoints.sources import read_source
 from pt2mx.pt2e.models.layouts import LAYOUTS
 quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
-plan_conversion(Path(sys.argv[1]), quantizer, LAYOUTS["compressed-tensors"], None)
+layout = LAYOUTS["compressed-tensors"]
+plan_conversion(read_source(Path(sys.argv[1]), layout, False), quantizer, layout, None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert_checkpoint(sys.argv[1], sys.argv[2], quantizer)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

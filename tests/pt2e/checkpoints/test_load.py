@@ -21,6 +21,12 @@ OTHERS = {".*embed_tokens": None, ".*mlp.gate": None, ".*router": None}
 pytestmark = pytest.mark.filterwarnings("ignore:the setting module_name_regex")
 
 
+def formats(report, unknown=()):
+    """The specs of a report, without scale modes and roundings of the roles in `unknown`."""
+    specs = [(operand.role, operand.spec) for row in report for operand in row.operands]
+    return [(role, spec and (spec.partition("(")[0] if role in unknown else spec)) for role, spec in specs]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -43,8 +49,8 @@ def test_the_program_is_that_of_the_converted_model(bf16, quantizer, logits, tmp
     assert torch.equal(logits(loaded), logits(quantized))
     assert torch.equal(logits(load_packed_model(tmp_path / "out"), mask=True), logits(quantized))
     reports = [pt2mx.quantization_report(one.program.module()).operators for one in (quantized, loaded)]
-    specs = [[[operand.spec for operand in row.operands] for row in report] for report in reports]
-    assert specs[0] == specs[1]
+    # a checkpoint holds codes, not the modes that chose them
+    assert [formats(report, unknown=("weight",)) for report in reports] == [formats(reports[1])] * 2
     save_checkpoint(loaded, model, tmp_path / "again")
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
