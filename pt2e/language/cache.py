@@ -9,6 +9,7 @@ encoder-decoder also has the keys and values of its cross attention, which the e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.repeated_layers import LayerNumber
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
+_outputs = import_extra("transformers.modeling_outputs", "hf")
 
+#: names of the cache in the arguments and outputs of models, the newest first: `cache` since transformers 5.24; before,
+#: `past_key_values`, and `cache_params` in models without attention
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+#: the name in the installed version of transformers, of models with attention and of `generate`
+CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(_outputs.CausalLMOutputWithPast)})
 #: the slots of a cache are a multiple of this, so that few programs are compiled
 _SLOTS = 256
 #: sizes of dimension 2: the slots of the decoder's tokens, and the length of the encoder's result
@@ -221,6 +228,11 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
     @property
     def batch_size(self) -> int:
         return len(self.layers[0].tensors[0])
+
+
+def cache_in(output: Any) -> Any:
+    """Return the cache in the output of a model, None if there is none."""
+    return next((output[name] for name in CACHE_NAMES if name in output), None)
 
 
 def by_kind(layers: Layers) -> dict[str, list[Stored]]:

@@ -21,6 +21,7 @@ from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 from pt2mx.pt2e.language import attention, recurrence
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
+    CACHE_NAMES,
     KINDS,
     SOURCE_MASK,
     DecoderCache,
@@ -29,7 +30,6 @@ from pt2mx.pt2e.language.cache import (
     empty_cache,
     equal_dims,
 )
-from pt2mx.pt2e.language.cache_name import CACHE_NAMES
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, AGREEMENT_OF_COPIES, distance, error_of
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
