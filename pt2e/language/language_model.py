@@ -444,12 +444,13 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         **model_kwargs: Any,
     ) -> Any:
         """Generate as transformers' loop does, by one `Step` a token; by that loop where a step does not cover it."""
-        stopping, processors = Stopping(stopping_criteria, input_ids), processors_of(logits_processor)
+        stopping = Stopping(stopping_criteria, input_ids)
+        processors, longest = processors_of(logits_processor), stopping.longest
         if (
             processors is None
+            or longest is None
             or synced_gpus
-            or stopping.longest is None
-            or not self._covers(generation_config, model_kwargs, input_ids.shape[1], stopping.longest)
+            or not self._covers(generation_config, model_kwargs, input_ids.shape[1], longest)
         ):
             others = logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             return super()._sample(input_ids, *others, **model_kwargs)
@@ -458,23 +459,20 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         cache: DecoderCache = model_kwargs[CACHE]
         with_next = torch.cat([input_ids, input_ids[:, -1:]], 1).long()  # any token
         given = self.prepare_inputs_for_generation(with_next, next_sequence_length=1, **model_kwargs)
-        names = ("input_ids", "attention_mask", "position_ids")
-        tokens, mask, positions = (given.pop(name, None) for name in names)
+        tokens = given.pop("input_ids")
+        mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
         inputs, mask = self._inputs_of(tokens, mask, positions, cache, given)
         pad = int(generation_config._pad_token_tensor) if stopping.pads else None
-        records = generation_config.return_dict_in_generate and (
-            generation_config.output_scores or generation_config.output_logits
-        )
-        choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, bool(records))
+        returns_more = bool(generation_config.return_dict_in_generate)
+        records = returns_more and bool(generation_config.output_scores or generation_config.output_logits)
+        choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, records)
         step, self._step = self._step, None
         with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
             if step is None or not step.supports(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
             step.begin(inputs, mask, input_ids, choice.ignored)
-            longest = stopping.longest
             result = choose_tokens(step, outputs.logits, input_ids, longest, stopping, generation_config, streamer)
-        returns_cache = generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
-        step.cache_is_free = not returns_cache
+        step.cache_is_free = not (returns_more or getattr(cache, "_is_user_defined", False))
         if step.is_captured:
             self._step = step
         return result
