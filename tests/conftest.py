@@ -19,6 +19,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pt2mx
 from pt2mx.extras import import_extra
+from pt2mx.kernels.cpu import repeated
 from tests.fresh_process import IMPORTED, run_program
 from tests.models import exported_encoder
 from tests.patches import patched
@@ -57,6 +58,12 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_calls_of_other_tests():
+    """Which may have run in another way: tests replace what kernels look up."""
+    repeated.forget()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.cpu.attention import attend_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     CODES,
@@ -89,11 +88,6 @@ class AttentionMX(HasFormat[T]):
         packing = self.spec, query.dtype
         check_packed(values, self.value_scale, *packing, self.value_width, self.value_tensor_scale)
         return check_packed(keys, self.key_scale, *packing, query.shape[-1], self.key_tensor_scale)[0]
-
-    def kernel(self) -> Tensor:
-        if (result := attend_again(self.args)) is not None:
-            return result
-        return run_kernel(self, self.check())
 
     def define(self, spec: MXSpec) -> Tensor:
         if not self.query.numel():  # torch's attention on a GPU returns None for no heads

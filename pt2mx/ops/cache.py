@@ -8,7 +8,6 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.cpu.cache import store_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import ROWS, HasFormat
 from pt2mx.ops.checks import check_input, check_one_device, check_packed
@@ -66,7 +65,7 @@ class StoreMX(HasFormat[T]):
             if is_in_torch_dispatch_mode():  # which sees the operators of the definition, but no kernel
                 self.check()
                 self.decompose()
-            elif not store_again(self.args):
+            else:
                 run_kernel(self, self.check())
         except IndexError as error:
             length = min(self.key_data.shape[2], self.value_data.shape[2])

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.cpu.repeated import run_again
 
 
 def register_gradient(cls: Any, differentiable_once: bool) -> None:
@@ -20,7 +21,8 @@ def register_gradient(cls: Any, differentiable_once: bool) -> None:
 
 
 class _WithoutTangents(torch.library.Library):
-    """Registers autograd kernels that refuse inputs with a tangent: torch would drop the tangent silently."""
+    """Registers autograd kernels that refuse inputs with a tangent: torch would drop the tangent silently. A call
+    without a gradient that repeats an earlier one skips torch's way to the kernel, which takes as long."""
 
     def impl(self, op_name: Any, fn: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Register a kernel of an operator."""
@@ -31,6 +33,10 @@ class _WithoutTangents(torch.library.Library):
                     f"{op_name} has no derivative in forward mode: call backward(), or for fake quantization "
                     "pt2mx.fake_quantize_mx"
                 )
+            if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
+                result = run_again(op_name, inputs)
+                if result is not NotImplemented:
+                    return result
             return fn(keyset, *inputs, **named)
 
         super().impl(op_name, kernel, *args, **options)

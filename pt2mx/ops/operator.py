@@ -34,6 +34,7 @@ from torch._ops import OpOverload
 from typing_extensions import Self, dataclass_transform
 
 from pt2mx.errors import MXError
+from pt2mx.kernels.cpu.repeated import run_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.gradients import register_gradient
 from pt2mx.spec import MXSpec
@@ -163,6 +164,13 @@ class Operator(Generic[T]):
         joined = cls._order.joined
         return lambda *args: of_call(cls(*joined(args)))
 
+    @classmethod
+    def run(cls, *args: Any) -> Any:
+        """Return the result for these arguments: as an earlier call found it that this one repeats, or else by
+        `kernel`."""
+        result = run_again(cls.name, args)
+        return cls.from_args(*args).kernel() if result is NotImplemented else result
+
     def replace(self, **fields: Any) -> Self:
         """Return a copy with other values of some fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every subclass is a dataclass
@@ -244,7 +252,7 @@ def operator(
         schema = f"({', '.join(argument.declaration for argument in cls.arguments)}) -> {returned}"
         torch.library.define(f"pt2mx::{name}", schema, tags=tuple(tags))
         cls.overload = getattr(torch.ops.pt2mx, name).default
-        torch.library.impl(f"pt2mx::{name}", key, cls.function(cls.kernel))
+        torch.library.impl(f"pt2mx::{name}", key, cls.run)
         if key != "CompositeImplicitAutograd":
             torch.library.register_fake(f"pt2mx::{name}", cls.function(cls.fake))
         if hasattr(cls, "backward"):

@@ -15,6 +15,7 @@ from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import ActivationCall, Epilogue
 from pt2mx.kernels.cpu.quantize import spec_of
+from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -27,9 +28,15 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")
 
 
 def activation_fake_quantize(call: ActivationFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(call.x.shape, dtype=dtype, device="cpu")
-    _run(call.x.contiguous(), out, spec, activation=ACTIVATIONS.index(call.activation))
-    return out
+    activation = ACTIVATIONS.index(call.activation)
+
+    def quantized(x: Tensor, *_: object) -> Tensor:
+        out = torch.empty(x.shape, dtype=dtype, device="cpu")
+        _run(x.contiguous(), out, spec, activation=activation)
+        return out
+
+    keep(call, quantized)
+    return quantized(call.x)
 
 
 def layer_norm_fake_quantize(

@@ -8,15 +8,17 @@ and queries and softmax weights are sums of bfloat16 numbers.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, run
-from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
+from pt2mx.kernels.cpu.calls import AttentionCall
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.linear import AMX, isa_for
 from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -26,15 +28,12 @@ if TYPE_CHECKING:
 #: (codes, scales) of keys or values: (B, heads, L, bytes) uint8 and (B, heads, L, blocks)
 Packed = tuple[Tensor, Tensor]
 
-__all__ = ["attend", "attend_again", "attend_dense", "call_of", "dense_call_of", "is_computed"]
-__all__ += ["supports_dense"]
+__all__ = ["attend", "attend_dense", "call_of", "dense_call_of", "is_computed", "supports_dense"]
 
 #: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
 _FEW_QUERIES, _FEW_FOR_AMX = 32, 64
 #: the widest head, and the values of a group
 _WIDEST, _GROUP = 512, 32
-#: calls by the arguments of `attention_mx`
-_CALLS: RepeatedCalls[AttentionCall] = RepeatedCalls(AttentionCall)
 
 
 def attend(call: AttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
@@ -46,19 +45,22 @@ def attend(call: AttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
     structure = call_of(call.query, key, value, spec, call.value_width, call.mask, call.scale)
     if structure is None:
         return None
-    if of_keys is None and of_values is None:
-        _CALLS.add(call.args, structure)
-    else:
-        structure.key_tensor_scale = 1.0 if of_keys is None else float(of_keys)
-        structure.value_tensor_scale = 1.0 if of_values is None else float(of_values)
-    return _run(structure, (call.query, *key, *value), call.mask)
+    if of_keys is not None:
+        structure.key_tensor_scale = float(of_keys)
+    if of_values is not None:
+        structure.value_tensor_scale = float(of_values)
+    out = _run(structure, call.query, *key, *value, call.mask)
+    if out is not None and of_keys is None and of_values is None:
+        keep(call, functools.partial(_again, structure))
+    return out
 
 
-def attend_again(args: tuple[object, ...]) -> Tensor | None:
-    """Return the result of a call of `attention_mx` with these arguments, if an earlier one had tensors of the same
-    shapes, strides and dtypes, and passed its checks; else None."""
-    structure = _CALLS.get(args)
-    return None if structure is None else _run(structure, args[:5], args[8])  # type: ignore[arg-type]
+def _again(structure: AttentionCall, *args: Any) -> Any:
+    """Run `attention_mx` again; the mask is its ninth argument."""
+    query, key, key_scale, value, value_scale = args[:5]
+    mask = args[8] if len(args) > 8 else None
+    out = _run(structure, query, key, key_scale, value, value_scale, mask)
+    return NotImplemented if out is None else out
 
 
 def call_of(
@@ -145,8 +147,18 @@ def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     return out
 
 
-def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Tensor | None:
-    query, key, key_scale, value, value_scale = (tensor.contiguous() for tensor in tensors)
+def _run(
+    structure: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    key_scale: Tensor,
+    value: Tensor,
+    value_scale: Tensor,
+    mask: Tensor | None,
+) -> Tensor | None:
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    key_scale, value_scale = key_scale.contiguous(), value_scale.contiguous()
+    call = AttentionCall.from_buffer_copy(structure)
     out = query.new_empty((*query.shape[:3], call.value_width))
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.key, call.key_scale, call.value = key.data_ptr(), key_scale.data_ptr(), value.data_ptr()

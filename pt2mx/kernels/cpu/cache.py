@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+import functools
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, run
-from pt2mx.kernels.cpu.calls import RepeatedCalls, StoreCall
+from pt2mx.kernels.cpu.calls import StoreCall
 from pt2mx.kernels.cpu.quantize import spec_of, supports
+from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from pt2mx.ops.cache import StoreMX
 
-__all__ = ["store", "store_again"]
-
-#: calls by the arguments of `store_mx`
-_CALLS: RepeatedCalls[StoreCall] = RepeatedCalls(StoreCall)
+__all__ = ["store"]
 
 
 def store(call: StoreMX[Tensor], spec: MXSpec) -> bool | None:
@@ -37,22 +36,31 @@ def store(call: StoreMX[Tensor], spec: MXSpec) -> bool | None:
         one.block = min(spec.block_size, x.shape[-1])
         one.tensor_scale = 1.0
         one.new_slots, one.all_slots = x.shape[2], data.shape[2]
-    _CALLS.add(call.args, structure, table)
-    return _run(structure, tensors)
+    structure.table = table  # the structure points into the table
+    is_stored = _run(structure, *tensors)
+    if is_stored:
+        keep(call, functools.partial(_again, structure))
+    return is_stored or None
 
 
-def store_again(args: tuple[object, ...]) -> bool | None:
-    """Run a call of `store_mx` with these arguments, if an earlier one had tensors of the same shapes, strides and
-    dtypes, and passed its checks. Return True; else None."""
-    structure = _CALLS.get(args)
-    return None if structure is None else _run(structure, args[:7])  # type: ignore[arg-type]
+def _again(structure: StoreCall, *args: Any) -> Any:
+    return None if _run(structure, *args[:7]) else NotImplemented
 
 
-def _run(structure: StoreCall, tensors: tuple[Tensor, ...]) -> bool | None:
-    key, value, key_data, key_scale, value_data, value_scale, slots = tensors
+def _run(
+    structure: StoreCall,
+    key: Tensor,
+    value: Tensor,
+    key_data: Tensor,
+    key_scale: Tensor,
+    value_data: Tensor,
+    value_scale: Tensor,
+    slots: Tensor,
+) -> bool:
     key, value = key.contiguous(), value.contiguous()
-    of_keys, of_values = structure.keys, structure.values
+    call = StoreCall.from_buffer_copy(structure)
+    of_keys, of_values = call.keys, call.values
     of_keys.x, of_keys.out, of_keys.scale = key.data_ptr(), key_data.data_ptr(), key_scale.data_ptr()
     of_values.x, of_values.out, of_values.scale = value.data_ptr(), value_data.data_ptr(), value_scale.data_ptr()
     of_keys.slots = of_values.slots = slots.data_ptr()
-    return run("pt2mx_store", structure, 2) or None
+    return run("pt2mx_store", call, 2)

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
 from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import Generic, TypeVar
-
-from torch import Tensor
 
 from pt2mx.errors import MXError
 
-__all__ = ["STRUCTURES", "RepeatedCalls", "StoreCall", "check_sizes"]
+__all__ = ["STRUCTURES", "StoreCall", "check_sizes"]
 
 Pair = c_int64 * 2
-_Call = TypeVar("_Call", bound=ctypes.Structure)
-#: the most structures that are kept of an operator
-_MOST_CALLS = 1024
 
 
 def _fields(type: type, names: str) -> tuple[tuple[str, type], ...]:
@@ -194,47 +187,3 @@ def check_sizes(library: ctypes.CDLL) -> None:
                 "in src/calls.h: the files are of different versions. Install pt2mx again "
                 "(pip install --force-reinstall pt2mx), or give both files the same fields"
             )
-
-
-class RepeatedCalls(Generic[_Call]):
-    """Structures of earlier calls by their arguments: shapes, strides and dtypes of tensors, and all else. A call with
-    the same ones needs no checks, which take longer than a small kernel."""
-
-    def __init__(self, structure: type[_Call]) -> None:
-        self._structure, self._calls = structure, dict[tuple[Hashable, ...], tuple[_Call, object]]()
-
-    def add(self, args: tuple[object, ...], call: _Call, kept: object = None) -> None:
-        """Keep a copy of a call, and an object to which it has pointers. `get` leaves those of tensors to the
-        caller."""
-        key = _signature(args)
-        if key is None:
-            return
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
-        self._calls[key] = self._structure.from_buffer_copy(call), kept
-
-    def get(self, args: tuple[object, ...]) -> _Call | None:
-        """Return a copy of the call with such arguments, which keeps the object of `add`; None without one."""
-        key = _signature(args)
-        entry = None if key is None else self._calls.get(key)
-        if entry is None:
-            return None
-        call = self._structure.from_buffer_copy(entry[0])
-        call.kept = entry[1]  # another thread may drop the entry while the call runs
-        return call
-
-
-def _signature(args: tuple[object, ...]) -> tuple[Hashable, ...] | None:
-    """Return what two calls have in common that need the same checks; None for tensors other than plain ones of the
-    CPU."""
-    signature: list[Hashable] = []
-    for arg in args:
-        if type(arg) is Tensor:
-            if not arg.is_cpu:
-                return None
-            signature += (arg.shape, arg.stride(), arg.dtype)
-        elif isinstance(arg, Tensor):
-            return None
-        else:
-            signature.append(arg)
-    return tuple(signature)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
@@ -55,23 +56,44 @@ _DECODED_K, _WAITING_ROWS = 2048, 1024
 def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None for many rows that no matrix instructions support, and for values whose products could be
     subnormal."""
-    x, rotation = call.x, call.rotation
-    rows, n = x.shape[:-1].numel(), call.codes.shape[0]
+    x, n = call.x, call.codes.shape[0]
+    rows = x.shape[:-1].numel()
     isa = matrix_isa_for(spec, rows, x.shape[-1], x.dtype)
     if not supports(spec, call.tensor_scale) or 0 in (x.numel(), n) or not (rows <= FEW_ROWS or isa):
         return None
-    if rotation and rows > VECTOR_ROWS:  # rotate first, on all threads
-        x, rotation = rotate(x, rotation), 0
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
-    x, data, scale = (t.contiguous() for t in (x, call.codes, call.scale))
-    bias = None if call.bias is None else call.bias.contiguous()
-    structure = call_of(x, data, scale, bias, out, spec, isa)
-    structure.rotation = rotation
+    structure = call_of(x, call.codes, call.scale, call.bias, out, spec, isa)
+    structure.rotation = call.rotation
     if not spec.scale_format.is_power_of_two:
         float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
         structure.float_scale = ctypes.pointer(float_scale)
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
-    return out if run("pt2mx_linear", structure) else None
+    if not _run(structure, out, x, call.codes, call.scale, call.bias):
+        return None
+    if call.tensor_scale is None:
+        keep(call, functools.partial(_again, structure))
+    return out
+
+
+def _again(structure: LinearCall, *args: Any) -> Any:
+    """Run `linear_mx` again; the bias is its fourth argument."""
+    x, data, scale, bias = args[:4]
+    out = torch.empty((*x.shape[:-1], structure.n), dtype=DTYPES[structure.out_dtype], device="cpu")
+    return out if _run(structure, out, x, data, scale, bias) else NotImplemented
+
+
+def _run(structure: LinearCall, out: Tensor, x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> bool:
+    """Run a call on tensors of any strides, which writes the contiguous `out`."""
+    call = LinearCall.from_buffer_copy(structure)
+    if call.rotation and call.m > VECTOR_ROWS:  # rotate first, on all threads
+        x = rotate(x, call.rotation)
+        call.rotation = 0
+    x, data, scale = x.contiguous(), data.contiguous(), scale.contiguous()
+    call.x, call.data, call.scale, call.out = x.data_ptr(), data.data_ptr(), scale.data_ptr(), out.data_ptr()
+    if bias is not None:
+        bias = bias.contiguous()
+        call.bias = bias.data_ptr()
+    return run("pt2mx_linear", call)
 
 
 def linear_fake_quantize(
@@ -206,10 +228,12 @@ def integer_isa_for(spec: MXSpec, k: int) -> int:
 def _isa_of(spec: MXSpec, k: int) -> tuple[int, int]:
     """Return both, for scales that are powers of two; the C++ says what the processor has (`src/linear.cpp`)."""
     decoder, _ = decoder_of(spec, k)
-    return _isa(spec.element.name, decoder) if decoder != TABLE and is_available() else (0, 0)
+    return _isa(spec.element.name, decoder) if decoder != TABLE else (0, 0)
 
 
 @functools.cache
 def _isa(name: str, decoder: int) -> tuple[int, int]:
+    if not is_available():
+        return 0, 0
     library, table = load()[0], ctypes.addressof(table_of(name))
     return library.pt2mx_isa(decoder, table), library.pt2mx_integer_isa(decoder, table)

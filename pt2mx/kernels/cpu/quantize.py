@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from pt2mx.kernels.cpu.build import DTYPES, load, run
 from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
+from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of, packed_length, resized
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.scale_formats import SCALE_FORMATS
@@ -54,47 +55,86 @@ _TENSOR_SCALE_RANGE = 2.0**-100, 2.0**100
 def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | None:
     if not supports(spec, call.tensor_scale):
         return None
-    return _quantize(call.x, spec, call.seed, call.tensor_scale)
+    quantized = _quantizer(call.x, spec, call.seed, call.tensor_scale)
+    if _has_one_result(call, call.x, spec) and call.seed is None:
+        keep(call, quantized)
+    return quantized(call.x)
 
 
 def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tensor | None:
     if spec.rounding == "stochastic" or x.dtype not in DTYPES or not supports(spec, tensor_scale):
         return None
-    return _quantize(x, spec, None, tensor_scale)[0]  # the codes are not used: another kernel would save little
+    return _quantizer(x, spec, None, tensor_scale)(x)[0]  # the codes are not used: another kernel would save little
 
 
-def _quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantizer(
+    x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return what quantizes tensors like x."""
     n = x.shape[spec.axis]
-    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), spec.scale_format.dtype)
-    data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
-    _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, tensor_scale, scale=scale, seed=seed)
-    return scale, data
+    scale_shape = resized(x, spec.axis, -(-n // spec.block_size))
+    data_shape = resized(x, spec.axis, packed_length(n, spec.element.bits))
+    structure = _call_of(_QUANTIZE, spec, x.dtype, x.shape, tensor_scale, seed=seed)
+
+    def quantized(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        scale = torch.empty(scale_shape, dtype=spec.scale_format.dtype, device="cpu")
+        data = torch.empty(data_shape, dtype=torch.uint8, device="cpu")
+        _run(structure, x, data, scale)
+        return scale, data
+
+    return quantized
 
 
 def dequantize(call: Dequantize[Tensor], spec: MXSpec, length: int) -> Tensor | None:
     if not supports(spec, call.tensor_scale):
         return None
-    y = _empty(resized(call.codes, spec.axis, length), call.dtype)
-    codes, scale = call.codes.contiguous(), call.scale.contiguous()
-    _run(_DEQUANTIZE, codes, y, spec, call.dtype, y.shape, call.tensor_scale, scale=scale)
-    return y
+    dtype, shape = call.dtype, torch.Size(resized(call.codes, spec.axis, length))
+    structure = _call_of(_DEQUANTIZE, spec, dtype, shape, call.tensor_scale)
+    structure.format, _ = decoder_of(spec, length)
+    structure.table = ctypes.addressof(table_of(spec.element.name))
+
+    def dequantized(codes: Tensor, scale: Tensor, *_: object) -> Tensor:
+        y = torch.empty(shape, dtype=dtype, device="cpu")
+        _run(structure, codes, y, scale)
+        return y
+
+    if _has_one_result(call, call.codes, spec):
+        keep(call, dequantized)
+    return dequantized(call.codes, call.scale)
 
 
 def fake_quantize(call: FakeQuantize[Tensor], spec: MXSpec) -> Tensor | None:
     x = call.x
     if not supports(spec, call.tensor_scale):
         return None
-    y = _empty(x.shape, x.dtype)
-    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, call.tensor_scale, seed=call.seed)
-    return y
+    structure = _call_of(_FAKE_QUANTIZE, spec, x.dtype, x.shape, call.tensor_scale, seed=call.seed)
+
+    def quantized(x: Tensor, *_: object) -> Tensor:
+        y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        _run(structure, x, y)
+        return y
+
+    if _has_one_result(call, x, spec) and call.seed is None:
+        keep(call, quantized)
+    return quantized(x)
 
 
 def rotated_fake_quantize(call: RotatedFakeQuantize[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor:
-    x, size, y = call.x, call.size, _empty(call.x.shape, dtype)
-    if dtype != x.dtype and size > 1:  # the fused kernel writes x's dtype
-        x, size = rotate(x, size), 1
-    _run(_FAKE_QUANTIZE, x.contiguous(), y, spec, x.dtype, x.shape, rotation=size if size > 1 else 0)
-    return y
+    structure = _call_of(_FAKE_QUANTIZE, spec, call.x.dtype, call.x.shape)
+    structure.out_dtype = DTYPES.index(dtype)
+    size = call.size if call.size > 1 else 0
+    is_fused = dtype == call.x.dtype  # the fused kernel writes x's dtype
+
+    def quantized(x: Tensor, *_: object) -> Tensor:
+        y = torch.empty(x.shape, dtype=dtype, device="cpu")
+        if size and is_fused:
+            _run(structure, x, y, rotation=size)
+        else:
+            _run(structure, rotate(x, size) if size else x, y)
+        return y
+
+    keep(call, quantized)
+    return quantized(call.x)
 
 
 def clip_gradient(call: ClipGradient[Tensor], spec: MXSpec) -> Tensor | None:
@@ -103,61 +143,73 @@ def clip_gradient(call: ClipGradient[Tensor], spec: MXSpec) -> Tensor | None:
         return None
     if not supports(spec, call.tensor_scale):
         return None
-    y = _empty(x.shape, grad.dtype)
-    _run(_CLIP_GRADIENT, x.contiguous(), y, spec, x.dtype, x.shape, call.tensor_scale, grad=grad.contiguous())
+    y = torch.empty(x.shape, dtype=grad.dtype, device="cpu")
+    structure = _call_of(_CLIP_GRADIENT, spec, x.dtype, x.shape, call.tensor_scale)
+    structure.grad_bytes = grad.itemsize
+    _run(structure, x, y, grad=grad)
     return y
 
 
 def random_bits(call: RandomBits[Tensor]) -> Tensor:
-    y = _empty(torch.Size(call.size), torch.int32)
+    y = torch.empty(call.size, dtype=torch.int32, device="cpu")
     library, parallel_for = load()
     library.pt2mx_random_bits(int(call.seed), y.data_ptr(), y.numel(), parallel_for)
     return y
 
 
-def _empty(shape: list[int] | torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")
+def _has_one_result(call: Any, x: Tensor, spec: MXSpec) -> bool:
+    """Return whether the result of an operator for x is that of its kernel: x is contiguous and no stride is ambiguous,
+    the axis is that of the call, and the tensor has no scale."""
+    is_whole = x.is_contiguous() and min(x.shape) > 1 and call.tensor_scale is None
+    return is_whole and spec.axis == call.spec.axis % x.dim()
 
 
-def _run(
+def _call_of(
     operation: int,
-    x: Tensor,
-    out: Tensor,
     spec: MXSpec,
     dtype: torch.dtype,
     shape: torch.Size,
     tensor_scale: Tensor | None = None,
-    scale: Tensor | None = None,
-    grad: Tensor | None = None,
     seed: Tensor | None = None,
-    rotation: int = 0,
-) -> None:
-    """Run an operation of the contiguous `x`, `grad` and `scale`, which writes `out` (and `scale`). The values have
-    this shape and dtype. `rotation`: the size of the blocks of x that are rotated first, along the last dimension."""
-    n = shape[spec.axis]
-    if 0 in shape:
-        return
-    table = spec_of(spec)
+) -> QuantizeCall:
+    """Return an operation on values of this shape and dtype, without the pointers of `_run`."""
+    n, table = shape[spec.axis], spec_of(spec)
     call = QuantizeCall(
         spec=ctypes.addressof(table),
         operation=operation,
         dtype=DTYPES.index(dtype),
-        out_dtype=DTYPES.index(out.dtype) if out.dtype in DTYPES else 0,
-        grad_bytes=0 if grad is None else grad.itemsize,
+        out_dtype=DTYPES.index(dtype),
         outer=shape[: spec.axis].numel(),
         n=n,
         inner=shape[spec.axis + 1 :].numel(),
         block=min(spec.block_size, n),
-        x=x.data_ptr(),
-        grad=None if grad is None else grad.data_ptr(),
-        out=out.data_ptr(),
-        scale=None if scale is None else scale.data_ptr(),
         seed=0 if seed is None else int(seed),
         tensor_scale=1.0 if tensor_scale is None else float(tensor_scale),
     )
-    if operation == _DEQUANTIZE:
-        call.format, _ = decoder_of(spec, n)
-        call.table = ctypes.addressof(table_of(spec.element.name))
+    call.of_spec = table  # the call points into the table
+    return call
+
+
+def _run(
+    structure: QuantizeCall,
+    x: Tensor,
+    out: Tensor,
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
+    rotation: int = 0,
+) -> None:
+    """Run an operation on x, `scale` and `grad` of any strides, which writes the contiguous `out`, and `scale` where it
+    quantizes. `rotation`: the size of the blocks of x that are rotated first, along the last dimension."""
+    if not out.numel():
+        return
+    call, x = QuantizeCall.from_buffer_copy(structure), x.contiguous()
+    call.x, call.out = x.data_ptr(), out.data_ptr()
+    if scale is not None:
+        scale = scale.contiguous()
+        call.scale = scale.data_ptr()
+    if grad is not None:
+        grad = grad.contiguous()
+        call.grad = grad.data_ptr()
     if rotation:
         run("pt2mx_rotate_fake_quantize", call, rotation)
     else:

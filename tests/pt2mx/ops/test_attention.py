@@ -10,8 +10,6 @@ import pt2mx
 from pt2mx import FORMATS, MXError, ops
 from pt2mx.kernels import select
 from pt2mx.kernels.cpu import attention as cpu_attention
-from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
-from pt2mx.ops import attention as attention_ops
 from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
@@ -20,7 +18,6 @@ from tests.attention import close, packed
 @pytest.fixture(params=["matrix instructions", "fp32 vectors"])
 def kernel(request, monkeypatch):
     """Both kernels of the CPU, on a processor with AMX; elsewhere the second one twice."""
-    monkeypatch.setattr(cpu_attention, "_CALLS", RepeatedCalls(AttentionCall))
     if request.param == "fp32 vectors":
         monkeypatch.setattr(cpu_attention, "isa_for", lambda spec, width: 0)
 
@@ -121,7 +118,6 @@ def test_opcheck_and_compilation():
 def test_without_kernels(monkeypatch):
     args, want = packed("fp8_e4m3", torch.float32)
     monkeypatch.setattr(select, "_device_of", lambda _: None)
-    monkeypatch.setattr(attention_ops, "attend_again", lambda _: None)
     close(attention_mx(*args), want, torch.float32)
 
 

@@ -1,14 +1,11 @@
 """The operator store_mx: formats, slots, strides, compilation, errors."""
 
-import weakref
-
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pt2mx import MXError
-from pt2mx.kernels.cpu.calls import RepeatedCalls, Spec, StoreCall
 from pt2mx.ops.cache import store_mx
 from pt2mx.ops.quantization import quantize_mx
 
@@ -120,19 +117,6 @@ def test_slots_that_do_not_exist(strided):
     for bad, index in ((slots + 2, 7), (slots - 1, -1), (slots + 2**62, 2**62 + 5)):
         with pytest.raises(MXError, match=f"index {index} is out of bounds .*: pass slots of at least 0 and below 7"):
             store(key, value, cache, bad)
-
-
-def test_a_repeated_call_outlives_its_entry():
-    """Another thread may drop the entry while C++ reads the spec of the call."""
-    calls, spec = RepeatedCalls(StoreCall), Spec()
-    calls.add((1,), StoreCall(), spec)
-    call, alive = calls.get((1,)), weakref.ref(spec)
-    for other in range(2, 1026):  # more than are kept
-        calls.add((other,), StoreCall())
-    del spec
-    assert calls.get((1,)) is None and alive() is not None
-    del call
-    assert alive() is None
 
 
 @pytest.mark.parametrize("repeated", [False, True])
