@@ -36,6 +36,7 @@ from pt2mx.fx.passes.packed_operands import use_packed_attention, use_packed_emb
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
 from pt2mx.fx.portable import holds_observers, is_portable
+from pt2mx.kernels.select import USES
 
 
 class Step(NamedTuple):
@@ -46,11 +47,14 @@ class Step(NamedTuple):
         needs_weights: True if the pass needs weights that the graph holds. In a graph that torch.compile traced,
             weights are inputs, and such a pass does not run.
         option: the argument of `lower_to_inductor` that enables the pass; None for a pass that always runs.
+        use: what the pass does (`pt2mx.kernels.select.USES`), if it does nothing else: it runs for the types of devices
+            that have kernels for this.
     """
 
     graph_pass: GraphPass
     needs_weights: bool = False
     option: str | None = None
+    use: str | None = None
 
 
 #: the passes over each graph, in this order
@@ -75,8 +79,8 @@ STEPS = (
     Step(fuse_activation_quantize),
     Step(unpack_weights, needs_weights=True, option="unpack"),
     Step(fuse_quantize_epilogue),
-    Step(interleave_gates, needs_weights=True),
-    Step(use_mma_layout, needs_weights=True),
+    Step(interleave_gates, needs_weights=True, use="multiply weights in the MMA layout"),
+    Step(use_mma_layout, needs_weights=True, use="multiply weights in the MMA layout"),
 )
 
 
@@ -134,7 +138,12 @@ def lower_to_inductor(
         move_to_device(model, device_named(device))
     fold_all_weights(model)
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
-    passes = [step.graph_pass for step in STEPS if asked[step.option]]
+    devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
+    passes = []
+    for step in STEPS:
+        is_used = step.use is None or not devices.isdisjoint(USES[step.use])
+        if asked[step.option] and is_used:
+            passes.append(step.graph_pass)
     for graph in graph_modules(model):
         note_source_nodes(graph.graph)
         run_passes(graph, passes)
@@ -150,7 +159,7 @@ def _check_converted(model: object) -> None:
         kind = "a portable program, whose operators are written out: it can be compiled as it is"
     elif holds_observers(model.state_dict()):
         kind = "one with observers, of a prepared model"
-    elif not any(is_ours(node) for graph in graph_modules(model) for node in graph.graph.nodes):
+    elif not any(any(map(is_ours, graph.graph.nodes)) for graph in graph_modules(model)):
         kind = "one without quantized tensors"
     else:
         return

@@ -251,7 +251,8 @@ _VIEWS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.
 
 
 def _spec(elem_dtype: object, **fields: Any) -> MXSpec:
-    return parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
+    given = {name: value for name, value in fields.items() if value is not None}
+    return elem_dtype if isinstance(elem_dtype, MXSpec) and not given else parse(elem_dtype, **given)
 
 
 def _modes(elem_dtype: object, *fields: Any) -> MXSpec:

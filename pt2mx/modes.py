@@ -134,11 +134,12 @@ def _is_defined(mode: ScaleMode, element: ElementFormat) -> bool:
 
 def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFormat) -> None:
     """Raise an `MXError` unless scales of this format and element have a scale mode of that name."""
-    modes = SCALE_MODES if scale_format.is_power_of_two else FLOAT_SCALE_MODES
+    is_power_of_two = scale_format.is_power_of_two
+    modes = SCALE_MODES if is_power_of_two else FLOAT_SCALE_MODES
     if not isinstance(name, str) or name not in modes:
-        scales = "" if scale_format.is_power_of_two else f" of {scale_format} scales"
+        scales = "" if is_power_of_two else f" of {scale_format} scales"
         raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
-    if scale_format.is_power_of_two and not _is_defined(SCALE_MODES[name], element):
+    if is_power_of_two and not _is_defined(SCALE_MODES[name], element):
         defined = scale_modes(scale_format, element)
         raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
 

@@ -55,8 +55,9 @@ def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: 
 
 def mark_constants(model: GraphModule) -> None:
     """Mark the placeholders of subgraphs whose operands are constant tensors in every call."""
-    constants = constant_nodes(model.graph)
-    for graphs, group in call_groups(model):
+    groups = call_groups(model)
+    constants = constant_nodes(model.graph) if groups else set()
+    for graphs, group in groups:
         fixed = [
             all(is_fixed and operand in constants for operand, is_fixed in operands)
             for operands in zip(*(call.operands() for call in group), strict=True)

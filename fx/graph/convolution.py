@@ -90,11 +90,13 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
     torchao folds a batch norm into the convolution or linear layer before it without checking any of this, which would
     change the outputs. The alias hides such norms from it. Changes `model` and returns it.
     """
+    norms = batch_norms(model.graph)
+    if not norms:
+        return model
     user_counts: Counter[str] = Counter()
     for node in model.graph.find_nodes(op="get_attr"):
         user_counts[name_of(node)] += len(node.users)
     written = written_nodes(model.graph)
-    norms = batch_norms(model.graph)
     for norm in norms:
         producer = BatchNorm.of(norm).x
         if producer.target in LAYERS and not _can_be_folded(producer, norm, user_counts, written):
@@ -102,8 +104,7 @@ def keep_batch_norms(model: GraphModule) -> GraphModule:
                 alias = model.graph.call_function(aten.alias.default, (producer,))
             alias.meta.update(producer.meta)
             norm.replace_input_with(producer, alias)
-    if norms:
-        model.recompile()
+    model.recompile()
     return model
 
 

@@ -7,6 +7,7 @@ node. Its `args`, also after `dataclasses.replace`, can be assigned to a node's 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -136,12 +137,14 @@ def write_out_arguments(model: GraphModule) -> None:
 
 def written_count(node: Node) -> int:
     """Return the number of arguments that a call of an operator of pt2mx writes out at least."""
-    return _written_count([argument.name for argument in operator_of(node)._schema.arguments])
+    return _written_count(operator_of(node))
 
 
-def _written_count(names: list[str]) -> int:
+@functools.cache
+def _written_count(overload: OpOverload) -> int:
     """Return the number of arguments without the trailing ones of scales (`pt2mx.ops.arguments.SCALES`), whose default
     is E8M0 for good."""
+    names = [argument.name for argument in overload._schema.arguments]
     return names.index("scale_format") if "scale_format" in names else len(names)
 
 
@@ -161,7 +164,7 @@ class OperatorCall(Operator[Node]):
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments as a graph writes them out: without trailing ones of scales that are None."""
-        args, count = super().args, _written_count([argument.name for argument in self.arguments])
+        args, count = super().args, _written_count(self.overload)
         while len(args) > count and args[-1] is None:
             args = args[:-1]
         return args

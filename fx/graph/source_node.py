@@ -75,6 +75,8 @@ def _has_source(node: Node) -> bool:
 
 def _is_original(node: Node) -> bool:
     """Return whether a node neither calls an operator of pt2mx nor takes an item of such a call."""
+    if node.op != "call_function":
+        return True
     if node.target is getitem:
         return not any(map(is_ours, node.all_input_nodes))
     return not is_ours(node)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> Graph
     """
     written = written_storages(model)
     tensors = _tensors_of(model)
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors if storage_of(tensor) not in written}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     memo |= replaced([tensor for tensor in tensors if storage_of(tensor) in written], written, Tensor.clone)
     if delays_code:
         for module in graph_modules(model):
@@ -52,13 +52,17 @@ def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
         return copy.deepcopy(value, memo)
 
 
-def map_tensors(model: GraphModule, function: Callable[[Tensor], Tensor]) -> None:
+def map_tensors(
+    model: GraphModule, function: Callable[[Tensor], Tensor], storages: Container[int] | None = None
+) -> None:
     """Replace every parameter and buffer by `function(tensor)`, called once for a tied tensor. Changes `model`, not the
     tensors.
 
     The results require no gradient: under torch.compile, an operator without a gradient fails if one is required.
+
+    storages: call the function for tensors in these only (`storages_of`); None for all.
     """
-    results = replaced(_tensors_of(model), written_storages(model), function)
+    results = replaced(_tensors_of(model), written_storages(model), function, storages)
     for module in model.modules():
         registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for tensors in registries:
@@ -98,21 +102,27 @@ def tensors_in_written_memory(model: GraphModule) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named if storage_of(tensor) in written}
 
 
-def replaced(tensors: list[Tensor], written: set[int], function: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
-    """Map the id of each tensor to `function` of it. Tensors in a written storage become views of `function` of that
-    storage, so that they share it."""
-    storages: dict[int, torch.UntypedStorage] = {}
+def replaced(
+    tensors: list[Tensor],
+    written: set[int],
+    function: Callable[[Tensor], Tensor],
+    storages: Container[int] | None = None,
+) -> dict[int, Tensor]:
+    """Map the id of each tensor to `function` of it; of one that is in none of the `storages`, to itself. Tensors in a
+    written storage become views of `function` of that storage, so that they share it."""
+    memory: dict[int, torch.UntypedStorage] = {}
     results: dict[int, Tensor] = {}
     for tensor in tensors:
-        key, values = storage_of(tensor), tensor.detach()
-        if key not in written:
-            value = function(values)
-        else:
-            if key not in storages:
-                whole = torch.empty(0, dtype=torch.uint8, device=values.device).set_(values.untyped_storage())
-                storages[key] = function(whole).untyped_storage()
-            value = torch.empty(0, dtype=values.dtype, device=storages[key].device)
-            value = value.set_(storages[key], values.storage_offset(), values.shape, values.stride())
+        key, value = storage_of(tensor), tensor.detach()
+        if storages is None or key in storages:
+            if key not in written:
+                value = function(value)
+            else:
+                if key not in memory:
+                    whole = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+                    memory[key] = function(whole).untyped_storage()
+                view = torch.empty(0, dtype=value.dtype, device=memory[key].device)
+                value = view.set_(memory[key], value.storage_offset(), value.shape, value.stride())
         results[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     return results
 

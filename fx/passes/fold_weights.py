@@ -60,16 +60,18 @@ def fold_weights(model: GraphModule) -> GraphModule:
 def _erase_assertions(model: GraphModule) -> None:
     """Erase the assertions about constants: export asserts the dtype of a weight that it casts, which would keep the
     weight alive."""
-    constants = constant_nodes(model.graph)
-    for node in model.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default):
+    assertions = model.graph.find_nodes(op="call_function", target=aten._assert_tensor_metadata.default)
+    constants = constant_nodes(model.graph) if assertions else set()
+    for node in assertions:
         if node.args[0] in constants:
             model.graph.erase_node(node)
 
 
 def _fold_amaxes(model: GraphModule) -> None:
     """Store the magnitude that several weights share, from which their tensor scale follows."""
-    constants = constant_nodes(model.graph)
-    for node in list(model.graph.find_nodes(op="call_function", target=ops.tensor_scale_mx)):
+    scales = list(model.graph.find_nodes(op="call_function", target=ops.tensor_scale_mx))
+    constants = constant_nodes(model.graph) if scales else set()
+    for node in scales:
         amax = node_arg(node)
         is_shared = len(amax.users) > 1 and all(user.target is ops.tensor_scale_mx for user in amax.users)
         if is_shared and amax in constants and amax.op == "call_function":

@@ -83,33 +83,30 @@ def cse_quantize(model: GraphModule) -> None:
     written = written_nodes(model.graph)
     first: dict[str, Node] = {}
     for node in list(model.graph.nodes):
-        if not _is_shared(node) or not written.isdisjoint((node, *node.all_input_nodes)):
+        args = _shared_args(node) if written.isdisjoint((node, *node.all_input_nodes)) else None
+        if args is None:
             continue
-        kept = first.setdefault(repr((node.target, _arguments(model, node))), node)
+        # a parameter or buffer by its identity, since a tied weight has two names
+        read = {a: id(attribute_of(model, a)) for a in args if isinstance(a, Node) and a.op == "get_attr"}
+        kept = first.setdefault(repr((node.target, [read.get(a, a) for a in args])), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             model.graph.erase_node(node)
 
 
-def _is_shared(node: Node) -> bool:
-    """Return whether all nodes equal to a node have the same value."""
+def _shared_args(node: Node) -> tuple[Any, ...] | None:
+    """Return all arguments of a node if the nodes that have the same ones have its value; else None."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and source.target is ops.quantize_mx
+        return node.args if isinstance(source, Node) and source.target is ops.quantize_mx else None
     if node.target not in _SHARED:
-        return False
+        return None
     quantization = Quantize.of(node) or FakeQuantize.of(node)
-    return quantization is None or not (ROUNDINGS[quantization.rounding].random and quantization.seed is None)
-
-
-def _arguments(model: GraphModule, node: Node) -> list[Any]:
-    """Return the arguments of a node; a parameter or buffer by its identity, since a tied weight has two names."""
-    call = Quantize.of(node) or FakeQuantize.of(node) or Dequantize.of(node)
-
-    def key(n: Node) -> object:
-        return id(attribute_of(model, n)) if n.op == "get_attr" else n.name
-
-    return [key(a) if isinstance(a, Node) else a for a in (node.args if call is None else call.args)]
+    if quantization is not None:
+        draws = ROUNDINGS[quantization.spec.rounding].random and quantization.seed is None
+        return None if draws else quantization.args
+    dequantization = Dequantize.of(node)
+    return node.args if dequantization is None else dequantization.args
 
 
 class Slice(NamedTuple):

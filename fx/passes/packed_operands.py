@@ -157,7 +157,7 @@ def _matches_packed_operator(node: Node, matmul: Matmul, weight: Weight) -> bool
     """
     dtype = Dequantize.expect(weight.dequantize).dtype
     x, third = args_of(node)[matmul.x], argument(node, matmul.third)
-    if any(dtype_of(n) != dtype for n in (node, x)):
+    if {dtype_of(node), dtype_of(x)} != {dtype}:
         return False
     if matmul.packed is linear.grouped_linear_mx:
         return dtype_of(third) == torch.int32 and len(shape_of(x) or ()) == 2

@@ -160,9 +160,9 @@ def fold_biases(model: GraphModule) -> GraphModule:
     whose tensors are operands, stay. Changes `model` and returns it."""
     if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
         return model
-    constants = constant_nodes(model.graph)
-    computed = [computed_bias(node, constants) for node in model.graph.nodes]
-    biases = dict.fromkeys(bias for bias in computed if bias is not None)
+    computed = {computed_bias(node) for node in model.graph.nodes} - {None}
+    constants = constant_nodes(model.graph) if computed else set()
+    biases = [node for node in model.graph.nodes if node in computed and node in constants]
     with torch.no_grad():
         for bias in biases:
             fold_constant(model, bias, f"{root_name(bias)}_folded")
@@ -173,10 +173,10 @@ def fold_biases(model: GraphModule) -> GraphModule:
     return model
 
 
-def computed_bias(node: Node, constants: set[Node]) -> Node | None:
-    """Return a layer's bias if it is computed from constants, so that `fold_biases` can fold it; otherwise None."""
+def computed_bias(node: Node) -> Node | None:
+    """Return a layer's bias if it is computed, so that `fold_biases` folds one that is constant; otherwise None."""
     bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
-    if not isinstance(bias, Node) or bias not in constants or bias.op != "call_function" or dequantizes(bias):
+    if not isinstance(bias, Node) or bias.op != "call_function" or dequantizes(bias):
         return None
     return bias
 

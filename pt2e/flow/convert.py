@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
@@ -88,7 +87,7 @@ def _convert(model: GraphModule, fold_quantize: bool) -> GraphModule:
         torchao_pt2e.forget_prepared(graph)
         write_out_arguments(graph)
     # further training of the prepared model must not change the converted one
-    map_tensors(converted, lambda tensor: tensor.clone() if storage_of(tensor) in shared else tensor)
+    map_tensors(converted, Tensor.clone, shared)
     return converted
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, first_equal, placeholders_first
-from pt2mx.fx.graph.node import args_of, name_of, node_arg, shape_of
+from pt2mx.fx.graph.node import args_of, node_arg, shape_of
 from pt2mx.fx.graph.qdq import insert_amax
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
@@ -32,15 +32,21 @@ def share_tensor_scales(model: GraphModule) -> None:
     Args:
         model: a prepared graph, which is changed.
     """
+    observers: dict[Node, MXObserver] = {}  # by their calls
+    for node in model.graph.find_nodes(op="call_module"):
+        observer = model.get_submodule(str(node.target))
+        if isinstance(observer, MXObserver) and observer.static_scale is None and observer.spec.scale_format.tensor:
+            observers[node] = observer
+    if not observers:
+        return
     placeholders_first(model)  # the weights of a subgraph
     constants = constant_nodes(model.graph)
     equal = first_equal(model, constants)
     weights: dict[Node, tuple[Node, tuple]] = {}  # call of an observer -> tensor, qscheme
-    for node in model.graph.find_nodes(op="call_module"):
-        observer, tensor = model.get_submodule(name_of(node)), node_arg(node)
-        if isinstance(observer, MXObserver) and observer.static_scale is None and tensor in constants:
-            if observer.spec.scale_format.tensor:
-                weights[node] = equal[tensor], observer.qscheme
+    for node, observer in observers.items():
+        tensor = node_arg(node)
+        if tensor in constants:
+            weights[node] = equal[tensor], observer.qscheme
     uses = [(user, node) for node in weights for user in node.users]
     keys = [(sibling_key(user, node), node) for user, node in uses]
     groups = connected(((key, weights[node][1]), weights[node]) for key, node in keys if key is not None)

@@ -75,11 +75,9 @@ def _by_target(model: GraphModule) -> dict[object, list[Node]]:
 
 def constants_of(model: GraphModule) -> set[Node]:
     """Return the constant nodes of a graph, prepared or not; the result of observing a constant is constant."""
-
-    def observes(node: Node) -> bool:
-        return node.op == "call_module" and isinstance(model.get_submodule(name_of(node)), MXObserver)
-
-    return constant_nodes(model.graph, observes)
+    calls = model.graph.find_nodes(op="call_module")
+    observers = {node for node in calls if isinstance(model.get_submodule(str(node.target)), MXObserver)}
+    return constant_nodes(model.graph, observers.__contains__)
 
 
 def is_constant(node: Node, constants: set[Node]) -> bool:

@@ -125,12 +125,12 @@ class MXObserver(StatisticsCollector, ObserverBase):
             raise MXError(f"unknown argument {unknown[0]!r} of {type(self).__name__}")
         # FakeQuantizeBase, among the bases of MXFakeQuantize, would register the flags as tensors: testing a tensor
         # breaks the graph of torch.compile at each module. The initializer of the collector calls none of torchao's.
-        super().__init__(spec_of_qscheme(qscheme))
+        spec, ste, rule = spec_of_qscheme(qscheme), ste_of_qscheme(qscheme), tensor_scale_of_qscheme(qscheme)
+        super().__init__(spec)
         self.dtype = torch.uint8
         self.is_dynamic = False
         self.qscheme = qscheme
-        self.ste = ste_of_qscheme(qscheme)
-        rule = tensor_scale_of_qscheme(qscheme)
+        self.ste = ste
         self.static_scale = StaticTensorScale(self.spec, rule) if TENSOR_SCALES[rule] else None
         self.fake_quant_enabled = fake_quant
         self.observer_enabled = observe
@@ -259,7 +259,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         tensor_scale = None if self.static_scale is None else self.static_scale.store(model, x)
         amax = node_arg(node, 1) if node.args[1:] else None
         dequantize = insert_quantize_dequantize(x, self.spec, next(iter(node.users), None), tensor_scale, amax)
-        dequantize.meta.update({**self.statistics_meta(), **node.meta.get(NOTES_KEY, {})})
+        dequantize.meta.update(node.meta[NOTES_KEY] if NOTES_KEY in node.meta else self.statistics_meta())
         node.replace_all_uses_with(dequantize)
         model.graph.erase_node(node)
         if not self.folds_weights:  # finding all modules at each call would take a third of the conversion

@@ -26,6 +26,7 @@ from pt2mx.pt2e.quantizer.operators import (
     OPERANDS,
     Operand,
     argument_of,
+    arguments_of,
     gather_of,
     operand_node,
     operands_of,
@@ -148,13 +149,14 @@ _View = tuple[MatmulView, tuple[Node, ...]]
 
 
 def _contraction(node: Node, weight: Node, side: int) -> _View | None:
-    operands = operands_of(node)[:2]
-    shapes = [shape_of(argument_of(node, operand)) or () for operand in operands]
+    arguments = arguments_of(node)[:2]
+    shapes = [shape_of(argument) or () for _, argument in arguments]
     if (contraction := contraction_of(node, *shapes)) is None:
         return None
     matrices, rows = contraction.matrices(side), contraction.matrices(1 - side)
     view = MatmulView(matrices.columns[-1], matrices, matrices.inverse, rows, rows.columns_last)
-    gather = gather_of(node, operands[side])
+    operand, argument = arguments[side]
+    gather = gather_of(argument, operand)
     if gather is None:
         return view, ()
     (ids,) = args_of(gather)[1]

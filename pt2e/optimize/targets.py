@@ -30,8 +30,8 @@ from pt2mx.pt2e.quantizer.operators import (
     CONFIG_KEY,
     OPERANDS,
     ROWS,
+    arguments_of,
     gather_of,
-    operands_of,
     operator_name,
     quantizable_operators,
 )
@@ -179,10 +179,12 @@ def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, 
     constants = constant_nodes(graph)
     for node in quantizable_operators(graph):
         if CONFIG_KEY in node.meta:
-            for gather in (gather_of(node, operand) for operand in operands_of(node)):
-                if gather is not None:  # `plan_operator` skips annotated gathers
+            arguments = arguments_of(node)
+            for operand, argument in arguments:
+                if (gather := gather_of(argument, operand)) is not None:  # `plan_operator` skips annotated gathers
                     gather.meta.pop(Q_ANNOTATION_KEY, None)
-            for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
+            plan = plan_operator(node, node.meta[CONFIG_KEY], arguments, constants)
+            for (tensor, _), (role, spec) in plan.inputs.items():
                 name = tensor.name if tensor.name in nodes else tensor.all_input_nodes[0].name  # behind an alias
                 yield nodes[node.name], nodes[name], role, spec
 

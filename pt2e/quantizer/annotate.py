@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,9 @@ from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.observe.qspec import mx_qspec
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, is_batchedtensor
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig
-from pt2mx.pt2e.quantizer.graph_patterns import REMARK, along_head_dim, default_exclusion
+from pt2mx.pt2e.quantizer.graph_patterns import REMARK, Arguments, along_head_dim, default_exclusion
 from pt2mx.pt2e.quantizer.matching import Choice
-from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, Operand, argument_of, gather_of, operands_of, role_of
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, Operand, arguments_of, gather_of, role_of
 from pt2mx.spec import MXSpec
 
 #: meta key of an operator's node: why it, or one of its operands, stays in high precision
@@ -63,31 +64,32 @@ def plan_choice(node: Node, choice: Choice, constants: set[Node]) -> Plan:
         choice: what the settings say.
         constants: as in `plan_operator`.
     """
-    reason = default_exclusion(node, constants) if choice.is_general else None
+    arguments = arguments_of(node)
+    reason = default_exclusion(node, arguments, constants) if choice.is_general else None
     if choice.config is None or reason is not None:
         return Plan(node, None, {}, None, (reason or choice.reason,))
-    return plan_operator(node, choice.config, constants)
+    return plan_operator(node, choice.config, arguments, constants)
 
 
-def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]) -> Plan:
+def plan_operator(node: Node, config: MXQuantizationConfig, arguments: Arguments, constants: set[Node]) -> Plan:
     """Apply `config` to a call of a quantizable operator, without annotating the graph.
 
     Args:
         node: the call.
         config: the config that a setting selected.
+        arguments: the operands of the call with their arguments.
         constants: the constant nodes of the graph; they get the specs of weights.
     """
     inputs: dict[tuple[Node, Node], tuple[str, MXSpec]] = {}
     reasons: list[str] = []
     holds_codes = False
-    operands = operands_of(node)
-    by_head = along_head_dim(node, operands, constants)
-    remark = REMARK if by_head != operands and config.value_blocks == "key_length" else None
-    operands = by_head if config.value_blocks == "head_dim" else operands
-    if not operands:
+    by_head = along_head_dim(node, arguments, constants)
+    remark = REMARK if by_head != arguments and config.value_blocks == "key_length" else None
+    if not arguments:
         reasons.append("no matmul of two tensors: it reduces no dimension of both")
-    for operand in operands:
-        tensor, user, gather = argument_of(node, operand), node, gather_of(node, operand)
+    chosen = by_head if config.value_blocks == "head_dim" else arguments
+    for operand, argument in chosen:
+        tensor, user, gather = argument, node, gather_of(argument, operand)
         if gather is not None and node_arg(gather) in constants and Q_ANNOTATION_KEY not in gather.meta:
             tensor, user = node_arg(gather), gather
         if tensor is None:
@@ -113,24 +115,26 @@ def plan_operator(node: Node, config: MXQuantizationConfig, constants: set[Node]
     return Plan(node, config, inputs, output, tuple(dict.fromkeys(reasons)), remark if inputs else None)
 
 
-def annotate_operator(plan: Plan) -> None:
-    """Annotate the graph as planned, and store in the operator's meta what is not quantized and the reason."""
-    if plan.config is not None:
-        plan.node.meta[CONFIG_KEY] = plan.config
-        _annotate_tensors(plan, plan.config)
-    if plan.reasons:
-        plan.node.meta[REASON_KEY] = "; ".join(plan.reasons)
-    if plan.remark:
-        plan.node.meta[REMARK_KEY] = plan.remark
+def annotate_operators(plans: Iterable[Plan]) -> None:
+    """Annotate the graph as planned, and store in each operator's meta what is not quantized and the reason."""
 
-
-def _annotate_tensors(plan: Plan, config: MXQuantizationConfig) -> None:
-    """Annotate the nodes that use quantized tensors: the operator, or the gather in front of it."""
-
-    def qspec(role: str, spec: MXSpec) -> QuantizationSpec:
+    @functools.cache  # most operators of a model have the same specs
+    def qspec(config: MXQuantizationConfig, role: str, spec: MXSpec) -> QuantizationSpec:
         tensor_scale = "dynamic" if role in ("weight", "bias") else config.tensor_scale
         return mx_qspec(spec, config.module_of(role), config.ste, tensor_scale)
 
+    for plan in plans:
+        if plan.config is not None:
+            plan.node.meta[CONFIG_KEY] = plan.config
+            _annotate_tensors(plan, functools.partial(qspec, plan.config))
+        if plan.reasons:
+            plan.node.meta[REASON_KEY] = "; ".join(plan.reasons)
+        if plan.remark:
+            plan.node.meta[REMARK_KEY] = plan.remark
+
+
+def _annotate_tensors(plan: Plan, qspec: Callable[[str, MXSpec], QuantizationSpec]) -> None:
+    """Annotate the nodes that use quantized tensors: the operator, or the gather in front of it."""
     by_user: dict[Node, dict] = {plan.node: {}} if plan.output else {}
     for (argument, user), (role, spec) in plan.inputs.items():
         by_user.setdefault(user, {})[argument] = qspec(role, spec)

@@ -24,8 +24,11 @@ from torch.fx import Node
 
 from pt2mx.fx.graph.node import attribute_of, model_of
 from pt2mx.fx.graph.views import is_view
-from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand, argument_of, operands_of, operator_name
+from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand, operator_name
 from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
+
+#: the operands of a call, each with its argument (`arguments_of`)
+Arguments = list[tuple[Operand, Node | None]]
 
 #: the choices for the blocks of an attention's values, the field `value_blocks` of a config
 VALUE_BLOCKS = ("head_dim", "key_length")
@@ -53,24 +56,27 @@ _KEEPS_ANGLES = frozenset({
 _PERIODIC = frozenset({"sin", "cos"})
 
 
-def along_head_dim(node: Node, operands: tuple[Operand, ...], constants: set[Node]) -> tuple[Operand, ...]:
-    """Return the operands of a call, with the blocks of attention values along the head dimension.
+def along_head_dim(node: Node, arguments: Arguments, constants: set[Node]) -> Arguments:
+    """Return the operands of a call with their arguments, with the blocks of attention values along the head dimension.
 
     Attention values are the values of a fused attention, and the other factor of the probabilities in an unfused one.
     Constant factors keep their axis: they hold no tokens.
     """
-    return tuple(
-        operand if axis is None else dataclasses.replace(operand, axis=axis)
-        for operand, axis in ((operand, _head_axis(node, operand, operands, constants)) for operand in operands)
-    )
+    moved: Arguments = []
+    for operand, argument in arguments:
+        axis = _head_axis(node, operand, argument, arguments, constants)
+        moved.append((operand if axis is None else dataclasses.replace(operand, axis=axis), argument))
+    return moved
 
 
-def _head_axis(node: Node, operand: Operand, operands: tuple[Operand, ...], constants: set[Node]) -> int | None:
+def _head_axis(
+    node: Node, operand: Operand, argument: Node | None, arguments: Arguments, constants: set[Node]
+) -> int | None:
     if operand.name == "value":
         return -1
-    if operand.role != "operand" or (argument := argument_of(node, operand)) is None or argument in constants:
+    if operand.role != "operand" or argument is None or argument in constants:
         return None
-    factors = [argument_of(node, other) for other in operands if other.role == "operand" and other is not operand]
+    factors = [factor for other, factor in arguments if other.role == "operand" and other is not operand]
     if not any(factor is not None and _are_probabilities(factor) for factor in factors) or _are_probabilities(argument):
         return None
     if operand.item is not None:  # of an einsum, whose factors are a list
@@ -96,21 +102,23 @@ def _are_probabilities(node: Node) -> bool:
     return False
 
 
-def default_exclusion(node: Node, constants: set[Node]) -> str | None:
+def default_exclusion(node: Node, arguments: Arguments, constants: set[Node]) -> str | None:
     """Return why the global setting leaves a matmul in high precision; None where it quantizes it.
 
     Args:
         node: a call of a quantizable operator.
+        arguments: its operands with their arguments.
         constants: the constant nodes of the graph.
     """
     if not constants:
         return None
-    operands = [(o, argument) for o in operands_of(node) if (argument := argument_of(node, o)) is not None]
-    factors = [(operand, argument) for operand, argument in operands if operand.role == "operand"]
+    factors = [operand for operand, argument in arguments if operand.role == "operand" and argument is not None]
     if factors and node in constants and _makes_weights(node, constants):
         return "a factor of a weight, which is quantized as a whole"
-    for operand, argument in operands:
-        value = argument.meta.get("val") if argument in constants else None
+    for operand, argument in arguments:
+        if argument is None or argument not in constants:
+            continue
+        value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor) or not value.dim():
             continue
         length = value.shape[max(operand.axis, -value.dim())]

@@ -7,7 +7,7 @@ out of each partial sum (OCP MX v1.0, section 6.1).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,16 +220,16 @@ def names_of(name: str) -> tuple[str, ...]:
 _OPERATORS = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 
 
-def quantizable_operators(graph: Graph, requested: Callable[[str], bool] | None = None) -> list[Node]:
-    """Return the calls of the operators in `OPERANDS`, and of the operators in `OPT_IN` that `requested(name)` selects.
+def quantizable_operators(graph: Graph, requested: Set[str] | None = None) -> list[Node]:
+    """Return the calls of the operators in `OPERANDS`, and of the operators in `OPT_IN` that `requested` names.
 
     The default selects the calls in `OPT_IN` that a setting chose and that have a quantized operand.
     """
-    opted = [name for name in OPT_IN if requested is None or requested(name)]
+    opted = [name for name in OPT_IN if requested is None or not requested.isdisjoint(names_of(name))]
     targets = {node: called(node) for node in graph.nodes}
     names = {node: operator_name(target) for node, target in targets.items()}
     quantizable = [n for n, name in names.items() if name in OPERANDS or name in opted]
-    return [n for n in quantizable if names[n] in OPERANDS or requested or _is_quantized(n)]
+    return [n for n in quantizable if names[n] in OPERANDS or requested is not None or _is_quantized(n)]
 
 
 def operands_of(node: Node) -> tuple[Operand, ...]:
@@ -256,6 +256,11 @@ def argument_of(node: Node, operand: Operand) -> Node | None:
     return argument if isinstance(argument, Node) else None
 
 
+def arguments_of(node: Node) -> list[tuple[Operand, Node | None]]:
+    """Return the operands of a call, each with the argument that it is; None where the argument is absent."""
+    return [(operand, argument_of(node, operand)) for operand in operands_of(node)]
+
+
 def replace_argument(node: Node, operand: Operand, new: Node) -> None:
     """Make a call read `new` as `operand`."""
     if operand.item is None:
@@ -266,25 +271,25 @@ def replace_argument(node: Node, operand: Operand, new: Node) -> None:
     node.update_arg(operand.position, items)
 
 
-def gather_of(node: Node, operand: Operand) -> Node | None:
-    """Return the node that gathers `operand` from the rows of a parameter, where only this call uses the result.
+def gather_of(argument: Node | None, operand: Operand) -> Node | None:
+    """Return the argument that is `operand` if it is gathered from the rows of a parameter, and only one call uses it.
 
     A router selects experts like this (`weight[ids] @ x`). The parameter is quantized then, and not the gathered rows.
     """
-    gather = argument_of(node, operand)
-    if gather is None or gather.target is not torch.ops.aten.index.Tensor or len(gather.users) > 1:
+    if argument is None or argument.target is not torch.ops.aten.index.Tensor or len(argument.users) > 1:
         return None
-    source, indices = args_of(gather)
+    source, indices = args_of(argument)
     is_parameter = source.op in ("get_attr", "call_module") or source.target is ops.dequantize_mx
     value = source.meta.get("val")
     blocked = isinstance(value, torch.Tensor) and value.dim() > -operand.axis > 0  # not along the gathered axis
-    return gather if is_parameter and blocked and len(indices) == 1 else None
+    return argument if is_parameter and blocked and len(indices) == 1 else None
 
 
 def operand_node(node: Node, operand: Operand) -> Node | None:
     """Return the node that is quantized for `operand`, None where the argument is absent."""
-    gather = gather_of(node, operand)
-    return argument_of(node, operand) if gather is None else node_arg(gather)
+    argument = argument_of(node, operand)
+    gather = gather_of(argument, operand)
+    return argument if gather is None else node_arg(gather)
 
 
 def role_of(operand: Operand, argument: Node, constants: set[Node]) -> str:

@@ -23,13 +23,12 @@ from pt2mx.fx.graph.node import args_of, called, make_positional, shape_of
 from pt2mx.fx.graph.source_node import propagate_module_stack
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operator, plan_choice
+from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operators, plan_choice
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig, checked_config, checked_spec
 from pt2mx.pt2e.quantizer.matching import MATCHERS, Choice, matching_settings, object_key, operator_key, type_key
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
     argument_of,
-    names_of,
     operands_of,
     operator_name,
     quantizable_operators,
@@ -751,8 +750,7 @@ class MXQuantizer(Quantizer):
                 candidates.append(node)
         sites = sites_of(candidates, constants, calls)
         plans = self.plan(sites, ordered, lambda node, choice: plan_choice(node, choice, constants))
-        for plan in plans.values():
-            annotate_operator(plan)
+        annotate_operators(plans.values())
         _warn_unknown_operands(plans.values())
         return model
 
@@ -761,7 +759,7 @@ class MXQuantizer(Quantizer):
 
     def _candidates(self, model: GraphModule) -> list[Node]:
         requested = set(self._settings["operator_type"]) | ({CACHE_WRITE} if self._kv_cache else set())
-        nodes = quantizable_operators(model.graph, lambda name: not requested.isdisjoint(names_of(name)))
+        nodes = quantizable_operators(model.graph, requested)
         if CACHE_WRITE not in requested:
             return nodes
         return [node for node in nodes if operator_name(called(node)) != CACHE_WRITE or _writes_cache(node)]

@@ -106,8 +106,8 @@ def _parameters(node: Node, constants: set[Node]) -> int:
     """Return the number of values of the largest weight of an operator; 0 without one."""
     largest = 0
     for operand in operands_of(node):
-        weight = operand_node(node, operand)
-        if operand.role in ("weight", "operand") and weight in constants:
+        weight = operand_node(node, operand) if operand.role in ("weight", "operand") else None
+        if weight in constants:
             value = value_of(weight)
             if isinstance(value, torch.Tensor):
                 largest = max(largest, value.numel())

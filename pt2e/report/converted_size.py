@@ -79,7 +79,7 @@ class Conversion:
             return []
         if any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):
             return node.all_input_nodes
-        if (bias := computed_bias(node, constants)) is not None:
+        if (bias := computed_bias(node)) in constants:
             self._made[self._key(bias, 0)] = bias.meta["val"].nbytes
             return [n for n in node.all_input_nodes if n is not bias]
         if isinstance(module, NormalizedLayer):

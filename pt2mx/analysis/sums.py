@@ -48,7 +48,7 @@ def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = Non
     if spec.scale_exp_bits > 8:
         raise MXError(f"{spec}: statistics count scales by their E8M0 byte; scale_exp_bits must be at most 8")
     x = torch.atleast_1d(x)
-    spec = spec.replace(axis=spec.axis % x.dim())
+    spec = _from_front(spec, x)
     if tensor_scale is None:
         tensor_scale = _tensor_scale(x, spec)
     parts = [_sums(part, spec, tensor_scale) for part in _slices(x, spec)]
@@ -89,6 +89,12 @@ def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) ->
     return torch.where(scale.isnan(), NAN_SCALE, (power + 127).clamp(0, NAN_SCALE - 1))
 
 
+def _from_front(spec: MXSpec, x: Tensor) -> MXSpec:
+    """Return the spec with its axis counted from the front. Most are: to make a spec takes as long as a kernel."""
+    axis = spec.axis % x.dim()
+    return spec if axis == spec.axis else spec.replace(axis=axis)
+
+
 def _row_axis(x: Tensor, spec: MXSpec) -> int | None:
     return spec.row_axis(x.dim()) if spec.block_rows > 1 else None
 
@@ -120,7 +126,7 @@ def quantization_noise(
     tensors = [torch.atleast_1d(x) for x in tensors]
     scales = list(tensor_scales) or [None] * len(tensors)
     scaled = list(zip(tensors, scales, strict=True))
-    noise = math.sqrt(sum(_noise(x, spec.replace(axis=spec.axis % x.dim()), t) ** 2 for x, t in scaled))
+    noise = math.sqrt(sum(_noise(x, _from_front(spec, x), t) ** 2 for x, t in scaled))
     if not math.isfinite(noise):
         sums = [quantization_sums(x, spec, t) for x, t in scaled]
         return QuantizationStatistics.of({name: sum((s[name] for s in sums[1:]), sums[0][name]) for name in sums[0]})

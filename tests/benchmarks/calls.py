@@ -1,9 +1,9 @@
-"""Calls of small operators on the CPU: by `torch.ops.pt2mx`, and as compiled code makes them.
+"""Calls of small operators on the CPU: by `torch.ops.pt2mx` or a public function, and as compiled code makes them.
 
     python -m tests.benchmarks.calls [--threads 1 2] [--calls 300] [--repeats 15]
 
-Microseconds of a call whose kernel has little to do: a linear layer of 32x32, an activation of 576 values, and
-attention of 9 heads over 16 slots. Both sides take turns, and a figure is a median.
+Microseconds of a call whose kernel has little to do: a linear layer of 32x32, an activation of 576 values, attention of
+9 heads over 16 slots, and the public functions of 512 values. Both sides take turns, and a figure is a median.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+import pt2mx
 from pt2mx import ops
 from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
 from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
@@ -30,10 +31,14 @@ def main() -> None:
             ("linear_mx", linear()),
             ("activation_fake_quantize_mx", activation()),
             ("attention_mx", attention()),
+            *((name, (call,)) for name, call in functions().items()),
         ):
             seconds = medians_in_turns([repeated(call, args.calls) for call in sides], args.repeats)
-            operator, prepared = (1e6 * one / args.calls for one in seconds)
-            rows.append({"operator": name, "threads": threads, "operator us": operator, "compiled us": prepared})
+            microseconds = [1e6 * one / args.calls for one in seconds]
+            row: Row = {"operator": name, "threads": threads, "operator us": microseconds[0], "compiled us": ""}
+            if len(sides) > 1:
+                row["compiled us"] = microseconds[1]
+            rows.append(row)
     print_table(rows, tuple(rows[0]))
     print(hardware())
 
@@ -72,6 +77,16 @@ def attention() -> tuple[Callable[[], object], Callable[[], object]]:
     shapes, out = [tuple(t.shape) for t in (query, *cache)], torch.empty_like(query)
     call = PreparedAttention(*shapes, None, query.dtype, *options, None)
     return lambda: torch.ops.pt2mx.attention_mx(query, *cache, *options), lambda: call(query, *cache, out=out)
+
+
+def functions() -> dict[str, Callable[[], object]]:
+    x, spec = torch.randn(8, 64), pt2mx.parse("mxfp8")
+    scale, data = pt2mx.quantize_mx(x, spec)
+    return {
+        "pt2mx.quantize_mx": lambda: pt2mx.quantize_mx(x, spec),
+        "pt2mx.fake_quantize_mx": lambda: pt2mx.fake_quantize_mx(x, spec),
+        "pt2mx.dequantize_mx": lambda: pt2mx.dequantize_mx(data, scale, spec),
+    }
 
 
 if __name__ == "__main__":

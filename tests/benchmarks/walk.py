@@ -1,10 +1,11 @@
 """How far a reader follows a call through the package: the files that it enters, and how often it changes the file.
 
-    python -m tests.benchmarks.walk [--files 10]
+    python -m tests.benchmarks.walk [--recipe mxfp8] [--files 10]
 
 Counted for a Linear from `prepare_pt2e` to an eager call, for `quantize_language_model` of a Llama of two layers, and
 for a token of its eager `generate`. Calls of other packages count as calls from the file before them. Each call runs
-once before it is counted. `--files` prints the most entered files, and the most frequent ways between two.
+once before it is counted. `--recipe` is that of the Llama. `--files` prints the most entered files, and the most
+frequent ways between two.
 """
 
 from __future__ import annotations
@@ -105,8 +106,9 @@ def walked(call: Callable[[], object]) -> Walk:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=0, help="to print of each call")
+    parser.add_argument("--recipe", default="mxfp4_weight_only", help="of the Llama; default: %(default)s")
     options = parser.parse_args()
-    model, quantizer = tiny_decoder("llama"), pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only")
+    model, quantizer = tiny_decoder("llama"), pt2mx.MXQuantizer.from_recipe(options.recipe)
     quantized = pt2mx.quantize_language_model(model, quantizer)
     prompt = torch.tensor([[1, 2, 3]])
 
