@@ -32,6 +32,7 @@ def share_tensor_scales(model: GraphModule) -> None:
     Args:
         model: a prepared graph, which is changed.
     """
+    placeholders_first(model)  # the weights of a subgraph
     observers: dict[Node, MXObserver] = {}  # by their calls
     for node in model.graph.find_nodes(op="call_module"):
         observer = model.get_submodule(str(node.target))
@@ -39,7 +40,6 @@ def share_tensor_scales(model: GraphModule) -> None:
             observers[node] = observer
     if not observers:
         return
-    placeholders_first(model)  # the weights of a subgraph
     constants = constant_nodes(model.graph)
     equal = first_equal(model, constants)
     weights: dict[Node, tuple[Node, tuple]] = {}  # call of an observer -> tensor, qscheme
