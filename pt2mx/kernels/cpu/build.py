@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import torch
 
-from pt2mx.kernels.cpu.calls import check_sizes
+from pt2mx.kernels.cpu.calls import FUNCTIONS
 
 __all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
 __all__ += ["load", "run", "use_built"]
@@ -40,35 +40,8 @@ _FOLDER = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "libraries"
 SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
 HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
-#: the functions of the library that Python calls, and the types of their arguments
-_FUNCTIONS = {
-    "pt2mx_size_of": (ctypes.c_char_p,),
-    "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_linear_of": (ctypes.c_void_p,) * 7,
-    "pt2mx_convolution": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 8),
-    "pt2mx_decoding_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 6),
-    "pt2mx_bf16_isa": (),
-    "pt2mx_matmul": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_dense_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_quantize_activation": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_quantize_activation_of": (ctypes.c_void_p,) * 4,
-    "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_gptq_panel": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_error_sums": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_store": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
-    "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
-    "pt2mx_integer_isa": (ctypes.c_int32, ctypes.c_void_p),
-    "pt2mx_isa_of_rows": (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64),
-}
 #: what a function returns if it does not support a call
 _UNSUPPORTED = -1
-_RETURN_INT64 = "pt2mx_size_of", "pt2mx_replay"
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
@@ -117,10 +90,9 @@ def _attempt() -> None:
         # a handle also finds the symbols of its dependencies: libtorch_cpu on every platform
         parallel_for = ctypes.cast(ctypes.CDLL(torch._C.__file__).torch_parallel_for, ctypes.c_void_p)
         library = _library()
-        for name, arguments in _FUNCTIONS.items():
+        for name, (result, arguments) in FUNCTIONS.items():
             getattr(library, name).argtypes = arguments
-        for name in _RETURN_INT64:
-            getattr(library, name).restype = ctypes.c_int64
+            getattr(library, name).restype = result
     except (OSError, RuntimeError, AttributeError) as error:
         _loaded.append(None)  # before the warning, which filters may turn into an error
         warnings.warn(
@@ -131,7 +103,6 @@ def _attempt() -> None:
             stacklevel=2,
         )
     else:
-        check_sizes(library)
         _loaded.append((library, parallel_for))
 
 

@@ -69,7 +69,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
     structure.rotation = rotation
     if not spec.scale_format.is_power_of_two:
         float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
-        structure.float_scale = ctypes.pointer(float_scale)
+        structure.float_scale = ctypes.addressof(float_scale)
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
     return out if run("pt2mx_linear", structure) else None
 
@@ -125,7 +125,7 @@ def _are_bfloats(x: Tensor) -> bool:
 
 def call_of(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, isa: int, taps: int = 1
-) -> LinearCall:
+) -> ctypes.Structure:
     """Return the call of a matmul of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
     blocks), bias: (N,) or None, out: (..., N); `taps`: the number of pixels of x, K values each, that a row of the
     weight multiplies."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -171,13 +171,13 @@ def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
 
 
-def spec_of(spec: MXSpec) -> Spec:
+def spec_of(spec: MXSpec) -> ctypes.Structure:
     """Return the numbers of a spec as the C++ reads them, cached."""
     return _spec(spec.element.name, spec.scale_format.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> Spec:
+def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> ctypes.Structure:
     element, scale = ELEMENTS[name], SCALE_FORMATS[scale_format]
     mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
     constants = spec_constants(element, mode, block_size)
@@ -188,12 +188,12 @@ def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_si
         float_scale = float_scale_of(name, scale_format, scale_mode)
         constants["candidates"] = float_scale.factor_count * float_scale.offset_count
         constants["searches"] = constants["candidates"] > 1
-        constants["float_scale"] = ctypes.pointer(float_scale)
+        constants["float_scale"] = float_scale
     return _structure(Spec, constants)
 
 
 @functools.cache
-def float_scale_of(name: str, scale_format: str, scale_mode: str) -> FloatScale:
+def float_scale_of(name: str, scale_format: str, scale_mode: str) -> ctypes.Structure:
     """Return the numbers of a scale format with a significand, for an element and mode, as the C++ reads them."""
     scale, mode = SCALE_FORMATS[scale_format], FLOAT_SCALE_MODES[scale_mode]
     constants = float_scale_constants(ELEMENTS[name], scale, mode)
@@ -206,9 +206,12 @@ def float_scale_of(name: str, scale_format: str, scale_mode: str) -> FloatScale:
     return _structure(FloatScale, constants)
 
 
-_T = TypeVar("_T", bound=ctypes.Structure)
-
-
-def _structure(type: type[_T], constants: Mapping[str, object]) -> _T:
-    """Return a structure with these fields; others stay zero."""
-    return type(**{field[0]: constants[field[0]] for field in type._fields_ if field[0] in constants})
+def _structure(type: type[ctypes.Structure], constants: Mapping[str, Any]) -> ctypes.Structure:
+    """Return a structure with these fields, which keeps those that it points to; others stay zero."""
+    structure = type()
+    structure.kept = constants
+    for name, *_ in type._fields_:
+        value = constants.get(name, 0)
+        points = isinstance(value, (ctypes.Array, ctypes.Structure))
+        setattr(structure, name, ctypes.addressof(value) if points else value)
+    return structure

@@ -1,5 +1,6 @@
 // The interface of the kernels: functions over contiguous tensors, given as pointers, which run on torch's threads.
-// ../calls.py mirrors the structures field by field and checks their sizes; pt2mx/cpp fills them too.
+// ../calls.py reads the structures and the functions from this file: fields are numbers, pointers, arrays of these, or
+// structures that are declared above. pt2mx/cpp fills the structures too.
 
 #pragma once
 
@@ -206,7 +207,6 @@ enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
 extern "C" {
 
-int64_t pt2mx_size_of(const char* structure);  // in bytes; -1 for an unknown name
 int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, int64_t size, ParallelFor parallel_for);
 int32_t pt2mx_dequantize_rows(const QuantizeCall* call, ParallelFor parallel_for);
