@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -28,7 +29,7 @@ import torch
 from pt2mx.kernels.cpu.calls import FUNCTIONS
 
 __all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
-__all__ += ["load", "run", "use_built"]
+__all__ += ["load", "run", "use_built", "write_library"]
 
 _T = TypeVar("_T")
 
@@ -193,21 +194,23 @@ def _is_sound(path: Path) -> bool:
 
 
 def _keep(built: Path, cache: Path, name: str) -> Path:
-    """Copy a library to the cache, under a name that contains its digest. Other processes may do the same at the same
-    time: each writes a file with a temporary name, and renames it."""
+    """Copy a library to the cache, under a name that contains its digest."""
     content = built.read_bytes()
     path = cache / f"{name}-{_digest(content)}.so"
     cache.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=cache)
+    write_library(content, path)
+    return path
+
+
+def write_library(content: bytes, path: Path) -> None:
+    """Write a library under a temporary name and rename it: other processes may write or load it at the same time."""
+    unfinished = path.with_name(f".{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(unfinished, 0o755)
+        unfinished.write_bytes(content)
+        unfinished.chmod(0o755)
         os.replace(unfinished, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(unfinished)
-    return path
+        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
         builds.clear()
     for count in (1, 2):
         assert has_all_functions(cpu_build._library()) and len(builds) == count
-    assert not list(where.glob("*.tmp"))
+    assert not list(where.glob(".*"))
     assert not any(path.exists() for path in builds), "the folder of a build is removed"
 
 
