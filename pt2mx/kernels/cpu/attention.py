@@ -131,16 +131,20 @@ def _shaped(
 def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for many queries, and for widths that are not whole groups."""
     query, keys, values, mask = call.query, call.keys, call.values, call.mask
+    if 0 in keys.shape:
+        return None
     # a new mask: one with a single element is contiguous with any stride of its slots
-    of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask.new_empty((*mask.shape[:3], 1))
-    structure = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, call.scale)
+    mask_of_slot = None if mask is None else mask.new_empty((*mask.shape[:3], 1))
+    structure = dense_call_of(query, keys[:, :, :1], values[:, :, :1], mask_of_slot, call.scale)
     if structure is None:
         return None
-    slots, out = keys.shape[2], query.new_empty((*query.shape[:3], values.shape[3]))
+    slots = keys.shape[2]
+    out = query.new_empty((*query.shape[:3], values.shape[3]))
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
-    mask = None if mask is None else mask.expand(*mask.shape[:3], slots).contiguous()
-    of_mask = None if mask is None else mask.data_ptr()
-    pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), of_mask, out.data_ptr()
+    pointers = [query.data_ptr(), keys.data_ptr(), values.data_ptr(), None, out.data_ptr()]
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:3], slots).contiguous()
+        pointers[3] = mask.data_ptr()
     run("pt2mx_decoding_attention_of", structure, slots, *pointers)
     return out
 
@@ -150,7 +154,8 @@ def _run(call: ctypes.Structure, tensors: tuple[Tensor, ...], mask: Tensor | Non
     out = query.new_empty((*query.shape[:3], call.value_width))
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.key, call.key_scale, call.value = key.data_ptr(), key_scale.data_ptr(), value.data_ptr()
-    call.value_scale, call.mask = value_scale.data_ptr(), None if mask is None else mask.data_ptr()
+    call.value_scale = value_scale.data_ptr()
+    call.mask = None if mask is None else mask.data_ptr()
     return out if is_computed(call) else None
 
 

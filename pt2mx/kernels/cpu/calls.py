@@ -22,6 +22,7 @@ _NUMBERS: dict[str, Any] = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
     "ParallelFor": ctypes.c_void_p,
+    "void": None,
 }
 
 

@@ -21,7 +21,7 @@ from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length, resized
-from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 # in the order of the C++ enumerations
-_ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
 _BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
@@ -182,7 +181,7 @@ def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_si
     mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
     constants = spec_constants(element, mode, block_size)
     constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
-    constants["rounding"], constants["candidates"] = _ROUNDINGS.index(rounding), len(mode.exponent_offsets)
+    constants["rounding"], constants["candidates"] = list(ROUNDINGS).index(rounding), len(mode.exponent_offsets)
     constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
     if not scale.is_power_of_two:
         float_scale = float_scale_of(name, scale_format, scale_mode)
