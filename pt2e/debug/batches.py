@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import value_of
 from pt2mx.pt2e.files.user_errors import one_line
@@ -76,7 +77,7 @@ def _check_leaves(model: GraphModule, leaves: list[Any]) -> None:
 
 def check_values(batch: Any) -> None:
     """Raise an MXError for a batch whose tensors are empty."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(batch)
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise MXError("the inputs of a batch are without values: there is nothing to compare")
 
@@ -111,5 +112,5 @@ def errors_of_running(inputs: Any) -> Iterator[None]:
     except MXError:
         raise
     except Exception as error:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(inputs))
         raise MXError(f"the model does not run on inputs of shape {shapes}: {one_line(error)}") from error

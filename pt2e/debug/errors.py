@@ -7,21 +7,19 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pt2mx.analysis.sums import sqnr_db
+from pt2mx.analysis.agreement import ErrorSums, tensors_in
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.files.output import write_text
+from pt2mx.pt2e.flow.weights import listed
 
 #: the operator in the row of an output of the model
 OUTPUT = "output"
-#: the most names in a line
-_SHOWN = 5
 _COLUMNS = ("stage", "module", "operator", "node", "isolated dB", "cosine", "max", "propagated dB", "cosine", "max")
 #: the number of columns of words
 _WORDS = 4
@@ -31,52 +29,13 @@ _LEAD = (
 )
 
 
-@dataclass
-class ErrorSums:
-    """The error of values against a reference, summed over batches.
-
-    Values that are NaN or Inf in the reference (a masked score) are left out.
-    """
-
-    signal: float = 0.0
-    noise: float = 0.0
-    product: float = 0.0
-    energy: float = 0.0
-    max: float = 0.0
-    values: int = 0
-
-    def add(self, got: Tensor, want: Tensor) -> None:
-        """Add a pair of tensors of one shape."""
-        finite = want.isfinite()
-        got, want = got[finite].double(), want[finite].double()
-        if not want.numel():
-            return
-        self.signal += want.square().sum().item()
-        self.noise += (got - want).square().sum().item()
-        self.product += (got * want).sum().item()
-        self.energy += got.square().sum().item()
-        self.max = max(self.max, (got - want).abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item())
-        self.values += want.numel()
-
-    @property
-    def sqnr(self) -> float:
-        """Return the SQNR in dB: Inf where nothing differs, NaN where nothing was compared."""
-        if not self.values:
-            return math.nan
-        return sqnr_db(self.signal, math.inf if math.isnan(self.noise) else self.noise)
-
-    @property
-    def cosine(self) -> float:
-        """Return the cosine of the two vectors of all values."""
-        scale = math.sqrt(self.signal * self.energy)
-        return self.product / scale if scale else float(self.signal == self.energy)
-
-
 def comparable(got: object, want: object) -> bool:
     """Return whether both are floating tensors of one shape."""
-    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
-        return False
-    return got.shape == want.shape and got.is_floating_point() and want.is_floating_point()
+    return is_floating(got) and is_floating(want) and got.shape == want.shape
+
+
+def is_floating(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def relative_error(got: Any, want: Any) -> float:
@@ -89,7 +48,7 @@ def relative_error(got: Any, want: Any) -> float:
     Returns:
         The error; 0 without floating tensors, Inf where the number of tensors, a shape, a NaN or an Inf differs.
     """
-    got_tensors, want_tensors = _tensors(got), _tensors(want)
+    got_tensors, want_tensors = tensors_in(got), tensors_in(want)
     if len(got_tensors) != len(want_tensors):
         return math.inf
     return max(map(_relative_error, got_tensors, want_tensors), default=0.0)
@@ -108,10 +67,6 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
     if scale:
         return distance / scale
     return math.inf if distance else 0.0
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @dataclass
@@ -143,13 +98,12 @@ class StageComparison:
     @classmethod
     def of(cls, stages: Mapping[str, Mapping[str, OperatorErrors]], operators: Iterable[str]) -> StageComparison:
         """Return the comparison for the rows of each stage and the operators of the float model."""
-        operators = list(operators)
+        operators = dict.fromkeys(operators)
         missing: dict[str, tuple[str, ...]] = {}
         everything: list[OperatorErrors] = []
         for name, rows in stages.items():
-            absent = tuple(key for key in operators if key not in rows)
-            if len(absent) < len(operators):  # of a function only the outputs are compared
-                missing[name] = absent
+            if not rows.keys().isdisjoint(operators):  # of a function only the outputs are compared
+                missing[name] = tuple(key for key in operators if key not in rows)
             for row in rows.values():
                 row.stage = name
                 everything.append(row)
@@ -181,8 +135,9 @@ class StageComparison:
             The table, a line for each row, and a line for each stage that lacks operators.
         """
         operators = [row for row in self.rows if row.operator != OUTPUT]
-        kept = [*worst_rows(operators, worst), *(row for row in self.rows if row.operator == OUTPUT)]
-        table = text_table([_COLUMNS, *(_cells(row) for row in kept)], left=_WORDS)
+        outputs = self.rows[len(operators) :]
+        kept = [*worst_rows(operators, worst), *outputs]
+        table = text_table([_COLUMNS, *map(_cells, kept)], left=_WORDS)
         return "\n".join([table, *self._missing_lines()])
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -207,16 +162,12 @@ class StageComparison:
         """
         from pt2mx.pt2e.page.page import table_page  # above this folder: loaded where a page is asked for
 
-        rows = [_cells(row) for row in self.rows]
+        rows = list(map(_cells, self.rows))
         return write_text(table_page("Stage comparison", _LEAD, _COLUMNS, rows, _WORDS, self._missing_lines()), path)
 
     def _missing_lines(self) -> list[str]:
-        return [_missing_line(name, keys) for name, keys in self.missing.items() if keys]
-
-
-def _missing_line(stage: str, keys: tuple[str, ...]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return f"{stage} has nothing of {', '.join(keys[:_SHOWN])}{more}: not compared"
+        missing = self.missing.items()
+        return [f"{stage} has nothing of {listed(keys)}: not compared" for stage, keys in missing if keys]
 
 
 def _badness(row: OperatorErrors) -> tuple[bool, float, float]:
@@ -226,12 +177,13 @@ def _badness(row: OperatorErrors) -> tuple[bool, float, float]:
 
 
 def _cells(row: OperatorErrors) -> tuple[str, ...]:
-    errors = [cell for e in (row.isolated, row.propagated) for cell in _error_cells(e)]
-    return row.stage, row.module, row.operator, row.node, *errors
-
-
-def _error_cells(error: ErrorSums) -> tuple[str, str, str]:
-    return (f"{error.sqnr:.1f}", f"{error.cosine:.6f}", f"{error.max:.3g}") if error.values else ("", "", "")
+    cells = [row.stage, row.module, row.operator, row.node]
+    for error in (row.isolated, row.propagated):
+        if error.values:
+            cells += [f"{error.sqnr:.1f}", f"{error.cosine:.6f}", f"{error.max:.3g}"]
+        else:
+            cells += [""] * 3
+    return tuple(cells)
 
 
 def _numbers(row: OperatorErrors) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.analysis.metrics import (
     METRICS,
     Distance,
@@ -216,7 +215,7 @@ def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
         args, kwargs = copied(arguments)
         return compiled(*args, **kwargs)
 
-    devices = {leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
+    devices = {tensor.device for tensor in tensors_in(batch)}
     try:
         with torch.no_grad():
             for _ in range(2):  # the first compiles

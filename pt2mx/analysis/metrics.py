@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError, nearest
 
@@ -177,10 +177,10 @@ def outputs_of(tree: Any) -> list[Tensor]:
     Raises:
         MXError: where there is none.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not leaves:
+    outputs = [torch.atleast_1d(tensor) for tensor in tensors_in(tree) if tensor.is_floating_point()]
+    if not outputs:
         raise MXError("the model gives no floating tensor: there is nothing to be sensitive")
-    return [torch.atleast_1d(leaf) for leaf in leaves]
+    return outputs
 
 
 def distance_over(metric: Metric, outputs: list[Tensor], references: list[Tensor]) -> tuple[float, float]:
