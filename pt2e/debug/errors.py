@@ -39,15 +39,8 @@ def is_floating(value: object) -> TypeGuard[Tensor]:
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """Return the norm of the difference of two outputs over the norm of the second, the largest among their tensors.
-
-    Args:
-        got: a tensor, or a tree of tensors.
-        want: another one of the same structure.
-
-    Returns:
-        The error; 0 without floating tensors, Inf where the number of tensors, a shape, a NaN or an Inf differs.
-    """
+    """Return the norm of the difference of two trees of tensors over the norm of the second, the largest among their
+    tensors; 0 without floating tensors, Inf where the number of tensors, a shape, a NaN or an Inf differs."""
     got_tensors, want_tensors = tensors_in(got), tensors_in(want)
     if len(got_tensors) != len(want_tensors):
         return math.inf
@@ -110,30 +103,15 @@ class StageComparison:
         return cls(tuple(sorted(everything, key=_badness)), missing)
 
     def of_stage(self, name: str) -> tuple[OperatorErrors, ...]:
-        """Return the rows of one stage, worst first.
-
-        Args:
-            name: the name of the stage.
-
-        Returns:
-            The rows.
-
-        Raises:
-            MXError: for another stage.
-        """
-        if name not in (names := dict.fromkeys(row.stage for row in self.rows)):
+        """Return the rows of one stage, worst first; an MXError names the stages."""
+        names = dict.fromkeys(row.stage for row in self.rows)
+        if name not in names:
             raise MXError(f"there is no stage {name!r}: {nearest(name, names)}")
         return tuple(row for row in self.rows if row.stage == name)
 
     def to_table(self, worst: int | None = 20) -> str:
-        """Return a table in plain text.
-
-        Args:
-            worst: the number of operators; None for all. Outputs are always in the table.
-
-        Returns:
-            The table, a line for each row, and a line for each stage that lacks operators.
-        """
+        """Return a plain text table of the `worst` operators (None: all) and the outputs, and a line for each stage
+        that lacks operators."""
         operators = [row for row in self.rows if row.operator != OUTPUT]
         outputs = self.rows[len(operators) :]
         kept = [*worst_rows(operators, worst), *outputs]
@@ -141,25 +119,11 @@ class StageComparison:
         return "\n".join([table, *self._missing_lines()])
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return all rows as JSON, and write them to a file.
-
-        Args:
-            path: the path of the file; None writes none.
-
-        Returns:
-            The JSON.
-        """
+        """Return all rows as JSON, and write them to a file at `path`, if it is given."""
         return write_text(json.dumps([_numbers(row) for row in self.rows], indent=1), path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return all rows as an HTML page, and write it to a file.
-
-        Args:
-            path: the path of the file; None writes none.
-
-        Returns:
-            The page.
-        """
+        """Return all rows as an HTML page, and write it to a file at `path`, if it is given."""
         from pt2mx.pt2e.page.page import table_page  # above this folder: loaded where a page is asked for
 
         rows = list(map(_cells, self.rows))
@@ -172,8 +136,12 @@ class StageComparison:
 
 def _badness(row: OperatorErrors) -> tuple[bool, float, float]:
     """Return the sort key: outputs last, then by the isolated error, then by the propagated one."""
-    isolated, propagated = (math.inf if math.isnan(e.sqnr) else e.sqnr for e in (row.isolated, row.propagated))
-    return row.operator == OUTPUT, isolated, propagated
+    isolated, propagated = row.isolated.sqnr, row.propagated.sqnr
+    return (
+        row.operator == OUTPUT,
+        math.inf if math.isnan(isolated) else isolated,
+        math.inf if math.isnan(propagated) else propagated,
+    )
 
 
 def _cells(row: OperatorErrors) -> tuple[str, ...]:
@@ -187,9 +155,8 @@ def _cells(row: OperatorErrors) -> tuple[str, ...]:
 
 
 def _numbers(row: OperatorErrors) -> dict[str, Any]:
-    entry: dict[str, Any] = {name: getattr(row, name) for name in ("stage", "module", "operator", "node")}
-    for name in ("isolated", "propagated"):
-        error: ErrorSums = getattr(row, name)
+    content: dict[str, Any] = {"stage": row.stage, "module": row.module, "operator": row.operator, "node": row.node}
+    for name, error in (("isolated", row.isolated), ("propagated", row.propagated)):
         numbers = {"sqnr": error.sqnr, "cosine": error.cosine, "max": error.max}
-        entry[name] = {key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}
-    return entry
+        content[name] = {key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}
+    return content
