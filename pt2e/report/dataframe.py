@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pt2mx.extras import import_extra
@@ -32,11 +33,6 @@ def dataframe(operators: Iterable[OperatorReport]) -> pandas.DataFrame:
 
 
 def _row(operator: OperatorReport, operand: OperandReport) -> tuple[object, ...]:
-    statistics = (getattr(operand.statistics, name, math.nan) for name in _OF_STATISTICS)
-    return (
-        *(getattr(operator, name) for name in _OF_OPERATOR),
-        operand.role,
-        operand.spec,
-        *statistics,
-        *(getattr(operand, name) for name in _OF_OPERAND),
-    )
+    of_operator = attrgetter(*_OF_OPERATOR)(operator)
+    of_statistics = (getattr(operand.statistics, name, math.nan) for name in _OF_STATISTICS)
+    return (*of_operator, operand.role, operand.spec, *of_statistics, *attrgetter(*_OF_OPERAND)(operand))

@@ -88,7 +88,7 @@ def sensitivity(
     for name, candidate in prepared.items():
         if not candidate.modules:
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")
-    numbers: dict[Key, dict[str, float]] = {}
+    numbers: dict[Key, dict[str, Any]] = {}
     for name, candidate in prepared.items():
         for module in candidate.modules:
             for which in operands:

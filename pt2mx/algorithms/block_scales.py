@@ -29,14 +29,6 @@ class BlockScales:
         spec: the format, with the axis of the weight counted from the front; blocks of one row.
         stored: (..., ceil(n / block_size), ...) as `quantize_mx` gives them.
         tensor_scale: () float32, of formats with one; otherwise None.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.algorithms.block_scales import choose_scales
-        >>> weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-        >>> scales = choose_scales(weight, pt2mx.parse("nvfp4{4}", axis=1))
-        >>> scales.round(weight)  # with the largest value on 6 the others are 4.5, 3 and 1.5
-        tensor([[4., 3., 2., 1.]])
     """
 
     spec: MXSpec

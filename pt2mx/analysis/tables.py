@@ -39,11 +39,6 @@ def ratio_text(ratio: float, more: str, less: str, equal: str) -> str:
         ratio: a positive number.
         more, less: the words after the ratio, or after its reciprocal if it is below 1.
         equal: the words for a ratio that is 1 with one digit.
-
-    Example:
-        >>> from pt2mx.analysis.tables import ratio_text
-        >>> [ratio_text(ratio, "smaller than", "larger than", "about as large as") for ratio in (4, 1.04, 0.5)]
-        ['4.0x smaller than', 'about as large as', '2.0x larger than']
     """
     if max(ratio, 1 / ratio) < _EQUAL:
         return equal
