@@ -17,22 +17,14 @@ from pt2mx.pt2e.files.user_errors import one_line
 
 
 def several(batches: object, name: str = "batches") -> Iterable[Any]:
-    """Return the batches; a single one is an error, since a tensor could be iterated over its rows.
-
-    Raises:
-        MXError: for one batch, and for an object without batches.
-    """
+    """Return the batches; a single one is an MXError, since a tensor could be iterated over its rows."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise MXError(f"{name} is one of type {type(batches).__name__}: give a list of batches")
     return batches
 
 
 def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
-    """Return the values of a batch for the placeholders of a graph.
-
-    Raises:
-        MXError: for another number of arguments, other names or other objects than the model takes.
-    """
+    """Return the values of a batch for the placeholders of a graph."""
     return pytree.tree_leaves(arguments_of(model, batch))
 
 
@@ -46,7 +38,7 @@ def arguments_of(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, A
     """Return the positional and the keyword arguments of a call, as the graph was exported.
 
     Raises:
-        MXError: as `leaves_of`.
+        MXError: for another number of arguments, other names or other objects than the model takes.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
     if info is None:
@@ -94,11 +86,7 @@ def copied(tree: Any) -> Any:
 
 
 def call(model: GraphModule, batch: Any) -> Any:
-    """Call a graph with a copy of a batch.
-
-    Raises:
-        MXError: for a batch that the graph does not take.
-    """
+    """Call a graph with a copy of a batch."""
     args, kwargs = copied(arguments_of(model, batch))
     with errors_of_running((args, kwargs)):
         return model(*args, **kwargs)

@@ -132,11 +132,7 @@ def bisect(
 
 
 def _find(graph: GraphModule, second: Any, batch: Any, bound: float) -> _Suspect | None:
-    """Find the nodes that differ most from the second form, or the fewest of the compiled or made one.
-
-    Raises:
-        MXError: for another object as second form.
-    """
+    """Find the operator that differs most from another graph or file, or the fewest of a form made of operators."""
     if isinstance(second, nn.Module | ExportedProgram):
         return _worst_operator(graph, check_module(second, "second"), batch)
     if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
@@ -176,11 +172,7 @@ def _smallest_subgraph(
 
 
 def _worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> _Suspect:
-    """Find the operator with the largest error between two graphs, both with the inputs that it has in `first`.
-
-    Raises:
-        MXError: where no value of the two can be compared.
-    """
+    """Find the operator with the largest error between two graphs, both with the inputs that it has in `first`."""
     calls: dict[str, tuple[Node, RecordingInterpreter]] = {}
     values: dict[str, list[Any]] = defaultdict(list)
     worst: list[_Suspect] = []

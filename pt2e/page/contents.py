@@ -64,21 +64,13 @@ class PageContext:
         return "" if isinstance(self.recipe, MXQuantizer) else os.fspath(self.recipe)
 
     def recipe_text(self) -> str:
-        """Return the YAML of the recipe; "" without a recipe.
-
-        Raises:
-            MXError: for an unknown recipe name, and for a quantizer that a recipe cannot store.
-        """
+        """Return the YAML of the recipe; "" without a recipe."""
         if isinstance(self.recipe, MXQuantizer):
             return self.recipe.to_recipe()
         return recipes.text(self.recipe) if self.recipe_name else ""
 
     def known_quality(self) -> dict[str, float]:
-        """Return the passed quality, else the recipe's quality in the comparison.
-
-        Raises:
-            MXError: if a quality is no number.
-        """
+        """Return the passed quality, else the recipe's quality in the comparison."""
         if self.quality or self.comparison is None:
             return {name: _number(name, value) for name, value in self.quality.items()}
         for row in self.comparison.rows:

@@ -35,7 +35,6 @@ class DrawnGraph:
     Names in a subgraph start with its path.
 
     Args:
-        rows: one for each node.
         named: name of a node -> index of its row.
         by_source: the node's name in the first export -> index of its row.
         sources: name of a node -> its name in the first export.

@@ -22,11 +22,7 @@ _NONE = OperandReport("", None, None, {}, 0, 0, 0)
 
 
 def dataframe(operators: Iterable[OperatorReport]) -> pandas.DataFrame:
-    """Return one row per operand, and one for an operator without operands. A number that is not known is NaN.
-
-    Raises:
-        MXError: where pandas is not installed.
-    """
+    """Return one row per operand, and one for an operator without operands. A number that is not known is NaN."""
     rows = [_row(operator, operand) for operator in operators for operand in operator.operands or (_NONE,)]
     table = import_extra("pandas").DataFrame(rows, columns=list(COLUMNS))
     return table.astype(dict.fromkeys((*_OF_STATISTICS, "tensor_scale"), "float64"))

@@ -257,11 +257,7 @@ def _anomalies(operand: OperandReport) -> str:
 
 
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the fields of a report from a JSON file. A ratio that was not finite is NaN.
-
-    Raises:
-        MXError: where there is no such file, or it holds something else.
-    """
+    """Read the fields of a report from a JSON file. A ratio that was not finite is NaN."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:

@@ -110,11 +110,7 @@ def compare_recipes(
 
 
 def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
-    """Return name -> quantizer for recipes as `compare_recipes` takes them.
-
-    Raises:
-        MXError: for an unknown recipe, and without any.
-    """
+    """Return name -> quantizer for recipes as `compare_recipes` takes them."""
     if isinstance(recipes, Mapping):
         for name, one in recipes.items():
             if not isinstance(one, MXQuantizer):

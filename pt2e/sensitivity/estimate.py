@@ -48,11 +48,7 @@ def estimates(
 ) -> tuple[dict[Key, float], float]:
     """Return (module, candidate, operands) -> the estimated distance of a batch's outputs, as a sum, and its divisor.
 
-    Args:
-        draws: number of directions, one backward pass each.
-
-    Raises:
-        MXError: for a higher-order operator through which no gradients pass, and for outputs that cannot be compared.
+    Each of the `draws` directions is a backward pass.
     """
     probed: set[str] = set()
     for candidate in candidates.values():
@@ -222,11 +218,7 @@ class EagerControlFlow(RecordingInterpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; execute conditions and loops in Python.
-
-        Raises:
-            MXError: for an unknown higher-order operator.
-        """
+        """Call an operator; execute conditions and loops in Python."""
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         if target.name() not in _RUN:

@@ -76,13 +76,7 @@ class LatentWeight:
 def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the points nearest to `weight`, on the line from `rounded` to it, that `round_to` rounds to `rounded`.
 
-    Args:
-        weight: float32.
-        rounded: the same shape, values that `round_to` does not change.
-        round_to: rounds each value to nearest.
-
-    Returns:
-        float32: the weight itself if it is rounded to `rounded`.
+    `weight` and `rounded` are float32 of one shape; `round_to` rounds to nearest, and does not change `rounded`.
     """
     whole = round_to(weight) == rounded
     inside, way = torch.where(whole, weight, rounded), torch.where(whole, 0.0, weight - rounded)

@@ -167,11 +167,7 @@ def number_of(value: object, source: str, better: str) -> float:
 
 
 def outputs_of(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a model's output, with at least one dimension.
-
-    Raises:
-        MXError: where there is none.
-    """
+    """Return the floating-point tensors of a model's output, with at least one dimension."""
     outputs = [torch.atleast_1d(tensor) for tensor in tensors_in(tree) if tensor.is_floating_point()]
     if not outputs:
         raise MXError("the model gives no floating tensor: there is nothing to be sensitive")

@@ -83,10 +83,7 @@ def _run(step: str, *args: Any) -> Any:
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:
     """Return the E8M0 byte of the power of two at or below each scale, int64; `NAN_SCALE` for NaN.
 
-    Args:
-        stored: scales, as `quantize_mx` gives them.
-        spec: their format.
-        tensor_scale: () float32, of formats that have one; it multiplies the scales.
+    `stored` are scales as `quantize_mx` gives them; `tensor_scale`, of formats that have one, multiplies them.
     """
     if spec.scale_format.is_power_of_two:
         return stored.to(torch.int64)
@@ -115,11 +112,7 @@ def quantization_noise(
 
     Args:
         tensors: at least one, each as in `quantization_sums`.
-        spec: their format.
         tensor_scales: one of each tensor, as in `quantization_sums`; by default None.
-
-    Raises:
-        MXError: as `quantization_sums`.
     """
     tensors = [torch.atleast_1d(x) for x in tensors]
     scales = list(tensor_scales) or [None] * len(tensors)
