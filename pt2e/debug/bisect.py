@@ -16,10 +16,11 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from pt2mx.analysis.agreement import is_floating
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import check_values, copied, named_leaves
-from pt2mx.pt2e.debug.errors import is_floating, relative_error
+from pt2mx.pt2e.debug.errors import relative_error
 from pt2mx.pt2e.debug.interpreter import Pair, RecordingInterpreter, check_module, run, run_against, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range

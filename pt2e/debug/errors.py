@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pt2mx.analysis.agreement import ErrorSums, tensors_in
+from pt2mx.analysis.agreement import ErrorSums, comparable, tensors_in
 from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.files.output import write_text
@@ -27,15 +27,6 @@ _LEAD = (
     "Each operator compared with the float model's, the worst first. Isolated: its error for the float model's inputs; "
     "propagated: its error in a run of the stage. SQNR in dB, higher is better."
 )
-
-
-def comparable(got: object, want: object) -> bool:
-    """Return whether both are floating tensors of one shape."""
-    return is_floating(got) and is_floating(want) and got.shape == want.shape
-
-
-def is_floating(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def relative_error(got: Any, want: Any) -> float:

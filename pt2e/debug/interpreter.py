@@ -14,13 +14,13 @@ from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node, map_arg
 
+from pt2mx.analysis.agreement import comparable
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.fx.graph.source_node import nodes_by_source, source_name
 from pt2mx.fx.graph.tensors import tensors_in_written_memory
 from pt2mx.pt2e.debug.batches import copied, errors_of_running, leaves_of
-from pt2mx.pt2e.debug.errors import comparable
 
 #: called with each value: its key (the path of its graph and its source node), its node, the value, and the run
 OnValue = Callable[[str, Node, Any, "RecordingInterpreter"], None]

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from pt2mx.analysis.agreement import tensors_in
+from pt2mx.analysis.agreement import comparable, is_floating, tensors_in
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import arguments_of, check_values, copied, named_leaves, several
-from pt2mx.pt2e.debug.errors import OUTPUT, OperatorErrors, StageComparison, comparable, is_floating
+from pt2mx.pt2e.debug.errors import OUTPUT, OperatorErrors, StageComparison
 from pt2mx.pt2e.debug.interpreter import (
     Pair,
     RecordingInterpreter,

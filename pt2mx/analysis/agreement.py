@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -147,6 +147,15 @@ def describe_agreement(outputs: Sequence[Tensor], expected: Sequence[Tensor]) ->
     pairs = zip(_floats(outputs), _floats(expected), strict=True)
     largest = max((float((y - e).abs().nan_to_num().max()) for y, e in pairs if e.numel()), default=0.0)
     return f"{fidelity([(outputs, expected)])}, largest difference {largest:.1e}"
+
+
+def comparable(got: object, want: object) -> bool:
+    """Return whether both are floating tensors of one shape."""
+    return is_floating(got) and is_floating(want) and got.shape == want.shape
+
+
+def is_floating(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def tensors_in(tree: object) -> list[Tensor]:
