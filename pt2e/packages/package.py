@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
 
-import sympy
 import torch
 from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram
@@ -96,13 +95,10 @@ def write_package(
     Args:
         code: the program to compile: `program`, possibly decomposed further.
         program: an export of `module`, with example inputs on the package's device.
-        module: a graph module.
-        path: the path of the package.
-        device: the device that the code is for.
+        module, path, device, provenance: the graph module; the package, where it runs, and what it records.
         stated: the ranges of the inputs.
         eager: the model whose outputs the package must reproduce, called with inputs on that device. It raises an error
             for inputs that the program rejects, which code on a GPU may not.
-        provenance: the versions and the recipe to record in the package.
 
     Raises:
         MXError: where the file cannot be written, or its code crashes.
@@ -118,21 +114,15 @@ def write_package(
         with deferred_interrupts():
             package_aoti(file, files)
         check_loads(file.name, torch.device(device))
-        lower, conditions = _probed_sizes(file.name, program, module, stated, eager)
-        signature, content = Signature.of(program, module, lower, conditions), io.BytesIO()
+        signature = Signature.of(program, module)
+        if every_symbol(program):
+            any_size = Signature.of(program, module, dict.fromkeys(symbols(program), 0))
+            compiled = Package(torch._inductor.aoti_load_package(file.name), any_size)
+            lower, conditions = min_sizes(program, stated, eager, compiled)
+            signature = Signature.of(program, module, lower, conditions)
+        content = io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
         add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
-
-
-def _probed_sizes(
-    file: str, program: ExportedProgram, module: GraphModule, stated: list[list[Range] | None], eager: Callable
-) -> tuple[dict[sympy.Symbol, int], list[str]]:
-    """Return `min_sizes` of the machine code in a file."""
-    if not every_symbol(program):
-        return {}, []
-    any_size = Signature.of(program, module, dict.fromkeys(symbols(program), 0))
-    compiled = Package(torch._inductor.aoti_load_package(file), any_size)
-    return min_sizes(program, stated, eager, compiled)
 
 
 def load_package(path: str | os.PathLike[str]) -> Package:
