@@ -27,9 +27,6 @@ def calibration_audio(source: str | None, model: Any, name: str, quantizer: MXQu
         model: the model of a checkpoint.
         name: the checkpoint.
         quantizer: the quantizer, whose algorithms may look at inputs.
-
-    Raises:
-        MXError: for a checkpoint without a feature extractor, a folder without recordings, and one that cannot be read.
     """
     extractor = FeatureExtractor(name, media_config(model.config))  # without one, the result could read no recording
     if source in (None, "none"):
@@ -51,9 +48,6 @@ def audio_inputs(model: Any, folder: str, file: str) -> dict[str, Tensor]:
         model: the `LanguageModel` of a folder.
         folder: the folder, which holds the feature extractor.
         file: the recording, a .wav file.
-
-    Raises:
-        MXError: for a model that reads no audio, and a file that is no recording of the model's rate and length.
     """
     if not takes_audio(model):
         raise MXError(f"{folder!r} reads no audio: give --prompt")

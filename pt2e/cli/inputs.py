@@ -47,9 +47,6 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
         signature: the signature of the model.
         source: the batch's file, for errors and notes.
         note: prints a line for the user.
-
-    Raises:
-        MXError: for a batch that the model does not take; it names the source and the input.
     """
     leaves = []
     for leaf, (name, example, sizes) in zip(_leaves(batch, signature, source), signature.inputs, strict=True):

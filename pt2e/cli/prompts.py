@@ -15,11 +15,7 @@ from pt2mx.pt2e.models.names import IMAGES, KINDS
 
 
 def read_prompt(file: str) -> str:
-    """Return the text of a file as one prompt, without the line break at its end.
-
-    Raises:
-        MXError: for a file that cannot be read, is no text, or is empty.
-    """
+    """Return the text of a file as one prompt, without the line break at its end."""
     try:
         prompt = Path(file).read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
@@ -37,9 +33,6 @@ def chat_tokens(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> di
     Args:
         tokenizer: the tokenizer.
         conversations: the turns of each, `{"role": "user", "content": "Hello"}`; the model answers the last one.
-
-    Raises:
-        MXError: for a tokenizer without a chat template.
     """
     if tokenizer.chat_template is None:
         raise MXError(
@@ -67,9 +60,6 @@ def image_prompt(processor: Any, prompt: str, images: list[Any], in_template: bo
         prompt: the prompt; it may hold the token of images.
         images: the images.
         in_template: put it into the chat template of the processor; None: where it has one.
-
-    Raises:
-        MXError: for a chat template that is missing, and for images that are not those of the prompt.
     """
     template = processor.chat_template
     if in_template and template is None:

@@ -85,11 +85,7 @@ def skeleton_of(config: Any, shapes: Collection[tuple[int, ...]], source: str) -
 def with_tensors(
     skeleton: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor], advice: str
 ) -> PreTrainedModel:
-    """Return the model with tensors of a checkpoint, by their names in it.
-
-    Raises:
-        MXError: where a tensor is missing, unknown, or of another shape.
-    """
+    """Return the model with tensors of a checkpoint, by their names in it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -111,9 +107,6 @@ def model_on_meta(source: Path, config: dict[str, Any], shapes: Collection[tuple
         source: the folder of the checkpoint.
         config: the content of its config.json.
         shapes: the shapes of the tensors that its files hold.
-
-    Raises:
-        MXError: where transformers lacks it, and where it is larger than the files.
     """
     transformers = import_extra("transformers", "hf")
     check_counts(config, shapes, str(source / CONFIG))

@@ -68,11 +68,7 @@ class CheckpointTensors(StoredTensors):
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` in config.json or in ModelOpt's file; None where the checkpoint has none.
-
-    Raises:
-        MXError: where config.json is missing or cannot be read.
-    """
+    """Return the `quantization_config` in config.json or in ModelOpt's file; None where the checkpoint has none."""
     config = read_json(folder / CONFIG).get("quantization_config")
     if config is None and (folder / MODELOPT).is_file():
         return {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
@@ -82,12 +78,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def headers_of(folder: Path) -> dict[str, Header]:
-    """Return the files that hold the tensors of a checkpoint, with their headers.
-
-    Raises:
-        MXError: where there are none; where one is missing or truncated; where the index and the headers disagree about
-            the file of a tensor.
-    """
+    """Return the files that hold the tensors of a checkpoint, with their headers."""
     index = folder / INDEX
     if index.is_file():
         shard_of = _weight_map(index)
@@ -130,11 +121,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        MXError: where there is no such file, or it holds something else.
-    """
+    """Return the JSON object in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -43,9 +43,6 @@ def parts_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str
 
     Returns:
         name -> {name in the checkpoint: the rows of the parameter that it holds}; a parameter counts as rows of K.
-
-    Raises:
-        MXError: where the checkpoint does not hold whole rows.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -213,9 +210,6 @@ def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: Pr
         layout: the layout of the checkpoint.
         modules: modules by their names in the model; other names are ignored.
         model: the model, on any device, also meta.
-
-    Raises:
-        MXError: naming a module.
     """
     layers = dict(model.named_modules())
     experts = {name: module for name, module in modules.items() if module.kind == EXPERTS and name in layers}

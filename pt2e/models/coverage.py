@@ -79,9 +79,6 @@ class Coverage:
         Args:
             part: a top-level module that must be held; all others may be left out.
             allow_partial: True: any part may be left out, and codes may be taken for values.
-
-        Raises:
-            MXError: with the shares, the first tensor that is left out, and the options that allow it.
         """
         if part is not None and part not in self.modules:
             raise MXError(f"the model has no top-level module {part!r}: {nearest(part, self.modules)}")

@@ -74,9 +74,6 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
             model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
         dtype: for a checkpoint: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for an unknown model, or one of a package that is not installed.
     """
     if source == "minilm":
         return _minilm()

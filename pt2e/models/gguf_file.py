@@ -88,11 +88,7 @@ class GGUFFile:
             )
 
     def text(self, key: str) -> str:
-        """Return a string of the metadata.
-
-        Raises:
-            MXError: where the file has none.
-        """
+        """Return a string of the metadata."""
         value = self.metadata.get(key)
         if not isinstance(value, str):
             raise MXError(f"{str(self.path)!r} has no string {key} in its metadata: convert the model to GGUF again")
@@ -122,11 +118,7 @@ class GGUFFile:
         return self.values_of(name, self.blocks(name))
 
     def values_of(self, name: str, blocks: Tensor) -> Tensor:
-        """Return the values of some of the rows that `blocks` returns.
-
-        Raises:
-            MXError: for a type that `gguf` cannot dequantize.
-        """
+        """Return the values of some of the rows that `blocks` returns."""
         entry, gguf = self.entries[name], import_extra("gguf", "gguf")
         if entry.type in DTYPES:
             return blocks

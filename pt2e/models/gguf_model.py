@@ -100,11 +100,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def gguf_in(name: str | os.PathLike[str]) -> Path | None:
-    """Return a GGUF file, or the one in a folder without config.json; None for other checkpoints.
-
-    Raises:
-        MXError: for a folder with several.
-    """
+    """Return a GGUF file, or the one in a folder without config.json; None for other checkpoints."""
     path = Path(name)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
@@ -117,11 +113,7 @@ def gguf_in(name: str | os.PathLike[str]) -> Path | None:
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """Return the row of `ARCHITECTURES` for a file.
-
-    Raises:
-        MXError: for an architecture that is not there.
-    """
+    """Return the row of `ARCHITECTURES` for a file."""
     name = file.text(ARCHITECTURE)
     if name not in ARCHITECTURES:
         raise MXError(

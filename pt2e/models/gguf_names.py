@@ -68,9 +68,6 @@ def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) 
         model: the model, on any device, also meta.
         architecture: a key of `ARCHITECTURES`.
         untied: True for each name of tied weights; False: they are there once.
-
-    Raises:
-        MXError: for a tensor that no table of `gguf` names.
     """
     gguf, config = import_extra("gguf", "gguf"), model.config.get_text_config()
     number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]

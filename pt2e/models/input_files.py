@@ -38,9 +38,6 @@ def load_batch(file: Path) -> object:
 
     A `.pt` file holds a tensor, or a tuple or a dict of tensors (numbers, for inputs that are numbers). A `.npz` file
     holds arrays by the names of the inputs, or unnamed in order.
-
-    Raises:
-        MXError: for a file that holds no batch.
     """
     try:
         if file.suffix == ".pt":
@@ -64,10 +61,6 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
         folder: a folder of batches, as `load_batch` reads them, in which other files are ignored; of images; or of
             recordings.
         readers: kind -> the function that makes batches of such files for the model.
-
-    Raises:
-        MXError: for a folder that does not exist, that holds no file of a kind, files of several kinds, or a kind that
-            the model does not take; for a file that cannot be read.
     """
     files = input_files(folder)
     kinds = sorted({KINDS[file.suffix.lower()] for file in files})
@@ -108,9 +101,6 @@ def read_image(file: Path, mode: str = "RGB") -> Image.Image:
         file: of any format that Pillow reads. torchvision's own decoders need its library, which does not load where
             torchvision is a CUDA build and torch a CPU build.
         mode: Pillow's name of the channels.
-
-    Raises:
-        MXError: for a file that holds none, and where Pillow is not installed.
     """
     pillow, operations = import_extra("PIL.Image", "vision"), import_extra("PIL.ImageOps", "vision")
     try:
@@ -131,9 +121,6 @@ def read_audio(file: Path, rate: int) -> np.ndarray:
     Args:
         file: of 8, 16 or 32 bits PCM.
         rate: the sampling rate that it must have, in samples a second.
-
-    Raises:
-        MXError: for a file that holds no such recording.
     """
     try:
         with wave.open(str(file)) as recording:

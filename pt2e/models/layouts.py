@@ -98,9 +98,6 @@ class Layout:
         Args:
             weight, form: its name and its format.
             data, scale, tensor_scale: as in `PackedTensors`.
-
-        Raises:
-            MXError: where the layout cannot hold them, or a scale is NaN.
         """
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
@@ -131,9 +128,6 @@ class Layout:
 
         Returns:
             The weight, in views of these tensors.
-
-        Raises:
-            MXError: where a tensor is missing, has another dtype or shape, or holds impossible scales.
         """
         stored, names = self.check(weight, form), self.stored_names(weight, form, tensors)
         if missing := [name for name in names if name not in tensors]:
@@ -188,9 +182,6 @@ class Layout:
             module: the module.
             form: the format of its weight.
             inputs: the spec of its inputs; None: high precision.
-
-        Raises:
-            MXError: naming the quantization that libraries apply.
         """
         if inputs is None:
             if form in self.always_inputs:
@@ -309,9 +300,6 @@ def layout_named(name: object) -> Layout:
 
     Returns:
         The layout.
-
-    Raises:
-        MXError: for an unknown name.
 
     Example:
         >>> from pt2mx.pt2e.models.layouts import layout_named

@@ -171,11 +171,7 @@ class ShardWriter:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file.
-
-    Raises:
-        MXError: where the file cannot be read, or is no complete safetensors file.
-    """
+    """Read the header of a file."""
     try:
         with import_extra("safetensors", "hf").safe_open(path, "np") as file:
             stored = {name: file.get_slice(name) for name in file.offset_keys()}

@@ -68,11 +68,7 @@ class PackedTensors(NamedTuple):
 
     @property
     def stated_tensor_scale(self) -> Tensor:
-        """The tensor scale of a scale format with one.
-
-        Raises:
-            MXError: for codes without one.
-        """
+        """The tensor scale of a scale format with one."""
         if self.tensor_scale is None:
             raise MXError(f"codes in {self.spec} have no tensor scale: give the checkpoint's")
         return self.tensor_scale
@@ -106,9 +102,6 @@ def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int
 
     Returns:
         Blocks of that shape, of 1 x 32, or those into which the grid divides the weight evenly.
-
-    Raises:
-        MXError: for a grid that fits no block.
     """
     element = "fp4_e2m1" if data.dtype in (torch.int8, torch.uint8) else "fp8_e4m3"
     if data.dim() < 2 or scale.dim() != data.dim():
@@ -148,9 +141,6 @@ def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor
         spec: its spec.
         data: (..., N, bytes of K) uint8.
         scale: (..., blocks of N, blocks of K).
-
-    Raises:
-        MXError: naming the shapes.
     """
     if spec.block_rows > 1:
         columns = data.shape[-1] * 8 // spec.element.bits
@@ -219,11 +209,7 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
 
 
 def read_tensor_scale(name: str, tensor: Tensor) -> Tensor:
-    """Return the scale of a whole tensor, () float32.
-
-    Raises:
-        MXError: for a tensor that is no positive number of float32.
-    """
+    """Return the scale of a whole tensor, () float32."""
     if tensor.dtype != torch.float32 or tensor.numel() != 1:
         raise MXError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: a tensor scale is one float32 number")
     value = tensor.item()

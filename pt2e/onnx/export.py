@@ -68,12 +68,6 @@ def export_onnx(
     Returns:
         The number of nodes for quantized activations and packed weights.
 
-    Raises:
-        MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
-            operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
-            buffers that the model writes, a quantized cache, states of recurrent layers), for a file above 2 GB, and
-            for a path at which no file can be written.
-
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
         >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
@@ -118,11 +112,7 @@ def export_onnx(
 
 
 def rewriter_of(target: object) -> Callable[[Any], Any]:
-    """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model.
-
-    Raises:
-        MXError: for an unknown target.
-    """
+    """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model."""
     if not isinstance(target, str) or target not in DIALECTS:
         raise MXError(f"unknown target {target!r}: {nearest(target, DIALECTS)}")
     from pt2mx.pt2e.onnx import function_bodies, openvino, quark, standard

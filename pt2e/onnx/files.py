@@ -32,11 +32,7 @@ _LARGE = 256
 
 
 def read_model(path: str | os.PathLike[str]) -> ModelProto:
-    """Read an ONNX file, with its external data.
-
-    Raises:
-        MXError: if the file is no ONNX model, or its external data is missing.
-    """
+    """Read an ONNX file, with its external data."""
     try:
         model = onnx.load(os.fspath(path))
     except Exception as error:  # protobuf's error for a damaged file, or onnx's error for missing data
@@ -52,11 +48,7 @@ def opset_of(model: ModelProto) -> int:
 
 
 def raise_opset(model: ModelProto, opset: int = OPSET) -> ModelProto:
-    """Return a model of at least this opset: the model itself, or a conversion of it.
-
-    Raises:
-        MXError: if ONNX's converter fails.
-    """
+    """Return a model of at least this opset: the model itself, or a conversion of it."""
     nodes = (node for graph in graphs_in(model.graph) for node in graph.node)
     for entry in (*model.opset_import, *nodes):
         if entry.domain == "ai.onnx":  # another spelling
@@ -92,11 +84,7 @@ def check_model(model: ModelProto, name: str) -> None:
 
 
 def serialized(model: ModelProto) -> bytes:
-    """Return the bytes of a model's file.
-
-    Raises:
-        MXError: for a model that is too large for one, or that onnx's checker rejects.
-    """
+    """Return the bytes of a model's file."""
     if _exceeds_file(model):
         raise MXError(f"the model has more than the {_LIMIT:,} bytes of an ONNX file: quantize more of it, or parts")
     check_model(model, "the model that was written")
@@ -173,9 +161,6 @@ def tensor_types(model: ModelProto, is_identity: Callable[[NodeProto], bool] | N
     Args:
         model: the model. It is not changed, and large constants are not copied.
         is_identity: true for nodes of a domain unknown to inference whose output has the type of their input.
-
-    Raises:
-        MXError: where nodes do not fit together.
     """
     inputs = {value.name for value in model.graph.input}
     constants = [tensor for tensor in model.graph.initializer if tensor.name not in inputs]

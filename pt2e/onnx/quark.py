@@ -42,11 +42,6 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
     Returns:
         The number of MX nodes.
 
-    Raises:
-        MXError: for a file that is no ONNX model or cannot be converted, one without such nodes, attributes that
-            Quark's operator does not have, nodes of Quark that are not MX and would not run, and a path at which no
-            file can be written.
-
     Example:
         >>> import tempfile, numpy, onnx, onnxruntime, pt2mx
         >>> graph = onnx.parser.parse_graph('''
@@ -77,11 +72,7 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
 
 
 def to_quark(model: Any) -> Any:
-    """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model.
-
-    Raises:
-        MXError: for a spec without attributes of Quark's node; the error names the node.
-    """
+    """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model."""
     op_type, domain = next(iter(OPERATORS.items()))
     for node, ours in FakeQuantizeMX.nodes_in(model):
         attributes = attributes_of(ours.spec)

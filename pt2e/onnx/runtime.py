@@ -32,9 +32,6 @@ def load(path: str | os.PathLike[str], runtime: str | None = None) -> Runnable:
     Args:
         path: the file.
         runtime: `"onnxruntime"` or `"openvino"`; by default the first one that is installed and takes the file.
-
-    Raises:
-        MXError: for an unknown runtime or one that is not installed, and for a file that no runtime takes.
     """
     if runtime is not None and runtime not in RUNTIMES:
         raise MXError(f"unknown runtime {runtime!r}: {nearest(runtime, RUNTIMES)}")

@@ -70,11 +70,7 @@ class Package:
 
 
 def check_package_output(path: str | os.PathLike[str]) -> None:
-    """Raise an error for a path to which no package can be written.
-
-    Raises:
-        MXError: for such a path, and for a name that does not end in `.pt2`.
-    """
+    """Raise an error for a path to which no package can be written."""
     check_output(path)
     if not str(path).endswith(".pt2"):
         raise MXError(f"cannot write {str(path)!r}: the name of a package ends in .pt2")
@@ -99,9 +95,6 @@ def write_package(
         stated: the ranges of the inputs.
         eager: the model whose outputs the package must reproduce, called with inputs on that device. It raises an error
             for inputs that the program rejects, which code on a GPU may not.
-
-    Raises:
-        MXError: where the file cannot be written, or its code crashes.
     """
     args, kwargs = code.example_inputs
     with exact_lengths():
@@ -162,11 +155,7 @@ def open_package(path: str | os.PathLike[str]) -> Package:
 
 
 def read_signature(path: str | os.PathLike[str]) -> Signature:
-    """Read the input signature of a package, without loading its machine code.
-
-    Raises:
-        MXError: as `load_package`.
-    """
+    """Read the input signature of a package, without loading its machine code."""
     check_kind(path, "package")
     content = read_record(path, _EXAMPLE)
     if content is None:
@@ -181,9 +170,6 @@ def check_loads(path: str, device: torch.device) -> None:
     """Load a package in a child process.
 
     Packages for a CPU are not loaded: none was seen to crash, and a child process takes seconds.
-
-    Raises:
-        MXError: where the child crashed, or could not load the package.
     """
     if device.type == "cpu":
         return

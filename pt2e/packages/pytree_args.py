@@ -20,9 +20,6 @@ def flatten_by_name(arg: object, names: object, where: str, optional: Container[
         names: the names of the leaves, nested as in the example.
         where: what errors call the argument.
         optional: the names of leaves that a dict may lack.
-
-    Raises:
-        MXError: for an argument nested in another way, or with other keys.
     """
     if isinstance(names, str):
         return {names: arg}
@@ -66,9 +63,6 @@ def check_leaf(
         example: the leaf of the example.
         sizes: its ranges, as in `Signature.ranges`.
         device: the device on which a tensor must be; by default any.
-
-    Raises:
-        MXError: for another type, dtype, shape or device, a number out of its range, or another constant.
     """
     if sizes is None:
         if type(leaf) is not type(example) or leaf != example:
@@ -132,9 +126,6 @@ def check_shared_memory(inputs: Mapping[str, object], written: Iterable[str]) ->
     Args:
         inputs: the inputs by their names.
         written: the names of those that the call writes to.
-
-    Raises:
-        MXError: for such a pair; it names both.
     """
     spans = {name: _span(leaf) for name, leaf in inputs.items() if isinstance(leaf, Tensor) and leaf.numel()}
     for name in spans.keys() & set(written):

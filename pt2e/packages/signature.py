@@ -97,10 +97,6 @@ class Signature:
         """Check the arguments of a call, and return them as compiled code reads them: with the strides of the example.
 
         Tensors with other strides are copied. By default a tensor may be on any device.
-
-        Raises:
-            MXError: for arguments that the model does not take (their number, names, nesting, dtypes, shapes, device,
-                or another constant than the example's), and for one that is written to and shares memory with another.
         """
         by_parameter = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != len(self.trees) or by_parameter.keys() != self.trees.keys():

@@ -184,9 +184,6 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
     They state ranges, equal dimensions, and dimensions that are a linear function of another. Where the program has
     other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again. The module is
     the program's, or one with the same signature.
-
-    Raises:
-        MXError: for an input that is a dynamic number.
     """
     dims: dict[sympy.Symbol, Dim] = {}
     stated = all(linear(size) for *_, size in dynamic_sizes(program)) and guards_follow(program, module)

@@ -45,11 +45,7 @@ _PASSING = frozenset({
 
 
 def read_float(path: str | os.PathLike[str]) -> ModelProto:
-    """Read a float ONNX file, with its external data, and prepare it. Each node gets a unique name.
-
-    Raises:
-        MXError: if the file is no valid ONNX model, cannot be converted, or is already quantized.
-    """
+    """Read a float ONNX file, with its external data, and prepare it. Each node gets a unique name."""
     model = read_model(path)
     for node in (node for graph in graphs_in(model.graph) for node in graph.node):
         if node.domain in _QUANTIZED:

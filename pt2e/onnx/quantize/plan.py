@@ -61,11 +61,7 @@ class NodePlan:
 
 
 def quantizer_of(config: object) -> MXQuantizer:
-    """Return the quantizer for a config, as `quantize_onnx` takes it.
-
-    Raises:
-        MXError: for another object.
-    """
+    """Return the quantizer for a config, as `quantize_onnx` takes it."""
     if isinstance(config, Mapping):
         spec = quark.mx_spec(config)
         config = MXQuantizationConfig(activation=spec, weight=spec)
@@ -82,11 +78,7 @@ def quantizer_of(config: object) -> MXQuantizer:
 
 
 def plan(graph: FloatGraph, quantizer: MXQuantizer) -> list[NodePlan]:
-    """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node.
-
-    Raises:
-        MXError: for settings that are not for ONNX files, and for a selected node that computes in float64.
-    """
+    """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node."""
     for kind in quantizer.kinds:
         if kind in _UNSUPPORTED:
             raise MXError(f"{kind} is not for ONNX files: take it out of the settings, or quantize the torch model")
