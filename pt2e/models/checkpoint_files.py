@@ -33,14 +33,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class CheckpointTensors(StoredTensors):
-    """The tensors of a folder. Each lookup reads its tensor into new memory.
-
-    Args:
-        folder: the checkpoint.
-
-    Raises:
-        MXError: as `headers_of`.
-    """
+    """The tensors of a folder. Each lookup reads its tensor into new memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.headers = folder, headers_of(folder)
@@ -80,15 +73,16 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 def headers_of(folder: Path) -> dict[str, Header]:
     """Return the files that hold the tensors of a checkpoint, with their headers."""
     index = folder / INDEX
+    shard_of: dict[str, str] = {}
+    shards = [WHOLE]
     if index.is_file():
         shard_of = _weight_map(index)
-    elif (folder / WHOLE).is_file():
-        shard_of = {}
-    else:
+        shards = sorted(set(shard_of.values()))
+    elif not (folder / WHOLE).is_file():
         raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
-    shards = sorted(set(shard_of.values())) if index.is_file() else [WHOLE]
-    if missing := [shard for shard in shards if not os.path.isfile(folder / shard)]:
-        raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
+    for shard in shards:
+        if not os.path.isfile(folder / shard):  # False for a name that no file can have, too
+            raise MXError(f"{str(index)!r} names {shard!r}, which is not there: fetch the missing shards")
     headers = {shard: read_header(folder / shard) for shard in shards}
     _check_index(index, shard_of, headers)
     return headers
@@ -138,30 +132,21 @@ _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def files_of(name: str | os.PathLike[str]) -> list[Path]:
-    """Return the files with the tensors of a checkpoint, after transformers has loaded it.
-
-    Args:
-        name: a folder, or a name on the hub whose files are in the cache.
-
-    Returns:
-        The files; empty where the tensors are in files of another kind.
-    """
+    """Return the files with the tensors of a checkpoint, a folder or a name on the hub, after transformers has loaded
+    it; none where the tensors are in files of another kind."""
     hub = import_extra("transformers.utils.hub", "hf")
+    silenced = ("connection_errors", "gated_repo", "missing_entries")
+    options = {f"_raise_exceptions_for_{what}": False for what in silenced}
     for file in _FILES:
-        silenced = dict.fromkeys(("connection_errors", "gated_repo", "missing_entries"), False)
-        options = {f"_raise_exceptions_for_{what}": value for what, value in silenced.items()}
-        if path := hub.cached_file(os.fspath(name), file, local_files_only=True, **options):
+        path = hub.cached_file(os.fspath(name), file, local_files_only=True, **options)
+        if path:
             shards = sorted(set(read_json(Path(path))["weight_map"].values())) if file.endswith(".json") else [file]
             return [Path(path).parent / shard for shard in shards]
     return []
 
 
 def entries_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, Entry]:
-    """Return the dtype and the shape of each tensor.
-
-    Args:
-        files: files of safetensors or of `torch.save`; their values are not read.
-    """
+    """Return the dtype and the shape of each tensor in files of safetensors or of `torch.save`, without its values."""
     entries: dict[str, Entry] = {}
     for file in map(Path, files):
         if file.suffix == ".safetensors":

@@ -124,12 +124,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def config_of(file: GGUFFile) -> Any:
-    """Return transformers' configuration of the model, in the dtype of the file's floats.
-
-    Raises:
-        MXError: for an architecture, or a scaling of RoPE, that is not supported.
-    """
-    import_extra("gguf", "gguf")
+    """Return transformers' configuration of the model, in the dtype of the file's floats."""
     row = architecture_of(file)
     with user_errors(f"read the configuration in {str(file.path)!r}"):
         config = _config(file, row)
@@ -163,15 +158,8 @@ def _config(file: GGUFFile, row: Architecture) -> Any:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """Return transformers' tokenizer of a GGUF file.
-
-    Returns:
-        The tokenizer; None where the file has no vocabulary, and for architectures whose tokenizers transformers does
-        not read from GGUF, such as gpt-oss.
-
-    Raises:
-        MXError: where transformers fails to read it.
-    """
+    """Return transformers' tokenizer of a GGUF file; None where the file has no vocabulary, and for architectures whose
+    tokenizers transformers does not read from GGUF, such as gpt-oss."""
     transformers = import_extra("transformers", "hf")
     file = GGUFFile(path)
     with user_errors(f"read the tokenizer in {str(path)!r}"):
@@ -203,25 +191,27 @@ def _dtype(file: GGUFFile) -> torch.dtype:
 
 def _rope_scaling(file: GGUFFile, values: dict[str, Any], head: int, theta: float | None) -> dict[str, Any] | None:
     """Return transformers' scaling of RoPE."""
-    kind, context = values.get("rope.scaling.type", "none"), values.get("rope.scaling.original_context_length")
-    frequencies, *factors = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
-    if factors[0] is not None:
+    frequencies, long, short = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
+    if long is not None:
         # transformers takes `original_max_position_embeddings` from its own field
-        return {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[1]}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
     if frequencies is not None:
-        scaling = {"rope_type": "llama3", "factor": max(frequencies), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_max_position_embeddings"] = 8192
         if not _is_llama3(frequencies, head, theta or 1e4):
             raise MXError(
                 f"{str(file.path)!r} scales RoPE by factors other than Llama 3's: give the checkpoint of Hugging Face"
             )
-        return scaling
+        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return {"rope_type": "llama3", "factor": max(frequencies), **bounds}
+    kind = values.get("rope.scaling.type", "none")
     if kind == "none" or "rope.scaling.factor" not in values:
         return None
     if kind not in ("linear", "yarn"):
         raise MXError(f"{str(file.path)!r} scales RoPE by {kind!r}: give the checkpoint of Hugging Face")
     scaling = {"rope_type": kind, "factor": values["rope.scaling.factor"]}
-    return scaling | ({"original_max_position_embeddings": context} if kind == "yarn" and context else {})
+    context = values.get("rope.scaling.original_context_length")
+    if kind == "yarn" and context:
+        scaling["original_max_position_embeddings"] = context
+    return scaling
 
 
 def _is_llama3(factors: list[float], head: int, theta: float) -> bool:

@@ -89,15 +89,7 @@ class Header(NamedTuple):
 
 
 class ShardReader:
-    """Reads the tensors of a file.
-
-    Args:
-        path: the file.
-        header: its header; None: it is read.
-
-    Raises:
-        MXError: as `read_header`.
-    """
+    """Reads the tensors of a file, whose header may have been read before."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.path = path
@@ -131,13 +123,7 @@ class ShardReader:
 
 
 class ShardWriter:
-    """Writes a file of tensors, whose rows may come in any order.
-
-    Args:
-        file: the file to write to.
-        entries: name -> dtype and shape.
-        metadata: strings for the header.
-    """
+    """Writes a file of tensors, by their names, dtypes and shapes. Their rows may come in any order."""
 
     def __init__(self, file: io.FileIO, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
         # the largest dtypes first, so that each tensor is aligned to its dtype
