@@ -137,9 +137,11 @@ def _planned(graph: FloatGraph, node: NodeProto, site: Site, choice: Choice) -> 
 
 def _module_of(site: Site) -> str:
     """Return the innermost module of the torch model around a node, if the file records it."""
-    modules = zip(site.path, site.module_types, strict=True)
-    names = [name for name, kind in modules if name and kind not in ATEN]
-    return names[-1] if names else ""
+    innermost = ""
+    for name, kind in zip(site.path, site.module_types, strict=True):
+        if name and kind not in ATEN:
+            innermost = name
+    return innermost
 
 
 def _is_value(graph: FloatGraph, node: NodeProto, operand: Operand, source: Source | None) -> bool:
@@ -167,12 +169,15 @@ def _dtype(graph: FloatGraph, tensor: str, node: NodeProto) -> int | None:
     The type is unknown after an operator of another domain. The function then returns the type of the node's constant
     operand.
     """
-    constants = (source.constant for name in node.input if (source := graph.source(name)) is not None)
-    return graph.dtype(tensor) or next((constant.data_type for constant in constants), None)
+    dtype = graph.dtype(tensor)
+    for name in node.input:
+        source = graph.source(name)
+        if not dtype and source is not None:
+            dtype = source.constant.data_type
+    return dtype
 
 
 def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProto, operand: Operand) -> str | None:
-    """Return the reason why a tensor with a spec cannot be quantized; None if it can."""
     if graph.is_dequantized(tensor):
         return f"{tensor} is quantized already, before a DequantizeLinear"
     dtype = _dtype(graph, tensor, node) if source is None else source.constant.data_type
@@ -203,7 +208,7 @@ def site_of(node: NodeProto) -> Site:
     operator ("Conv") or a class that the exporter records.
     """
     recorded = {prop.key.rpartition(".")[2]: prop.value for prop in node.metadata_props}
-    scopes, classes = (_list(recorded.get(key)) for key in ("name_scopes", "class_hierarchy"))
+    scopes, classes = _list(recorded.get("name_scopes")), _list(recorded.get("class_hierarchy"))
     modules = list(zip(scopes, classes, strict=False))[:-1]  # the last one is the operator
     modules += [(name.rpartition(".")[0], "") for name in node.input if "." in name]
     dotted = node.name.strip("/").replace("/", ".")
