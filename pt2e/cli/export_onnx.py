@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,7 +54,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _compare(path: str, model: ExportedProgram | LanguageModel, runtime: str) -> str:
-    """Run the file and the model on example inputs, and describe how their outputs agree."""
     try:
         runnable = load(path, runtime)
         inputs, expected = example_call(model) if isinstance(model, ExportedProgram) else _of_prompts(model)
@@ -68,7 +67,7 @@ def _compare(path: str, model: ExportedProgram | LanguageModel, runtime: str) ->
 
 
 @torch.no_grad()
-def _of_prompts(model: LanguageModel) -> tuple[list[object], list[object]]:
+def _of_prompts(model: Any) -> tuple[list[object], list[object]]:
     """Return the inputs of a decoder's file for two prompts, and the logits of the language model for them."""
     tokens = torch.arange(2 * _TOKENS).reshape(2, -1) % model.config.vocab_size
     inputs: list[object] = [tokens, torch.ones_like(tokens)]

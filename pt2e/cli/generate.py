@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.answers import Answer, answer
+from pt2mx.pt2e.cli.answers import Answer, answer, count_same
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.checks import generation_settings
 from pt2mx.pt2e.cli.conversation import Conversation
@@ -122,7 +122,7 @@ def _rows(kind: str, batch: list[str], answers: dict[str, list[Answer]]) -> list
     """Return the answers as plain data, and note how many tokens are those of the float model."""
     rows = [{kind: name, **one.to_dict()} for name, one in zip(batch, answers["quantized"], strict=True)]
     for row, one, reference in zip(rows, answers["quantized"], answers.get("float", ()), strict=False):
-        same = one.agreement(reference)
+        same = count_same(one.tokens, reference.tokens)
         note(f"the first {same} of {len(one.tokens)} tokens are those of the float model")
         row |= {"float": reference.text, "same_tokens": same}
     return rows

@@ -93,30 +93,34 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         reports = []
         for context in contexts:
             with context:
-                reports.append(
-                    _quantize_rank(model, quantizer, texts, lessons, processor or tokenizer, options, progress, values)
-                )
+                with user_errors("quantize the model"):
+                    result = quantize_language_model(
+                        model if options.tensor_parallel == 1 else shard(model),
+                        quantizer,
+                        texts,
+                        processor or tokenizer,
+                        progress.begin,
+                        lessons=lessons,
+                        part=options.part,
+                        allow_partial=options.allow_partial,
+                        length=options.text_length,
+                    )
+                reports.append(_write_rank(model, result, quantizer, options, progress, values))
         progress.end()
         ranks.wait()
     report, coverage = reports[0]
     return quantized_result(report, options, progress, coverage=coverage) if ranks.is_first() else None
 
 
-def _quantize_rank(
+def _write_rank(
     model: PreTrainedModel,
+    result: LanguageModel,
     quantizer: MXQuantizer,
-    texts: Sequence[Tensor | Mapping[str, Tensor]],
-    lessons: Sequence[Tensor],
-    tokenizer: Any,
     options: argparse.Namespace,
     progress: Progress,
     values: CheckpointValues,
 ) -> tuple[QuantizationReport, Coverage]:
-    """Quantize and write a rank's shard, the whole model if there is one rank; return its report and coverage."""
-    with user_errors("quantize the model"):
-        part = model if options.tensor_parallel == 1 else shard(model)
-        chosen = {"part": options.part, "allow_partial": options.allow_partial, "length": options.text_length}
-        result = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, lessons=lessons, **chosen)
+    """Write a rank's shard, the whole model if there is one rank; return its report and coverage."""
     coverage = values.held_by(result.coverage.read)
     note_coverage(coverage)
     report = quantization_report(result)
@@ -142,7 +146,6 @@ def _calibration(
 
 
 def _check_quantize(options: argparse.Namespace) -> None:
-    """Raise an `MXError` for options with which no folder can be made, before the work."""
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
     check_folder_name(options.output, options.model.removeprefix("hf:"))

@@ -73,7 +73,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _check(options: argparse.Namespace, quantized: bool) -> None:
-    """Raise an `MXError` for options that contradict each other, before the work."""
     if quantized and options.recipe:
         raise MXError(f"{options.folder!r} is quantized: --recipe has no meaning")
     if not quantized and options.float:
