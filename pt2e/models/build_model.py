@@ -49,7 +49,6 @@ def check_counts(config: Mapping[str, Any], shapes: Collection[tuple[int, ...]],
 
 
 def _check_sizes(model: PreTrainedModel, shapes: Collection[tuple[int, ...]], source: str) -> None:
-    """Raise an `MXError` for a parameter of more values than all tensors of a checkpoint, whose bytes hold two each."""
     values = 2 * sum(map(math.prod, shapes))
     for name, parameter in model.named_parameters():
         if parameter.numel() > values:

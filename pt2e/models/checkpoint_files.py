@@ -37,8 +37,11 @@ class CheckpointTensors(StoredTensors):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.headers = folder, headers_of(folder)
-        self._shards = {name: shard for shard, header in self.headers.items() for name in header.entries}
-        self.entries = {name: self.headers[shard].entries[name] for name, shard in self._shards.items()}
+        self._shards: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        for shard, header in self.headers.items():
+            self._shards |= dict.fromkeys(header.entries, shard)
+            self.entries |= header.entries
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def open(self, shard: str) -> ShardReader:

@@ -127,7 +127,6 @@ class GGUFFile:
         return torch.from_numpy(values)
 
     def _entries(self, table: list[tuple[str, tuple[int, ...], int, int]], end: int) -> dict[str, Entry]:
-        """Return the tensors by name, after checks of their types and bytes."""
         gguf, entries = import_extra("gguf", "gguf"), {}
         alignment = self.metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment.bit_count() > 1:
@@ -167,7 +166,6 @@ class GGUFFile:
 
 
 def _padded(size: int, alignment: int) -> int:
-    """Return the next multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 

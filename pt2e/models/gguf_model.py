@@ -138,13 +138,13 @@ def _config(file: GGUFFile, row: Architecture) -> Any:
     values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     # tokens that the file has not are none of the model, whatever the defaults of its configuration
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    fields |= {"model_type": row.model_type, "tie_word_embeddings": "output.weight" not in file.entries}
     fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
+    fields |= {"model_type": row.model_type, "tie_word_embeddings": "output.weight" not in file.entries}
+    fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     if _TOKENS in values:
         fields.setdefault("vocab_size", len(values[_TOKENS]))
     if values.get("expert_count"):
         fields |= {row.experts: values["expert_count"], **row.of_experts}
-    fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     if row.partial_rotary and "rope.dimension_count" in values:
         fields["partial_rotary_factor"] = values["rope.dimension_count"] / head
@@ -190,7 +190,6 @@ def _dtype(file: GGUFFile) -> torch.dtype:
 
 
 def _rope_scaling(file: GGUFFile, values: dict[str, Any], head: int, theta: float | None) -> dict[str, Any] | None:
-    """Return transformers' scaling of RoPE."""
     frequencies, long, short = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
     if long is not None:
         # transformers takes `original_max_position_embeddings` from its own field

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -124,7 +124,6 @@ class GGUFTensors(StoredTensors):
         self.entries |= dict(zip(names, entries, strict=False))
 
     def _entry(self, part: str) -> Entry:
-        """Return the dtype and the shape of the values of a part."""
         source = self._sources[part]
         kind, shape, *_ = self._file.entries[source.name]
         return Entry(DTYPES.get(kind, torch.float32), shape if source.expert is None else shape[1:])
@@ -170,7 +169,8 @@ class GGUFTensors(StoredTensors):
 
     def _merged(self, parts: Parts) -> Tensor:
         """Return a parameter of gpt-oss's experts, (E, K, N) or (E, N), of values of its parts."""
-        merged, experts = None, set()
+        merged: Any = None
+        experts = set()
         for part, rows in parts.items():
             source = self._sources[part]
             values = self._values(source, self._blocks(source))

@@ -118,7 +118,12 @@ class ShardReader:
         """Return `count` rows of a tensor, from row `first` on."""
         entry = self.entries[name]
         buffer = torch.empty(count * entry.row_bytes, dtype=torch.uint8)
-        _read(self._file, entry.begin + first * entry.row_bytes, buffer, self.path)
+        view, position, read = buffer.numpy().data, entry.begin + first * entry.row_bytes, 0
+        while read < len(view):
+            length = os.preadv(self._file.fileno(), [view[read:]], position + read)
+            if not length:
+                raise MXError(f"{str(self.path)!r} ends too early: it changed while it was read")
+            read += length
         return buffer.view(entry.dtype).view((count, *entry.shape[1:]) if entry.shape else ())
 
 
@@ -160,8 +165,10 @@ def read_header(path: Path) -> Header:
     """Read the header of a file."""
     try:
         with import_extra("safetensors", "hf").safe_open(path, "np") as file:
-            stored = {name: file.get_slice(name) for name in file.offset_keys()}
-            stated = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
+            stated = {}
+            for name in file.offset_keys():
+                stored = file.get_slice(name)
+                stated[name] = stored.get_dtype(), tuple(stored.get_shape())
             metadata = file.metadata() or {}
         with open(path, "rb") as opened:
             begin = _LENGTH + int.from_bytes(opened.read(_LENGTH), "little")
@@ -180,12 +187,3 @@ def read_header(path: Path) -> Header:
         entries[name] = Entry(DTYPES[dtype], shape, begin)
         begin += entries[name].nbytes
     return Header(entries, metadata)
-
-
-def _read(file: io.FileIO, position: int, buffer: Tensor, path: Path) -> None:
-    view, read = buffer.numpy().data, 0
-    while read < len(view):
-        count = os.preadv(file.fileno(), [view[read:]], position + read)
-        if not count:
-            raise MXError(f"{str(path)!r} ends too early: it changed while it was read")
-        read += count

@@ -88,7 +88,7 @@ def _check_lengths(program: ExportedProgram, smallest: Mapping[sympy.Symbol, int
     bounds = {symbol: range_of(program, symbol, smallest) for symbol in every_symbol(program)}
     lengths = set(_LENGTHS)
     for ends in bounds.values():
-        lengths |= set(ends) - {None}
+        lengths.update(end for end in ends if end is not None)
     probes = {tuple(_within(length, *ends) for ends in bounds.values()) for length in lengths}
     most = max(_MOST_VALUES, 4 * _values(program, {}))
     for probed in sorted(probes):
@@ -109,12 +109,10 @@ def _within(length: int, low: int, high: int | None) -> int:
 
 
 def _values(program: ExportedProgram, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """Return how many values the inputs have at these sizes."""
     return sum(math.prod(shape) for shape in sizes_at(program, sizes) if shape is not None)
 
 
 def _conditions(constraints: list[DimConstraint], sizes: dict[sympy.Symbol, str]) -> list[str]:
-    """Write the constraints as conditions, with the expression of each symbol's size."""
     order = list(sizes)
     conditions = []
     for larger, smaller in constraints:
@@ -130,13 +128,8 @@ def equal_dims(
 ) -> list[DimConstraint]:
     """Find the dimensions whose sizes depend on each other: the program takes one only if others change with it.
 
-    Args:
-        example: the size of each symbol in the example. Only symbols of the same size can depend on each other.
-        dims: the index of the dimension whose size the symbol is.
-        matches: the probe.
-
-    Returns:
-        The constraints. Equal sizes have one in each direction.
+    Only symbols that have the same size in the example can depend on each other; equal sizes have a constraint in each
+    direction. `dims` has the index of the dimension whose size a symbol is.
     """
     constraints: list[DimConstraint] = []
     for size in sorted(set(example.values())):
@@ -166,7 +159,7 @@ def _change_together(
 
     pairs = [[symbol, other] for other in alike if other != symbol]
     same_dim = [other for other in alike if dims[other] == dims[symbol]]
-    group = next((candidate for candidate in ([symbol], *pairs, same_dim) if is_taken(candidate)), alike)
+    group = next(filter(is_taken, [[symbol], *pairs, same_dim]), alike)
     for other in group if len(group) > 2 else ():
         without = [kept for kept in group if kept != other]
         if other != symbol and is_taken(without):

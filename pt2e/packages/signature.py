@@ -109,7 +109,7 @@ class Signature:
             check_leaf(name, leaf, example, sizes, device)
         if self.written:
             check_shared_memory(named, self.written)
-        arranged = [self._arranged(*each) for each in zip(self.names, leaves, self._orders, strict=True)]
+        arranged = list(map(self._arranged, self.names, leaves, self._orders))
         args, kwargs = self.unflatten(arranged)
         if self._conditions:
             self._check_conditions(condition_variables(arranged, self.parameters, args, kwargs))
@@ -117,10 +117,10 @@ class Signature:
 
     def returned(self, outputs: object) -> object:
         """Return the outputs of compiled code as the model returns them: numbers are tensors in compiled code."""
-        if not self.numbers:
-            return outputs
         leaves, tree = pytree.tree_flatten(outputs)
-        return pytree.tree_unflatten([x.item() if i in self.numbers else x for i, x in enumerate(leaves)], tree)
+        for i in self.numbers:
+            leaves[i] = leaves[i].item()
+        return pytree.tree_unflatten(leaves, tree) if self.numbers else outputs
 
     def _check_conditions(self, arguments: dict[str, object]) -> None:
         for condition, holds in self._conditions:

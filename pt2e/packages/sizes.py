@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -77,7 +77,7 @@ def sizes_at(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> li
     """Return the sizes of the program's inputs for these values of its symbols, and the example's sizes where they
     depend on other symbols; None for an input that is no tensor."""
     leaves = pytree.tree_leaves(program.example_inputs)
-    sizes = [list(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    sizes: list[Any] = [list(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
     for i, j, expression in dynamic_sizes(program):
         size = expression.subs(values)
         if size.is_number:
@@ -200,7 +200,7 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
         derived = dims[symbol] if factor == 1 else int(factor) * dims[symbol]
         return derived if offset == 0 else derived + int(offset)
 
-    shapes: list[dict[int, object] | None] = []
+    shapes: list[Any] = []
     for node in input_nodes(program):
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
