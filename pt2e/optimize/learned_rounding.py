@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pt2mx import ops
 from pt2mx.algorithms.block_scales import BlockScales, nearest_scales
 from pt2mx.algorithms.learned_rounding import LatentWeight
-from pt2mx.errors import MXError
+from pt2mx.algorithms.options import LearnedRounding
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import FakeQuantize, tensor_of
@@ -54,12 +54,9 @@ def learn_rounding(
     original: GraphModule,
     quantizer: Quantizer,
     batches: Sequence[object],
-    *,
-    steps: int = 200,
-    lr: float | None = None,
-    seed: int = 0,
+    options: LearnedRounding,
+    scales: dict[Node, BlockScales],
     progress: bool = False,
-    scales: dict[Node, BlockScales] | None = None,
 ) -> list[LearnedBlock]:
     """Learn better roundings by signed gradient descent (Cheng et al., arXiv:2309.05516), starting from the current
     ones.
@@ -72,26 +69,21 @@ def learn_rounding(
         original: the same graph with float weights.
         quantizer: decides what is quantized, activations included.
         batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not.
-        steps: maximum number of steps per segment, each on one batch.
-        lr: size of the first step, in units of the distance between neighbouring values of the format; it decays to
-            zero. None: 1 / steps, which moves a value by at most half a distance in total.
-        seed: seed for the choice of held-out batches, and the order of the others.
-        progress: True shows a bar with the name of each segment.
+        options: the maximum number of steps per segment, each on one batch, and the seed for the choice of held-out
+            batches and the order of the others.
         scales: the scales of rounded weights that do not follow from their values, by the first consumer. It gets those
-            of the weights that change; needed for formats whose scales have a significand.
+            of the weights that change.
+        progress: True shows a bar with the name of each segment.
 
     Returns:
         The segments that have changed. A weight does not change if several segments use it, if no known matmul uses it,
         or if its segment uses memory that the graph writes.
 
     Raises:
-        MXError: without batches, and for steps or a rate that are not positive.
+        MXError: without batches.
     """
     check_batches(batches)
-    if steps < 1 or not (lr is None or lr > 0):
-        raise MXError(f"learned rounding takes steps and a rate above 0, not steps={steps} and lr={lr}")
-    scales = {} if scales is None else scales
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     train, held_out = hold_out(len(batches), generator)
     blocks, targets, written = module_blocks(model), weight_targets(model, quantizer), written_nodes(model.graph)
     float_blocks = module_blocks(original)
@@ -123,7 +115,7 @@ def learn_rounding(
             if weights:
                 run = _with_weights(model, block, weights, quantized)
                 training = _Training(run, weights, inputs, references, held_out)
-                before, after, best = training.run(_order(train, generator), steps, lr or 1 / steps)
+                before, after, best = training.run(_order(train, generator), options.steps)
                 if best:
                     for weight, value in zip(weights, best, strict=True):
                         set_weight(model, weight.target, value)
@@ -181,13 +173,16 @@ class _Training:
     references: list[Any]
     held_out: list[int]
 
-    def run(self, order: Iterator[int], steps: int, lr: float) -> tuple[float, float, list[Tensor]]:
-        """Return the held-out error before and after, and the best weights; no weights where none are better."""
+    def run(self, order: Iterator[int], steps: int) -> tuple[float, float, list[Tensor]]:
+        """Return the held-out error before and after, and the best weights; no weights where none are better.
+
+        The rate decays to zero, and moves a value by at most half the distance to its neighbour in total.
+        """
         before = best = self._held_out_error()
         best_values: list[Tensor] = []
         misses = 0
         for step in range(steps):
-            self._step(next(order), lr * (1 - step / steps))
+            self._step(next(order), 1 / steps * (1 - step / steps))
             if (step + 1) % max(steps // _EVALUATIONS, 1) and step + 1 < steps:
                 continue
             error = self._held_out_error()

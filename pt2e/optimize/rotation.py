@@ -78,9 +78,10 @@ def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation
     for node, of_inputs in specs.items():
         factors = list(zip(args_of(node), _TWO_FACTORS[node.target], strict=False))
         lengths = {_length(x, axis, of_inputs.get(x)) for x, axis in factors}
-        if len(lengths) != 1 or 0 in lengths or len({x for x, _ in factors} - written) != 2:
+        length = lengths.pop()
+        if not length or lengths or len({x for x, _ in factors} - written) != 2:
             continue
-        size = min(_largest(*lengths, options, of_inputs[x]) for x, _ in factors)
+        size = min(_largest(length, options, of_inputs[x]) for x, _ in factors)
         if size:
             for i, (x, axis) in enumerate(factors):
                 insert_operator([(node, i)], hadamard, (x, size, axis))
