@@ -123,7 +123,6 @@ def observe(
 
 
 def _unpadded(indices: Node, mask: Node | None) -> tuple[Node, ...]:
-    """Return the indices, and the mask that says which of them are padding."""
     if mask is None or mask.graph is not indices.graph or str(shape_of(mask)) != str(shape_of(indices)):
         return (indices,)
     return indices, mask

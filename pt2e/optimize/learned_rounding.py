@@ -68,9 +68,9 @@ def learn_rounding(
         model: an exported graph, its weights rounded or not. It is changed.
         original: the same graph with float weights.
         quantizer: decides what is quantized, activations included.
-        batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not.
-        options: the maximum number of steps per segment, each on one batch, and the seed for the choice of held-out
-            batches and the order of the others.
+        batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not. A step is a batch.
+        options: how many steps a segment takes at most, and the seed for the choice of held-out batches and the order
+            of the others.
         scales: the scales of rounded weights that do not follow from their values, by the first consumer. It gets those
             of the weights that change.
         progress: True shows a bar with the name of each segment.

@@ -42,19 +42,6 @@ class MXHessianObserver(nn.Module):
         block: columns of a block; a part holds whole blocks.
         columns: largest number of columns of a part.
         home: the device for `parts`, such as the host if an accelerator lacks memory; None: the tensor's device.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e.optimize.observers import MXHessianObserver
-        >>> observer = MXHessianObserver(lambda x: x.unsqueeze(0), line=2)
-        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> observer(x) is x
-        True
-        >>> observer.parts[0]  # x.T @ x
-        tensor([[[10., 14.],
-                 [14., 20.]]])
-        >>> observer.count, observer.amax
-        (2, tensor([[3., 4.]]))
     """
 
     def __init__(
@@ -112,7 +99,6 @@ class MXHessianObserver(nn.Module):
         return self.amax
 
     def _add(self, rows: Tensor, amax: Tensor, groups: slice) -> None:
-        """Add the rows of some of the groups."""
         if rows.shape[1] > ROWS:
             rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
@@ -134,7 +120,6 @@ class MXHessianObserver(nn.Module):
 
 
 def _strips(k: int) -> list[slice]:
-    """Return the columns of each strip."""
     return [slice(first, first + _STRIP) for first in range(0, k, _STRIP)]
 
 
@@ -196,20 +181,10 @@ def bytes_of_sums(size: Size, columns: int) -> int:
 class MXIndexObserver(nn.Module):
     """Count how often each embedding row is looked up during calibration, and pass the indices through.
 
-    `counts` is (rows,) int64, on the device of the indices.
+    `counts` is (rows,) int64, on the device of the indices. Indices where a mask is zero do not count.
 
     Args:
         rows: number of rows of the table.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e.optimize.observers import MXIndexObserver
-        >>> observer = MXIndexObserver(rows=4)
-        >>> ids, mask = torch.tensor([[1, 3, 0]]), torch.tensor([[1, 1, 0]])
-        >>> observer(ids, mask) is ids
-        True
-        >>> observer.counts
-        tensor([0, 1, 0, 1])
     """
 
     def __init__(self, rows: int) -> None:

@@ -106,17 +106,17 @@ def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
 
 def _size(target: WeightTarget, fixed: set[Node], inputs: InputObservers, options: Rotation) -> int:
     """Return how many values of a weight are rotated together; 0 for a weight that is not rotated."""
-    matmuls = transformable_matmuls(target, fixed)
-    if not matmuls or target.consumers[0].spec.element.bits >= BITS:
+    matmuls, spec = transformable_matmuls(target, fixed), target.consumers[0].spec
+    if not matmuls or spec.element.bits >= BITS or spec.axis != matmuls[0].view.axis:
         return 0
-    if any(p.source.target is hadamard for p in matmuls):  # a second rotation would undo the first
+    if any(matmul.source.target is hadamard for matmul in matmuls):  # a second rotation would undo the first
         return 0
-    axis = matmuls[0].view.axis
-    if {consumer.spec.axis for consumer in target.consumers} != {axis}:
-        return 0
-    size = _largest(target.value.shape[axis], options, target.consumers[0].spec)
-    parts = [part for consumer in target.consumers if consumer.node in inputs for part in inputs[consumer.node].parts]
-    return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
+    size = _largest(target.value.shape[spec.axis], options, spec)
+    for consumer in target.consumers:
+        observer = inputs.get(consumer.node)
+        if size and observer is not None and any(part.shape[-1] % size for part in observer.parts):
+            return 0
+    return size
 
 
 def _fits_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool:

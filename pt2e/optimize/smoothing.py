@@ -23,7 +23,6 @@ from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.equivalent_transforms import (
     BITS,
     InputObservers,
-    first_node,
     insert_operator,
     transformable_matmuls,
 )
@@ -141,7 +140,6 @@ def keeps_bits(largest: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
-    """Return the observer of an input divided by a factor, (K,)."""
     divided = copy.copy(observer)
     divided.parts = []
     for part, f in zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True):
@@ -154,7 +152,7 @@ def _divide(model: GraphModule, source: Node, factor: Tensor, consumers: list[Co
     """Divide the source by a factor for these consumers. It inserts a `div`, because a `mul` could itself be
     quantized."""
     value = factor.to(source.meta["val"].dtype)
-    with model.graph.inserting_before(first_node(consumer.node for consumer in consumers)):
+    with model.graph.inserting_before(min(consumer.node for consumer in consumers)):
         buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))
     buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
     positions = [(consumer.node, consumer.matmul.position) for consumer in consumers if consumer.matmul is not None]
