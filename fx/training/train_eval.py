@@ -145,10 +145,8 @@ def to_train_eval_modules(model: GraphModule) -> list[str]:
 def random_operators(model: GraphModule, trains: bool) -> list[str]:
     """Return the names of the nodes that draw random numbers in both modes.
 
-    Args:
-        model: the graph; its subgraphs count too.
-        trains: True for a model exported in training mode, where such draws usually belong to training (noise).
-            Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
+    In a model exported in training mode (`trains`) such draws usually belong to training (noise). Otherwise only masks
+    count, which a decomposed dropout leaves: other models sample on purpose.
     """
     names = []
     for graph in graph_modules(model):
@@ -182,7 +180,6 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, .
 
 
 def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """Replace `node` by a call of `module`."""
     node.replace_all_uses_with(insert_module(node, name, module, args, meta))
     node.graph.erase_node(node)
 
@@ -203,7 +200,6 @@ def to_evaluation(model: GraphModule) -> GraphModule:
 
 
 def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModule]]:
-    """Yield the calls of `TrainEvalModule` modules in a graph."""
     for node in model.graph.find_nodes(op="call_module"):
         module = model.get_submodule(name_of(node))
         if isinstance(module, TrainEvalModule):
@@ -239,7 +235,6 @@ class _Setting(NamedTuple):
 
 
 def _by_mode(model: GraphModule) -> dict[Node, _Setting]:
-    """Return the calls whose results depend on the mode, of a graph and its subgraphs."""
     passed = _passed(model)
     settings: dict[Node, _Setting] = {}
     for graph in graph_modules(model):

@@ -73,14 +73,10 @@ def learn_rounding(
             of the others.
         scales: the scales of rounded weights that do not follow from their values, by the first consumer. It gets those
             of the weights that change.
-        progress: True shows a bar with the name of each segment.
 
     Returns:
         The segments that have changed. A weight does not change if several segments use it, if no known matmul uses it,
         or if its segment uses memory that the graph writes.
-
-    Raises:
-        MXError: without batches.
     """
     check_batches(batches)
     generator = torch.Generator().manual_seed(options.seed)
