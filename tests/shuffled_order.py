@@ -1,6 +1,6 @@
 """A plugin of pytest: modules in a random order, and the tests of each, by the seed in the variable SEED.
 
-    SEED=1 python -m pytest -p tests.shuffled_order
+SEED=1 python -m pytest -p tests.shuffled_order
 """
 
 import os
