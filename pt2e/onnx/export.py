@@ -68,6 +68,12 @@ def export_onnx(
     Returns:
         The number of nodes for quantized activations and packed weights.
 
+    Raises:
+        MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
+            operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
+            buffers that the model writes, a quantized cache, states of recurrent layers), for a file above 2 GB, and
+            for a path at which no file can be written.
+
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
         >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)

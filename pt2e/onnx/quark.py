@@ -42,6 +42,11 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
     Returns:
         The number of MX nodes.
 
+    Raises:
+        MXError: for a file that is no ONNX model or cannot be converted, one without such nodes, attributes that
+            Quark's operator does not have, nodes of Quark that are not MX and would not run, and a path at which no
+            file can be written.
+
     Example:
         >>> import tempfile, numpy, onnx, onnxruntime, pt2mx
         >>> graph = onnx.parser.parse_graph('''

@@ -80,6 +80,11 @@ def quantize_onnx(
     Returns:
         An `OnnxReport`, a `QuantizationReport` of the nodes, with `fidelity` if there are batches.
 
+    Raises:
+        MXError: for a file that is no float ONNX model or cannot be converted, a setting that is not for ONNX files,
+            weights that are not finite, a batch that the model does not accept, and a path at which no file can be
+            written. A warning names settings that select no node.
+
     Example:
         >>> import tempfile, torch, pt2mx
         >>> model, x = torch.nn.Linear(64, 64, bias=False).eval(), torch.ones(1, 64)
