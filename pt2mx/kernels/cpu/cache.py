@@ -43,12 +43,12 @@ def store(call: StoreMX[Tensor], spec: MXSpec) -> bool | None:
     return is_stored or None
 
 
-def _again(structure: StoreCall, *args: Any) -> Any:
+def _again(structure: ctypes.Structure, *args: Any) -> Any:
     return None if _run(structure, *args[:7]) else NotImplemented
 
 
 def _run(
-    structure: StoreCall,
+    structure: ctypes.Structure,
     key: Tensor,
     value: Tensor,
     key_data: Tensor,
