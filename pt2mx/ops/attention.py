@@ -20,7 +20,6 @@ from pt2mx.ops.arguments import (
     CODES,
     ROWS,
     TENSOR_SCALED,
-    HasFormat,
     ScaleFormatName,
     TargetDtype,
 )
@@ -36,7 +35,7 @@ _ELEMENT = Annotated[str | None, As("elem_dtype_name"), "the element of the resu
 
 
 @operator("attention_mx", 2, "(B, heads, S, `value_width`) in the query's dtype")
-class AttentionMX(HasFormat[T]):
+class AttentionMX(Operator[T]):
     """`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the
     last dimension, in the query's dtype. Each key has the queries of as many heads as there are more of them. Sums are
     in float32, in any order; a query that sees no key gives zeros.

@@ -24,7 +24,6 @@ from pt2mx.ops.arguments import (
     VALUES,
     AnyScaleMode,
     Axis,
-    HasFormat,
     Rounding,
     ScaleOfTensor,
     Seed,
@@ -32,7 +31,7 @@ from pt2mx.ops.arguments import (
 )
 from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_ste, check_tensor_scale
 from pt2mx.ops.memory_format import as_tuple, empty_in_format_of, has_one_order, with_memory_format_of
-from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
+from pt2mx.ops.operator import COMPLIANT, As, Format, Operator, T, operator
 from pt2mx.ops.stochastic import seed_of
 from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
@@ -63,13 +62,14 @@ def _run_in_order(call: Any, tensors: tuple[str, ...], spec: MXSpec, *more: obje
     return with_memory_format_of(x, kernel, spec, *(getattr(call, name) for name in tensors))
 
 
-class Quantization(HasFormat[T]):
+class Quantization(Operator[T]):
     """An operator that quantizes x along an axis."""
 
     __slots__ = ()
     #: True where the tensor scale of x, computed here, would be lost
     returns_scales: ClassVar[bool] = False
     x: T
+    spec: MXSpec
     tensor_scale: T | None
 
     def check(self) -> MXSpec:
@@ -153,7 +153,7 @@ class Quantize(Quantization[T]):
 
 
 @operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
-class Dequantize(HasFormat[T]):
+class Dequantize(Operator[T]):
     """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even. The codes of E matrices may
     have `tensor_scale` (E,).
 
@@ -273,7 +273,7 @@ class FakeQuantize(Quantization[T]):
     COMPLIANT,
     saved=("x", "tensor_scale"),
 )
-class ClipGradient(HasFormat[T]):
+class ClipGradient(Operator[T]):
     """The gradient of `fake_quantize_mx` with `clipped`.
 
     Example:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import ROWS, AnyScaleMode, HasFormat, ScaleFormatName
+from pt2mx.ops.arguments import ROWS, AnyScaleMode, ScaleFormatName
 from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
 from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.ops.quantization import Quantize
@@ -107,7 +107,7 @@ class RotateAndStore(_Rotation[T]):
 
 
 @operator("rotate_quantize_and_store", 1, "(B, heads, S, D) bfloat16, the rotated queries")
-class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
+class RotateQuantizeAndStore(_Rotation[T]):
     """`rotate_and_store` into a cache of codes: the rotated keys, rounded to bfloat16, and the values are quantized by
     `quantize_mx` along the last dimension, and their codes and scales are written.
 

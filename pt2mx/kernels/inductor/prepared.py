@@ -14,7 +14,6 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.cpu.prepared import (
     PreparedActivation,
     PreparedAttention,
@@ -118,7 +117,7 @@ def _of_one_slot(
 
 
 def _is_plain(call: LinearMX[Box] | ActivationFakeQuantize[Box] | AttentionMX[Box]) -> bool:
-    return call.has_plain_scale and not ELEMENTS[call.element].is_wide
+    return call.spec.has_plain_scale and not call.spec.element.is_wide
 
 
 def _shapes(*tensors: Box) -> list[Shape] | None:
