@@ -47,7 +47,7 @@ def tensor_scaled_inputs(inputs: MXSpec, layout: Layout) -> MXSpec | None:
     Returns:
         Its own format for the same elements and scales of blocks; None: it has none.
     """
-    form = alike_form(format_of(inputs), [one for one in layout.inputs if spec_of(one).scale_format.tensor])
+    form = alike_form(format_of(inputs), [one for one in layout.inputs if spec_of(one).has_tensor_scale])
     return None if form is None else spec_of(form).replace(scale_mode=layout.inputs[form][0])
 
 
@@ -115,7 +115,7 @@ def shared_factor(weights: Mapping[str, PackedTensors], form: str) -> Tensor | N
     Raises:
         MXError: where the scales of a weight do not fit.
     """
-    if not spec_of(form).scale_format.tensor or not all(one.spec.has_e8m0_scale for one in weights.values()):
+    if not spec_of(form).has_tensor_scale or not all(one.spec.has_e8m0_scale for one in weights.values()):
         return None
     recoded = (recode(name, packed, NVFP4, torch.float32) for name, packed in weights.items())
     return torch.stack([one.tensor_scale for one in recoded if one.tensor_scale is not None]).amax()

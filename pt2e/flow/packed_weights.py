@@ -216,7 +216,7 @@ def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
     """Return the bytes of the codes and scales of a tensor of this shape."""
     length = shape[spec.axis]
     rows = math.prod(shape) // length if length else 0
-    scales = MXStorage.of(shape, spec).num_blocks * spec.scale_bits // 8 + 4 * bool(spec.scale_format.tensor)
+    scales = MXStorage.of(shape, spec).num_blocks * spec.scale_bits // 8 + 4 * spec.has_tensor_scale
     return rows * packed_length(length, spec.element.bits) + scales
 
 

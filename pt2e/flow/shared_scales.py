@@ -39,7 +39,7 @@ def share_tensor_scales(model: GraphModule) -> None:
     for node in model.graph.find_nodes(op="call_module"):
         observer, tensor = model.get_submodule(name_of(node)), node_arg(node)
         if isinstance(observer, MXObserver) and observer.static_scale is None and tensor in constants:
-            if observer.spec.scale_format.tensor:
+            if observer.spec.has_tensor_scale:
                 weights[node] = equal[tensor], observer.qscheme
     uses = [(user, node) for node in weights for user in node.users]
     keys = [(sibling_key(user, node), node) for user, node in uses]

@@ -59,7 +59,7 @@ class BlockType:
         Raises:
             MXError: for a scale that means another number in the file.
         """
-        dtype = self.spec.scale_format.dtype
+        dtype = self.spec.scale_dtype
         split = self.groups * dtype.itemsize
         whole = blocks.unflatten(-1, (-1, split + self._code_bytes * self.groups))
         scale = whole[..., :split].flatten(-2).contiguous().view(dtype)

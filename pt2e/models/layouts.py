@@ -112,7 +112,7 @@ class Layout:
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
         scale = scale.view(stored.scale_dtype)
         tensors = [codes, scale.unsqueeze(-1).unsqueeze(-3) if stored.spread_scales else scale]
-        if spec.scale_format.tensor:
+        if spec.has_tensor_scale:
             if tensor_scale is None:
                 raise MXError(f"{weight} in {form} has no tensor scale, which {self.name} stores: give one")
             tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
@@ -141,7 +141,7 @@ class Layout:
         data, scale, *others = (tensors[name] for name in names)
         scale = as_grid(scale, data.dim()) if stored.spread_scales else scale
         spec = self.spec_in(weight, form, dict(zip(names, (data, scale), strict=False)), block)
-        scale_dtype = spec.scale_format.dtype
+        scale_dtype = spec.scale_dtype
         for name, tensor, dtypes in (
             (names[0], data, _BYTE_DTYPES),
             (names[1], scale, (scale_dtype,) if scale_dtype.is_floating_point else _BYTE_DTYPES),
@@ -222,7 +222,7 @@ class Layout:
             The spec with the scale mode of the libraries; the spec itself where they take it, or have no such format.
         """
         modes = self.inputs.get(format_of(inputs), ())
-        if not modes or inputs.scale_mode in modes or inputs.scale_format.tensor:
+        if not modes or inputs.scale_mode in modes or inputs.has_tensor_scale:
             return inputs
         return inputs.replace(scale_mode=modes[0])
 

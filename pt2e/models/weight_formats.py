@@ -200,7 +200,7 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
         data: (..., N, bytes of K) uint8.
         scale: (..., blocks of N, blocks of K).
     """
-    if spec.scale_format.is_power_of_two or spec.element.is_int:
+    if spec.has_power_of_two_scale or spec.element.is_int:
         return
     value = scale if scale.dtype.is_floating_point else scale.view(torch.float8_e4m3fn).float()
     if bool((value.signbit() | value.isnan()).any()):

@@ -124,7 +124,7 @@ def _round(f: Function, quotient: str, scale: ScaleFormat, up: bool) -> str:
 
 def times_tensor_scale(f: Function, scale: str, spec: MXSpec, t: Input) -> str:
     """Return what multiplies the codes of a block."""
-    return _step(f, spec, "apply", scale, t) if spec.scale_format.tensor else scale
+    return _step(f, spec, "apply", scale, t) if spec.has_tensor_scale else scale
 
 
 def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> str:
@@ -136,7 +136,7 @@ def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> st
 
 def stored_scale(f: Function, scale: str, spec: MXSpec) -> str:
     """scale: as pt2mx stores it -> float32."""
-    if spec.scale_format.dtype.is_floating_point:
+    if spec.scale_dtype.is_floating_point:
         return f.op("Cast", scale, to=_TYPE.FLOAT)
     return f.op("Gather", scale_table(spec.scale_format).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
 

@@ -212,8 +212,8 @@ def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
     f = Function(name + "_static" * static, inputs, [])
     x = f.op("Cast", "X", to=_TYPE.FLOAT)
     values = blocks.split(f, x)
-    if not spec.scale_format.is_power_of_two:
-        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.scale_format.tensor else 1.0
+    if not spec.has_power_of_two_scale:
+        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.has_tensor_scale else 1.0
         f.op("Squeeze", float_scales(f, values, blocks, spec, t)[1], [blocks.inner], output="Y")
         return f.proto(opset)
     unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
@@ -247,7 +247,7 @@ class _NativeConstants:
         multiplied by it."""
         if tensor_scale:
             return self._native(name, (), _e4m3_scales)
-        if not attributes.spec.scale_format.is_power_of_two:
+        if not attributes.spec.has_power_of_two_scale:
             return self._native(name, (), lambda s: _float_scales(s, attributes))
         element = attributes.spec.element
         return self._native(name, (element.mantissa_bits,) if element.is_int else (), lambda s: _scales(s, attributes))

@@ -198,14 +198,14 @@ class _Training:
 
 
 def _stored(values: Tensor, spec: MXSpec) -> Tensor:
-    return fake_quantize_mx(values, spec) if spec.scale_format.is_power_of_two else values
+    return fake_quantize_mx(values, spec) if spec.has_power_of_two_scale else values
 
 
 def _scales_of(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> BlockScales | None:
     """Return the scales of a weight that do not follow from its rounded values, by default of nearest rounding;
     None if they follow."""
     spec = target.consumers[0].spec
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         return None
     known = scales.get(target.consumers[0].node)
     return known or nearest_scales(target.value.detach(), spec, shared_tensor_scale(target, scales))

@@ -228,7 +228,7 @@ def _report_learned(
         if (changed := now[target.consumers[0].node]).name in learned:
             algorithm = ", ".join([*filter(None, [reports[i].algorithm]), "learned_rounding"])
             value, spec = changed.value.detach(), target.consumers[0].spec
-            exact = fake_quantize_mx(value, spec) if spec.scale_format.is_power_of_two else value
+            exact = fake_quantize_mx(value, spec) if spec.has_power_of_two_scale else value
             (after,) = rounding_errors(target, exact)
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 

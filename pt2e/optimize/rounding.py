@@ -55,7 +55,7 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm], anchor: 
     options = by_gptq if isinstance(by_gptq, GPTQ) and not reason else None
     by_inputs = isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec)
     scales: BlockScales | None = None
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         rounded = _round_to_powers(target, value, spec, options, by_inputs)
     else:
         rounded, scales = _round_with_scales(target, value, spec, options, by_inputs)

@@ -152,7 +152,7 @@ def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = Fa
 def _find_siblings(targets: dict[Node, WeightTarget]) -> None:
     """Set the siblings of each weight, as `share_tensor_scales` finds them in a prepared graph."""
     consumers = [(first, consumer) for first, target in targets.items() for consumer in target.consumers]
-    keys = [(sibling_key(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.scale_format.tensor]
+    keys = [(sibling_key(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.has_tensor_scale]
     for first, group in connected(((key, spec), first) for key, spec, first in keys if key is not None).items():
         if len(group) > 1 and first is group[0]:
             siblings = [targets[one] for one in group]
@@ -192,7 +192,7 @@ def reason_not_rounded(target: WeightTarget) -> str:
     spec = target.consumers[0].spec
     if spec.block_rows > 1:
         return "its blocks have several rows"
-    if not spec.scale_format.is_power_of_two and _is_used_in_subgraph(target):
+    if not spec.has_power_of_two_scale and _is_used_in_subgraph(target):
         return f"a subgraph quantizes it, and {spec.scale_format} scales are stored in the outer graph"
     if any(consumer.spec != spec for consumer in target.consumers):
         return "its operators quantize it in different ways"

@@ -75,7 +75,7 @@ class Quantization(Operator[T]):
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
         spec = check_input(self.x, self.spec)
-        if self.tensor_scale is not None or (self.returns_scales and spec.scale_format.tensor):
+        if self.tensor_scale is not None or (self.returns_scales and spec.has_tensor_scale):
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
 
@@ -91,7 +91,7 @@ def _for_kernel(call: Any, spec: MXSpec) -> Any:
     """Return a call that quantizes x with a dimension at least, the seed as a tensor, and the tensor scale of a format
     with one."""
     seed = seed_of(call.x, spec, call.seed)
-    t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
+    t = scale_of_tensor(call, spec) if spec.has_tensor_scale else None
     if call.x.dim() and seed is call.seed and t is call.tensor_scale:
         return call
     return call.replace(x=_row(call.x), seed=seed, tensor_scale=t)
@@ -139,7 +139,7 @@ class Quantize(Quantization[T]):
             scale_shape[rows] = new_size(-(-x.shape[rows] // spec.block_rows), x.shape[rows])
         size = packed_length(length, bits)
         data_shape = resized(x, spec.axis, new_size(size, length) if is_packed(bits) else size)
-        scale = empty_in_format_of(x, scale_shape, spec.scale_format.dtype)
+        scale = empty_in_format_of(x, scale_shape, spec.scale_dtype)
         return scale, empty_in_format_of(x, data_shape, torch.uint8)
 
     def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
@@ -299,7 +299,7 @@ class ClipGradient(Operator[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        t = scale_of_tensor(self, spec) if spec.scale_format.tensor else None
+        t = scale_of_tensor(self, spec) if spec.has_tensor_scale else None
         is_ready = bool(x.dim()) and t is self.tensor_scale
         call = self if is_ready else self.replace(grad=_row(grad), x=_row(x), tensor_scale=t)
         (y,) = _run_in_order(call, ("x", "grad"), spec)

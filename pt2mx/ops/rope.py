@@ -140,7 +140,7 @@ class RotateQuantizeAndStore(_Rotation[T]):
         spec = check_input(self.key, self.spec)
         if ROUNDINGS[spec.rounding].random:
             raise MXError(f"values are not rounded {spec.rounding!r} where they are stored: use quantize_mx of them")
-        if spec.scale_format.tensor:
+        if spec.has_tensor_scale:
             raise MXError(f"{spec} has a tensor scale, which new tokens would change: use a scale format without one")
         for new, data, scale in (
             (self.key, self.key_data, self.key_scale),

@@ -125,7 +125,7 @@ class Rewriter:
         scale."""
         if (constant.name, spec) not in self._packed:
             values = as_torch(constant)
-            parts = {"tensor_scale": tensor_scale_mx(values, spec)} if spec.scale_format.tensor else {}
+            parts = {"tensor_scale": tensor_scale_mx(values, spec)} if spec.has_tensor_scale else {}
             scale, codes = quantize_mx(values, spec, tensor_scale=parts.get("tensor_scale"))
             names = []
             for suffix, values in {"codes": codes, "scale": scale, **parts}.items():

@@ -65,7 +65,7 @@ def scales(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> Tenso
 
 def _quantize(x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     n = x.shape[spec.axis]
-    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), spec.scale_format.dtype)
+    scale = _empty(resized(x, spec.axis, -(-n // spec.block_size)), spec.scale_dtype)
     data = _empty(resized(x, spec.axis, packed_length(n, spec.element.bits)), torch.uint8)
     _run(_QUANTIZE, x.contiguous(), data, spec, x.dtype, x.shape, tensor_scale, scale=scale, seed=seed)
     return scale, data

@@ -78,7 +78,7 @@ def attention_mx(call: AttentionMX[Box]) -> Box | None:
     query, cache = call.query, (call.key_data, call.key_scale, call.value_data, call.value_scale)
     has_tensor_scale = call.key_tensor_scale is not None or call.value_tensor_scale is not None
     shapes = _of_one_slot(query, cache, call.mask)
-    if shapes is None or not _is_plain(call) or not call.spec.scale_format.is_power_of_two or has_tensor_scale:
+    if shapes is None or not _is_plain(call) or not call.spec.has_power_of_two_scale or has_tensor_scale:
         return None
     of_query, of_cache, of_mask = shapes
     options = query.get_dtype(), call.spec.element.name, call.spec.block_size, call.value_width, _number(call.scale)
