@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
+from pt2mx.kernels.float_scales import has_each, scale_values, steps_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
 from pt2mx.pt2e.models.layouts import Layout
 from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
@@ -138,16 +138,16 @@ def _reciprocal(packed: PackedTensors, spec: MXSpec, dtype: torch.dtype) -> Pack
         MXError: where no such number gives equal values.
     """
     old = packed.stated_tensor_scale
-    scales = value_of(codes_of(packed.scale).unique(), spec.scale_format)
+    scales = scale_values(packed.scale.unique(), spec)
     codes = decode(torch.arange(8, dtype=torch.int32), spec.element)
 
-    def values(steps: str, tensor_scale: Tensor) -> Tensor:
-        return (codes * TENSOR_SCALES[steps].apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
+    def values(of: MXSpec, tensor_scale: Tensor) -> Tensor:
+        return (codes * steps_of(of).apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
 
-    expected = values(packed.spec.scale_format.tensor, old)
+    expected = values(packed.spec, old)
     nearest = old.reciprocal()
     infinity = torch.tensor(float("inf"))
     for candidate in (nearest, nearest.nextafter(infinity), nearest.nextafter(-infinity)):
-        if values(spec.scale_format.tensor, candidate).equal(expected):
+        if values(spec, candidate).equal(expected):
             return packed._replace(spec=spec, tensor_scale=candidate)
     raise MXError(f"no reciprocal of its tensor scale {old.item():g} gives equal values in {dtype}")

@@ -189,4 +189,4 @@ def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
 
 def _holds_nan_blocks(scales: Node, spec: MXSpec) -> bool:
     scale = tensor_of(model_of(scales.graph), scales)
-    return not is_fake(scale) and bool(is_nan(scale, spec.scale_format).any())
+    return not is_fake(scale) and bool(is_nan(scale, spec).any())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.float_scales import codes_of
+from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.models.weight_formats import (
     BLOCK,
     FP8_BLOCKS,
@@ -105,7 +105,7 @@ class Layout:
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
         check_last_blocks(weight, spec, data)
-        if bool((codes_of(scale) == spec.scale_format.nan).any()):
+        if bool(is_nan(scale, spec).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )

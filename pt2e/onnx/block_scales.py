@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.float_scales import TENSOR_SCALES, TensorScale, value_of
+from pt2mx.kernels.float_scales import steps_of, value_of
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.pt2e.onnx.function import Function, Input, onnx
 from pt2mx.pt2e.onnx.rounding import round_to_element, ulp_of
@@ -83,9 +83,8 @@ def _divide(a: Any, b: Any) -> _Symbol:
 
 def _step(f: Function, spec: MXSpec, step: str, *operands: Input) -> str:
     """Return the result of a step of `TensorScale` for float32 values of the function, and constants."""
-    steps: TensorScale = TENSOR_SCALES[spec.scale_format.tensor]
     symbols = [_Symbol(f, value) if isinstance(value, str) else value for value in operands]
-    return getattr(steps, step)(*symbols, _divide).name
+    return getattr(steps_of(spec), step)(*symbols, _divide).name
 
 
 def tensor_scale(f: Function, x: str, spec: MXSpec, static: str = "") -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.elements import NAN_SCALE
-from pt2mx.kernels.float_scales import codes_of, value_of
+from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.modes import scale_modes
 from pt2mx.pt2e.onnx.block_scales import tensor_scale, unit_of
@@ -279,8 +279,7 @@ def _e4m3_scales(scales: Tensor) -> Any:
 
 def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
     """Return scales with a significand as float32."""
-    scale = attributes.spec.scale_format
-    return onnx.numpy_helper.from_array(value_of(codes_of(scales), scale).numpy())
+    return onnx.numpy_helper.from_array(scale_values(scales, attributes.spec).numpy())
 
 
 def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:

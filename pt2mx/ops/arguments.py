@@ -65,6 +65,8 @@ CODES = {"element": Element, "block_size": BlockSize}
 ROWS = {**CODES, "scale_mode": ScaleMode, "rounding": PlainRounding}
 #: the arguments of scales, the last ones of an operator but for those of a whole tensor
 SCALES = {"scale_format": ScaleFormatName, "block_rows": BlockRows}
+#: of an operator that takes blocks of one row
+ROW_SCALES = {"scale_format": ScaleFormatName}
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"

@@ -18,9 +18,9 @@ from pt2mx.kernels.cpu.attention import attend_again
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     CODES,
+    ROW_SCALES,
     ROWS,
     TENSOR_SCALED,
-    ScaleFormatName,
     TargetDtype,
 )
 from pt2mx.ops.checks import broadcasts, check_operands, check_packed, check_quantization
@@ -52,7 +52,7 @@ class AttentionMX(Operator[T]):
     key_scale: Annotated[T, "(B, heads of the keys, L, ceil(D / block_size)), as `quantize_mx` gives it"]
     value_data: Annotated[T, "(B, heads of the keys, L, bytes of `value_width`) uint8"]
     value_scale: Annotated[T, "(B, heads of the keys, L, ceil(`value_width` / block_size)), as of the keys"]
-    spec: Annotated[MXSpec, Format(CODES, {"scale": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format(CODES, {"scale": ROW_SCALES})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[
         T | None, "(B or 1, heads or 1, S, L) booleans, false where a key is hidden from a query; or None"

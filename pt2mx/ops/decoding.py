@@ -18,7 +18,7 @@ from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES, parts
 from pt2mx.kernels.gpu.mma_layout import ROWS, from_mma_layout
-from pt2mx.ops.arguments import CODES, Element, ScaleFormatName, choices
+from pt2mx.ops.arguments import CODES, ROW_SCALES, Element, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
 from pt2mx.ops.linear import LinearMXMMALayout
@@ -226,7 +226,7 @@ class DecodingAttentionMX(Operator[T]):
     key_scale: Annotated[T, _OF_ATTENTION]
     value_data: Annotated[T, _OF_ATTENTION]
     value_scale: Annotated[T, _OF_ATTENTION]
-    spec: Annotated[MXSpec, Format(CODES, {"zeros": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format(CODES, {"zeros": ROW_SCALES})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[T | None, _OF_ATTENTION]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import ROWS, AnyScaleMode, ScaleFormatName
+from pt2mx.ops.arguments import ROW_SCALES, ROWS, AnyScaleMode
 from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
 from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.ops.quantization import Quantize
@@ -132,7 +132,7 @@ class RotateQuantizeAndStore(_Rotation[T]):
     slots: Annotated[T, _SLOTS]
     cos: Annotated[T, _FACTOR]
     sin: Annotated[T, "as `cos`"]
-    spec: Annotated[MXSpec, Format({**ROWS, "scale_mode": AnyScaleMode}, {"spec": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format({**ROWS, "scale_mode": AnyScaleMode}, {"spec": ROW_SCALES})]
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""

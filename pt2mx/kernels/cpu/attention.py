@@ -16,7 +16,7 @@ from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import AttentionCall, RepeatedCalls
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.linear import AMX, isa_for
-from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.quantize import spec_of, supports
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def call_of(
     call.block, call.value_block = block, value_block
     call.key_bytes, call.key_blocks = key[0].shape[3], key[1].shape[3]
     call.value_bytes, call.value_blocks = value[0].shape[3], value[1].shape[3]
-    if not spec.has_power_of_two_scale:
-        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+    call.float_scale = spec_of(spec).float_scale
     return call
 
 

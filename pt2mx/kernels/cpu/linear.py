@@ -24,7 +24,7 @@ from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
-from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.quantize import spec_of, supports
 from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel
 from pt2mx.spec import MXSpec
@@ -68,8 +68,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
     structure = call_of(x, data, scale, bias, out, spec, isa)
     structure.rotation = rotation
     if not spec.has_power_of_two_scale:
-        float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
-        structure.float_scale = ctypes.pointer(float_scale)
+        structure.float_scale = spec_of(spec).float_scale
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
     return out if run("pt2mx_linear", structure) else None
 
