@@ -26,26 +26,17 @@ class Answer:
         """Return the fields as plain data, the tokens as their number."""
         return {**vars(self), "tokens": len(self.tokens)}
 
-    def agreement(self, other: Answer) -> int:
-        """Count the first tokens that are those of another answer."""
-        pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
-        return next((i for i, (one, two) in pairs if one != two), min(len(self.tokens), len(other.tokens)))
-
 
 def answer(
     model: Any, tokenizer: Any, inputs: Mapping[str, Any], settings: Mapping[str, Any], prompts: Sequence[str]
 ) -> list[Answer]:
-    """Generate the answers to a batch of prompts, and note their speed.
+    """Generate the answers of a `LanguageModel`, or a model of transformers, to a batch of prompts; note their speed.
+
+    One answer is printed as it is generated; of several each is printed below its prompt.
 
     Args:
-        model: a `LanguageModel`, or a model of transformers.
-        tokenizer: its tokenizer.
         inputs: what `generate` takes for the prompts.
         settings: the options of `generate`; `stop_strings` end an answer and are not part of it.
-        prompts: the prompts. One answer is printed as it is generated; of several each is printed below its prompt.
-
-    Returns:
-        An answer for each prompt.
     """
     stops = settings.get("stop_strings", ())
     base = import_extra("transformers", "hf").TextStreamer
@@ -90,6 +81,16 @@ def answer(
     return [Answer(text, row, first, rate) for text, row in zip(texts, tokens, strict=True)]
 
 
+def count_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Count the first tokens that two texts share."""
+    count = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        count += 1
+    return count
+
+
 def until_stop(text: str, stops: Sequence[str]) -> str:
     """Return a text up to the first stop text in it."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
@@ -98,8 +99,14 @@ def until_stop(text: str, stops: Sequence[str]) -> str:
 def settled(text: str, stops: Sequence[str]) -> str:
     """Return the begin of a text that stays, whatever follows: without an end that may become a stop text."""
     whole = until_stop(text, stops)
-    begun = (n for stop in stops for n in range(1, len(stop)) if whole.endswith(stop[:n]))
-    return whole if whole != text else whole[: len(whole) - max(begun, default=0)]
+    if whole != text:
+        return whole
+    begun = 0
+    for stop in stops:
+        for n in range(1, len(stop)):
+            if whole.endswith(stop[:n]):
+                begun = max(begun, n)
+    return whole[: len(whole) - begun]
 
 
 def until_end(row: list[int], model: Any) -> list[int]:

@@ -5,7 +5,7 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from pt2mx.pt2e.quantizer import shipped
 
@@ -28,16 +28,13 @@ WORST_OPERATORS, WORST_ROWS = 10, 20
 DEMO_FOLDER = "pt2mx-demo"
 
 
-class Argument(NamedTuple):
-    """The arguments of a call of `argparse.ArgumentParser.add_argument`."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
+#: the names and the options of a call of `argparse.ArgumentParser.add_argument`
+Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def argument(*names: str, **options: Any) -> Argument:
     """Return an argument, described as for `add_argument`."""
-    return Argument(names, options)
+    return names, options
 
 
 def flag(name: str, text: str) -> Argument:

@@ -20,17 +20,7 @@ def takes_audio(model: Any) -> bool:
 
 
 def calibration_audio(source: str | None, model: Any, name: str, quantizer: MXQuantizer) -> list[Tensor]:
-    """Return the features or samples of the recordings in a folder, or none.
-
-    Args:
-        source: the folder; None or "none": no recordings.
-        model: the model of a checkpoint.
-        name: the checkpoint.
-        quantizer: the quantizer, whose algorithms may look at inputs.
-
-    Raises:
-        MXError: for a checkpoint without a feature extractor, a folder without recordings, and one that cannot be read.
-    """
+    """Return the features or samples of the recordings in a folder, for the model of a checkpoint; none without one."""
     extractor = FeatureExtractor(name, media_config(model.config))  # without one, the result could read no recording
     if source in (None, "none"):
         if look_at_inputs(quantizer.algorithms or ()):
@@ -45,16 +35,7 @@ def calibration_audio(source: str | None, model: Any, name: str, quantizer: MXQu
 
 
 def audio_inputs(model: Any, folder: str, file: str) -> dict[str, Tensor]:
-    """Return the inputs of `generate` for a recording.
-
-    Args:
-        model: the `LanguageModel` of a folder.
-        folder: the folder, which holds the feature extractor.
-        file: the recording, a .wav file.
-
-    Raises:
-        MXError: for a model that reads no audio, and a file that is no recording of the model's rate and length.
-    """
+    """Return the inputs of `generate` for a recording, by the feature extractor in the folder of a `LanguageModel`."""
     if not takes_audio(model):
         raise MXError(f"{folder!r} reads no audio: give --prompt")
     inputs = _inputs(FeatureExtractor(folder, media_config(model.config)), Path(file))

@@ -46,17 +46,11 @@ def run_save(options: argparse.Namespace) -> Result:
     for line in report.changes:
         note(line)
     size = size_of(options.output)
-    text = [
-        f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}",
-        *_engines_line(report.engines),
-    ]
+    text = [f"{options.output}: {size / 1e6:.1f} MB; {progress.seconds()}"]
+    if report.engines:
+        text.append(sentence(report.engines))
     fields = {"output": options.output, "bytes": size, **asdict(report), "seconds": progress.times()}
     return Result("\n".join(text), fields)
-
-
-def _engines_line(engines: dict[str, str]) -> list[str]:
-    """Return the line about engines; none of a layout without."""
-    return [sentence(engines)] if engines else []
 
 
 def run_convert(options: argparse.Namespace) -> Result:
@@ -80,12 +74,11 @@ def run_convert(options: argparse.Namespace) -> Result:
         )
     _note_unquantized(report)
     before, after = report.bytes_before, report.bytes_after
-    formats = Counter(report.quantized.values())
-    text = [
-        *(f"{spec}: {count} tensors" for spec, count in formats.items()),
-        f"{options.output}: {after / 1e6:.1f} MB (the float checkpoint: {before / 1e6:.1f} MB); {progress.seconds()}",
-        *_engines_line(report.engines),
-    ]
+    text = [f"{spec}: {count} tensors" for spec, count in Counter(report.quantized.values()).items()]
+    sizes = f"{after / 1e6:.1f} MB (the float checkpoint: {before / 1e6:.1f} MB)"
+    text.append(f"{options.output}: {sizes}; {progress.seconds()}")
+    if report.engines:
+        text.append(sentence(report.engines))
     return Result("\n".join(text), {"output": options.output, **asdict(report), "seconds": progress.times()})
 
 

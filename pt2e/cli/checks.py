@@ -44,10 +44,37 @@ _FILES = {
 }
 
 
+#: command -> the suffixes of its --output, where each has them
+_OUTPUTS = {
+    "generate": (".txt", ".json"),
+    "eval": (".json",),
+    "run": (".pt", ".pth"),
+    "export-onnx": (".onnx",),
+    "export-executorch": (".pte",),
+    "conformance": (".json", ".md"),
+}
+#: option -> its smallest value
+_LEAST = {
+    "max_new_tokens": 1,
+    "tokens": 2,
+    "limit": 1,
+    "batch_size": 1,
+    "max_length": 1,
+    "fewshot": 0,
+    "tensor_parallel": 1,
+}
+
+
 def check_usage(options: argparse.Namespace) -> None:
     """Raise an `MXError` for a wrong value that can be told without torch."""
+    if options.command in _OUTPUTS and options.output is not None:
+        check_output(options.output, _OUTPUTS[options.command])
     if check := _CHECKS.get(options.command):
         check(options)
+    for name, least in _LEAST.items():
+        value = getattr(options, name, None)
+        if value is not None and value < least:
+            raise MXError(f"{option_of(name)} {value} must be at least {least}")
 
 
 def _check_quantize(options: argparse.Namespace) -> None:
@@ -67,14 +94,14 @@ def _check_quantize(options: argparse.Namespace) -> None:
     check_program_name(options.output)
     for name, nothing in _FOR_LANGUAGE_MODELS.items():
         if getattr(options, name) != nothing:
-            text = f"{_option(name)} is for a language model: give --model hf:NAME, and --output a folder"
+            text = f"{option_of(name)} is for a language model: give --model hf:NAME, and --output a folder"
             raise MXError(text + "; or pt2mx.distill" * (name == "distill"))
 
 
 def _check_onnx_model(options: argparse.Namespace, path: str) -> None:
     for name, nothing in _FOR_TORCH.items():
         if getattr(options, name) != nothing:
-            raise MXError(f"{_option(name)} is for PyTorch models: leave it out for an ONNX file")
+            raise MXError(f"{option_of(name)} is for PyTorch models: leave it out for an ONNX file")
     if not Path(path).is_file():
         raise MXError(f"no file {path!r}: give onnx:FILE, a float ONNX file")
     check_output(options.output, suffixes=(".onnx",))
@@ -125,18 +152,15 @@ def _check_generate(options: argparse.Namespace) -> None:
         raise MXError("--dtype is for the checkpoint of --float: give it, too")
     if options.stop and "" in options.stop:
         raise MXError("--stop is empty: give the text that ends an answer")
-    if options.output is not None:
-        check_output(options.output, (".txt", ".json"))
-    _check_least(options, max_new_tokens=1)
     if not _SEEDS[0] <= options.seed <= _SEEDS[1]:
         raise MXError(f"--seed {options.seed} must be an integer from {_SEEDS[0]} to {_SEEDS[1]}")
     for name in ("temperature", *_FILTERS):
         value = getattr(options, name)
         if value is not None and (fault := fault_of(name, value)):
-            raise MXError(f"{_option(name)} {value} {fault}")
+            raise MXError(f"{option_of(name)} {value} {fault}")
     for name in ("top_k", "top_p"):
         if getattr(options, name) is not None and options.temperature == 0:
-            raise MXError(f"{_option(name)} is for sampling: give --temperature, too")
+            raise MXError(f"{option_of(name)} is for sampling: give --temperature, too")
 
 
 def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -150,17 +174,13 @@ def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
 def _check_perplexity(options: argparse.Namespace) -> None:
     for recipe in options.recipe:
         check_source(recipe)
-    _check_least(options, tokens=2)
 
 
 def _check_eval(options: argparse.Namespace) -> None:
-    _check_least(options, limit=1, batch_size=1, max_length=1, fewshot=0)
     if not all(split_names(options.tasks)):
         raise MXError(f"--tasks {options.tasks!r} holds an empty name: give names of tasks, separated by commas")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise MXError(f"--include-path {options.include_path!r} is no folder: give one with YAML files of tasks")
-    if options.output is not None:
-        check_output(options.output, suffixes=(".json",))
 
 
 def _check_compile(options: argparse.Namespace) -> None:
@@ -173,7 +193,7 @@ def _check_compile(options: argparse.Namespace) -> None:
     for name in ("output", "portable", "unpack"):
         if getattr(options, name):
             raise MXError(
-                f"{_option(name)} is not for a language model: its packages are written to {options.program!r}"
+                f"{option_of(name)} is not for a language model: its packages are written to {options.program!r}"
             )
 
 
@@ -183,9 +203,7 @@ def _check_run(options: argparse.Namespace) -> None:
         raise MXError("--runtime is for ONNX files: leave it out for a package")
     if not is_onnx and not Path(options.package).is_dir():
         check_kind(options.package, "package")
-    if options.output is not None:
-        check_output(options.output, suffixes=(".pt", ".pth"))
-        check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
+    check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     if is_onnx and not Path(options.package).is_file():
         raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
     if is_onnx and options.inputs is None:
@@ -193,7 +211,6 @@ def _check_run(options: argparse.Namespace) -> None:
 
 
 def _check_export_onnx(options: argparse.Namespace) -> None:
-    check_output(options.output, (".onnx",))
     if options.opset is not None and not OPSETS[0] <= options.opset <= OPSETS[1]:
         raise MXError(f"--opset {options.opset} must be an integer from {OPSETS[0]} to {OPSETS[1]}")
     if not Path(options.program).is_dir():
@@ -201,7 +218,6 @@ def _check_export_onnx(options: argparse.Namespace) -> None:
 
 
 def _check_export_executorch(options: argparse.Namespace) -> None:
-    check_output(options.output, (".pte",))
     if options.max_size is not None and options.max_size < 2:
         raise MXError(f"--max-size {options.max_size} must be an integer of at least 2")
     _check_program(options)
@@ -212,11 +228,6 @@ def _check_recipes(options: argparse.Namespace) -> None:
         check_source(options.recipe)
     if getattr(options, "model", None) is not None:
         check_model(options.model)
-
-
-def _check_conformance(options: argparse.Namespace) -> None:
-    if options.output is not None:
-        check_output(options.output, (".json", ".md"))
 
 
 _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -232,26 +243,19 @@ _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
     "export-onnx": _check_export_onnx,
     "export-executorch": _check_export_executorch,
     "recipes": _check_recipes,
-    "conformance": _check_conformance,
 }
 
 
-def _option(name: str) -> str:
+def option_of(name: str) -> str:
+    """Return the option that fills an attribute of the options."""
     return f"--{name.replace('_', '-')}"
-
-
-def _check_least(options: argparse.Namespace, **least: int) -> None:
-    for name, number in least.items():
-        value = getattr(options, name)
-        if value is not None and value < number:
-            raise MXError(f"{_option(name)} {value} must be at least {number}")
 
 
 def _check_float_model(options: argparse.Namespace) -> None:
     check_model(options.model)
     used = [name for name in _OF_CHECKPOINTS if getattr(options, name, None)]
     if used and not options.model.startswith("hf:"):
-        raise MXError(f"{_option(used[0])} is for checkpoints (hf:NAME), and {options.model!r} is none")
+        raise MXError(f"{option_of(used[0])} is for checkpoints (hf:NAME), and {options.model!r} is none")
 
 
 def _check_evaluated_model(options: argparse.Namespace) -> None:

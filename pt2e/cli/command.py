@@ -84,13 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
                 raise
             if options.traceback:
                 traceback.print_exception(error)
-            print(MESSAGE if interrupted else _error_line(error), file=sys.stderr)
-            return INTERRUPTED if interrupted else BAD_INPUT
-
-
-def _error_line(error: BaseException) -> str:
-    """Return an error as one line: the message of another library in it may have several."""
-    return f"pt2mx: error: {' '.join(str(error).split())}"
+            if interrupted:
+                print(MESSAGE, file=sys.stderr)
+                return INTERRUPTED
+            # the message of another library in it may have several lines
+            print(f"pt2mx: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return BAD_INPUT
 
 
 def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
@@ -114,7 +113,6 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
 
 
 def _discard_stdout() -> None:
-    """Discard what Python still flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -66,7 +66,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _default_recipes(model: str) -> list[str]:
-    """Return the recipes and formats to compare for a model of that name."""
     task = next((task for start, task in _TASKS.items() if model.startswith(start)), None)
     others = tuple(f"{other}_" for other in tasks() if task not in (None, other))
     return [name for name in (*recipe.names(), *OTHER_FORMATS) if not name.startswith(others)]

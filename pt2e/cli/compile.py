@@ -56,7 +56,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _compare(package: Package, program: ExportedProgram) -> Fidelity:
-    """Compare the outputs of a package and of its program for the example inputs."""
     args, kwargs = program.example_inputs
     # copies: a program may write to its inputs
     copies, keywords = pytree.tree_map_only(Tensor, lambda t: t.to(package.device, copy=True), (args, kwargs))

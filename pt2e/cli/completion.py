@@ -27,7 +27,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the arguments of a parser and of those below it."""
     yield from parser._actions
     for inner in subparsers(parser).values():
         yield from _actions(inner)

@@ -6,8 +6,8 @@ import argparse
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.progress import Progress
-from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.cli.result import Result, is_json
+from pt2mx.pt2e.files.output import write_text
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -30,8 +30,7 @@ def run(options: argparse.Namespace) -> Result:
     for name in installed:
         progress.begin(f"check {name}")
         results += list(score(name, options.format))
-    text, data = report(results, absent)
+    result = Result(*report(results, absent))
     if options.output is not None:
-        is_json = str(options.output).lower().endswith(".json")
-        write_text(json_text(data) if is_json else markdown(results), options.output)
-    return Result(text, data)
+        write_text(result.to_json() if is_json(options.output) else markdown(results), options.output)
+    return result

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pt2mx.pt2e.cli.answers import Answer
+from pt2mx.pt2e.cli.answers import Answer, count_same
 from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.language_model import LanguageModel
 
@@ -39,8 +39,7 @@ class Conversation:
         if self._cache is None:
             self._cache = self._model.new_cache(1, input_ids.shape[1])
         prompt, cache = input_ids[0].tolist(), self._cache
-        pairs = zip(self._tokens[: cache.length], prompt[:-1], strict=False)  # the model reads at least one token
-        same = next((i for i, (one, two) in enumerate(pairs) if one != two), min(cache.length, len(prompt) - 1))
+        same = count_same(self._tokens[: cache.length], prompt[:-1])  # the model reads at least one token
         if same == 0 or not all(layer.is_croppable for layer in cache.layers):
             cache.reset()
         for layer in cache.layers if same < cache.length else ():

@@ -84,15 +84,12 @@ def main(
 ) -> list[Row]:
     """Quantize MiniLM with each recipe, and print a table of them; then the report of the first one.
 
-    Args:
-        recipes: names of shipped recipes.
-        folder: the folder to make, for programs and the pages of reports.
-        saved: is called with each recipe, the last first, once the folder has its program and the float one.
-
-    Returns:
-        The rows of the table.
+    The folder gets programs and the pages of reports. `saved` is called with each recipe, the last first, once the
+    folder has its program and the float one.
     """
-    target = _make_folder(folder)
+    target = Path(folder)
+    with user_errors(f"make the folder {str(folder)!r}"):
+        target.mkdir(parents=True, exist_ok=True)
     progress = Progress(2 + len(recipes), "load MiniLM")
     encoder, tokenize = load_minilm()
     texts = sentences()
@@ -148,12 +145,6 @@ def quantize(
     _embed(prepared, inputs)
     converted = convert_pt2e(prepared)
     return converted, quantization_report(converted)
-
-
-def _make_folder(folder: str | os.PathLike[str]) -> Path:
-    with user_errors(f"make the folder {str(folder)!r}"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder)
 
 
 def _embed(model: Callable[..., Tensor], inputs: tuple[Tensor, Tensor]) -> Tensor:

@@ -23,12 +23,7 @@ _RUNS = 5
 
 
 class Compilation:
-    """A process that compiles the program of a recipe.
-
-    Args:
-        folder: holds the programs, `float.pt2` and one for each recipe; gets the package.
-        recipe: the name of the recipe.
-    """
+    """A process that compiles the program of a recipe in a folder, which also has `float.pt2` and gets the package."""
 
     def __init__(self, folder: Path, recipe: str) -> None:
         self._folder, self._recipe = folder, recipe
@@ -43,12 +38,8 @@ class Compilation:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
 
     def finish(self) -> dict[str, float] | None:
-        """Wait for the package, and print its agreement with the program, and its speed.
-
-        Returns:
-            `cosine` to the program's embeddings, and `faster`, the time of the float program over the package's. None
-            where the program cannot be compiled, for example without a compiler; the reason is printed.
-        """
+        """Wait for the package; print and return its cosine to the program's embeddings, and how much faster it is than
+        the float program. None where the program cannot be compiled, for example without a compiler: it prints why."""
         stage_line(f"compile {self._recipe}, begun when it was saved")
         _, errors = self._process.communicate()
         if self._process.returncode:

@@ -23,15 +23,7 @@ _TOKENS = 12
 
 
 def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, object]:
-    """Quantize SmolLM2-135M, rounded to nearest, save it, load it, and print what it generates.
-
-    Args:
-        folder: the folder in which the folder of the quantized model is made.
-        recipe: the name of a shipped recipe.
-
-    Returns:
-        The printed numbers and texts by name.
-    """
+    """Quantize SmolLM2-135M, rounded to nearest, save it into a folder there, load it, and print what it generates."""
     target = Path(folder) / NAME
     # algorithms take most of a minute: the demo rounds to nearest
     quantizer = MXQuantizer.from_recipe(recipe).set_algorithms(None)

@@ -45,7 +45,8 @@ _BUILDS = "https://download.pytorch.org/whl"
 def run(options: argparse.Namespace) -> Result:
     progress = Progress(len(CHECKS), first=None)
     rows = []
-    with clean_imports(_modules()) as imports:
+    modules = [module for checks in CHECKS.values() for check in checks for module in check.imports]
+    with clean_imports(reversed(modules)) as imports:  # those of the last checks are the slowest
         for group, checks in CHECKS.items():
             progress.begin(f"look at {group}")
             rows += [_row(check, imports) for check in checks]
@@ -59,11 +60,6 @@ def run(options: argparse.Namespace) -> Result:
     ]
     data = {"pt2mx": __version__, "platform": platform.platform(), "flow_can_run": works, "checks": rows}
     return Result("\n".join(text), data, 0 if works else BROKEN)
-
-
-def _modules() -> list[str]:
-    """Return the modules to import. The modules of the last checks are the slowest and come first."""
-    return [module for checks in CHECKS.values() for check in checks for module in check.imports][::-1]
 
 
 def _row(check: Check, imports: Mapping[str, Future[None]]) -> dict[str, object]:
@@ -114,13 +110,8 @@ class FailedImport(Exception):
 def clean_imports(modules: Iterable[str]) -> Iterator[Mapping[str, Future[None]]]:
     """Import modules while the block runs, as many at a time as the machine has processors.
 
-    Each has a process of its own: an import may fail or succeed because of what was imported before.
-
-    Args:
-        modules: their names, the slowest first.
-
-    Returns:
-        Module -> a future, whose result raises `FailedImport` where the module does not import.
+    Each has a process of its own: an import may fail or succeed because of what was imported before. The result of its
+    future raises `FailedImport` where it does not import.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {module: pool.submit(_import, module) for module in modules}
@@ -138,21 +129,13 @@ def _import(module: str) -> None:
 
 
 def repair_command(distribution: str, reason: str) -> str:
-    """Return the command that repairs a package.
+    """Return the command that repairs a package, whose import failed for that reason: perhaps because of torchvision.
 
-    Args:
-        distribution: its name on the package index.
-        reason: the error of its import, which another package may have caused.
+    torchvision must be of the version and the build of torch. The library of another build does not load, and the
+    import fails where it registers that library's operators.
     """
-    if distribution == "torchvision" or "torchvision::" in reason:
-        return _install_torchvision()
-    return f"pip install --force-reinstall {distribution}"
-
-
-def _install_torchvision() -> str:
-    """Return the command that installs torchvision in the version and the build of torch.
-
-    The library of another build does not load, and the import fails where it registers that library's operators."""
+    if distribution != "torchvision" and "torchvision::" not in reason:
+        return f"pip install --force-reinstall {distribution}"
     torch, _, build = metadata.version("torch").partition("+")
     version = metadata.version("torchvision").partition("+")[0]
     index = f" --index-url {_BUILDS}/{build}" if build else ""

@@ -11,11 +11,11 @@ from contextlib import redirect_stdout
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.checks import split_names
+from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.files.output import json_text, write_text
 from pt2mx.pt2e.files.user_errors import user_errors
-from pt2mx.pt2e.language.language_model import LanguageModel
 
 #: the results of lm-eval without documents and settings
 _KEYS = ("results", "groups", "group_subtasks", "n-shot", "n-samples", "versions", "higher_is_better")
@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> Result | None:
         manager = import_extra("lm_eval.tasks", "eval").TaskManager(include_path=options.include_path)
         tasks = _tasks(options.tasks, manager.all_tasks)
         progress.begin("load")
+        loaded = load_folder(options.folder, options.device)
         with user_errors(f"load {options.folder!r}"):
-            loaded = LanguageModel.from_pretrained(options.folder, options.device)
             model = harness.HarnessModel(loaded, options.batch_size, options.max_length)
         progress.begin("evaluate")
         with redirect_stdout(sys.stderr), user_errors(f"evaluate {options.tasks}", _OFFLINE):
@@ -57,7 +57,8 @@ def _tasks(text: str, known: list[str]) -> list[str]:
     """Return the tasks that names and patterns match, each once; raise an `MXError` for a name that matches none."""
     tasks = []
     for name in split_names(text):
-        if not (matches := fnmatch.filter(known, name)):
+        matches = fnmatch.filter(known, name)
+        if not matches:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise MXError(f"unknown task {name!r}: {hint}`lm-eval ls tasks` lists all, --include-path adds your own")

@@ -44,7 +44,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _compare(path: str, program: ExportedProgram) -> str:
-    """Run the file and the program on the example inputs, and describe how their outputs agree."""
     with user_errors("run the file"):
         inputs, expected = example_call(program)
         method = import_executorch("executorch.runtime").Runtime.get().load_program(path).load_method("forward")

@@ -12,10 +12,9 @@ from torch.export import ExportedProgram
 
 from pt2mx.analysis.agreement import describe_agreement
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.programs import example_call, load_program_file
+from pt2mx.pt2e.cli.programs import example_call, load_folder, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, size_of
-from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import RUNTIMES, load
 
@@ -30,7 +29,7 @@ def run(options: argparse.Namespace) -> Result:
     import_extra("onnx", "onnx")
     is_folder = Path(options.program).is_dir()
     with Progress(3) as progress:
-        model = _language_model(options.program) if is_folder else load_program_file(options.program)
+        model = load_folder(options.program, "cpu") if is_folder else load_program_file(options.program)
         progress.begin("export")
         nodes = export_onnx(model, options.output, opset=options.opset, target=options.target)
         progress.begin("compare")
@@ -54,39 +53,25 @@ def run(options: argparse.Namespace) -> Result:
     return Result(text, data)
 
 
-def _language_model(folder: str) -> LanguageModel:
-    from pt2mx.pt2e.language.language_model import LanguageModel  # imports transformers
-
-    with user_errors(f"load {folder!r}"):
-        return LanguageModel.from_pretrained(folder, "cpu")
-
-
 def _compare(path: str, model: ExportedProgram | LanguageModel, runtime: str) -> str:
-    """Run the file and the model on example inputs, and describe how their outputs agree."""
     try:
         runnable = load(path, runtime)
-        is_program = isinstance(model, ExportedProgram)
-        inputs, expected = _of_program(model) if isinstance(model, ExportedProgram) else _of_prompts(model)
-        feeds = {name: x.numpy() for name, x in zip(runnable.inputs, inputs, strict=True)}
-        outputs = [torch.from_numpy(y) for y in runnable.call(feeds).values()]
-        return describe_agreement(outputs if is_program else outputs[:1], expected)
+        inputs, expected = example_call(model) if isinstance(model, ExportedProgram) else _of_prompts(model)
+        arrays = [x.numpy() for x in inputs if isinstance(x, Tensor)]
+        outputs = [torch.from_numpy(y) for y in runnable.call(dict(zip(runnable.inputs, arrays, strict=True))).values()]
+        if not isinstance(model, ExportedProgram):
+            outputs = outputs[:1]  # the others are keys and values
+        return describe_agreement(outputs, [y for y in expected if isinstance(y, Tensor)])
     except Exception as error:  # it is not installed, lacks kernels, or has outputs in another form (complex ones)
         return f"not compared: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
 
 
-def _of_program(program: ExportedProgram) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the example inputs of a program, and its outputs for them."""
-    inputs, outputs = example_call(program)
-    return [x for x in inputs if isinstance(x, Tensor)], [y for y in outputs if isinstance(y, Tensor)]
-
-
 @torch.no_grad()
-def _of_prompts(model: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _of_prompts(model: Any) -> tuple[list[object], list[object]]:
     """Return the inputs of a decoder's file for two prompts, and the logits of the language model for them."""
     tokens = torch.arange(2 * _TOKENS).reshape(2, -1) % model.config.vocab_size
-    past = [
-        one.new_zeros((2, *one.shape[1:]), dtype=torch.float32, device="cpu")
-        for layer in model.layers
-        for one in layer.values()
-    ]
-    return [tokens, torch.ones_like(tokens), *past], [model(tokens).logits.float()]
+    inputs: list[object] = [tokens, torch.ones_like(tokens)]
+    for layer in model.layers:
+        for past in layer.values():
+            inputs.append(past.new_zeros((2, *past.shape[1:]), dtype=torch.float32, device="cpu"))
+    return inputs, [model(tokens).logits.float()]

@@ -55,9 +55,12 @@ def load_eval_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[
     elif options.calibration == "none":
         return {}
     else:
-        files = load_batches(options.calibration, loaded.readers)
-        conformed = {source: _conform(loaded, batch, source) for source, batch in files.items()}
-        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), conformed)
+        batches = {}
+        for source, batch in load_batches(options.calibration, loaded.readers).items():
+            # the exported program takes no other form than the example's
+            args, kwargs = conform(batch, signature_of(loaded), source, note)
+            batches[source] = kwargs if isinstance(loaded.example, dict) else args
+        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(options.device), batches)
     for source, batch in batches.items():
         refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches
@@ -83,12 +86,6 @@ def signature_of(loaded: LoadedModel) -> Signature:
 
 def _arguments(batch: Batch) -> tuple[tuple, dict]:
     return ((), batch) if isinstance(batch, dict) else (batch, {})
-
-
-def _conform(loaded: LoadedModel, batch: object, source: str) -> Batch:
-    """Return a batch in the form of the example, which is the only form that the exported program takes."""
-    args, kwargs = conform(batch, signature_of(loaded), source, note)
-    return kwargs if isinstance(loaded.example, dict) else args
 
 
 def refuse_nan(what: str, names: Iterable[str], options: argparse.Namespace) -> None:

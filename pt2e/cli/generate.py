@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.answers import Answer, answer
+from pt2mx.pt2e.cli.answers import Answer, answer, count_same
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.checks import generation_settings
 from pt2mx.pt2e.cli.conversation import Conversation
+from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
-from pt2mx.pt2e.cli.result import Result
-from pt2mx.pt2e.files.output import json_text, write_text
+from pt2mx.pt2e.cli.result import Result, is_json
+from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
@@ -32,8 +33,7 @@ def run(options: argparse.Namespace) -> Result | None:
     images = [read_image(Path(file)) for file in options.image or ()]  # a bad file should not cost loading the model
     prompts = [*(options.prompt or ()), *map(read_prompt, options.prompt_file or ())]
     progress = Progress(2 + (options.float is not None))
-    with user_errors(f"load {options.folder!r}"):
-        model = LanguageModel.from_pretrained(options.folder, options.device)
+    model = load_folder(options.folder, options.device)
     if model.tokenizer is None:
         raise MXError(f"{options.folder!r} holds no tokenizer: put tokenizer.json there")
     if options.compile:
@@ -55,15 +55,13 @@ def run(options: argparse.Namespace) -> Result | None:
         rows += _rows("audio" if options.audio else "prompt", batch, answers)
         if is_conversation:
             conversation.add(batch[0], answers["quantized"][0])
-    if options.output is not None and is_first():
+    if not is_first():
+        return None
+    result = Result("", {"answers": rows})  # the texts are printed already
+    if options.output is not None:
         texts = "".join(f"{row['text']}\n" for row in rows)
-        write_text(json_text({"answers": rows}) if _is_json(options.output) else texts, options.output)
-    # the texts are printed already
-    return Result("", {"answers": rows}) if options.json and is_first() else None
-
-
-def _is_json(path: str) -> bool:
-    return path.lower().endswith(".json")
+        write_text(result.to_json() if is_json(options.output) else texts, options.output)
+    return result if options.json else None
 
 
 def _batches(prompts: list[str], together: bool) -> Iterable[list[str]]:
@@ -78,18 +76,15 @@ def _read_prompts() -> Iterator[str]:
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        if not (line := sys.stdin.readline()):
+        line = sys.stdin.readline()
+        if not line:
             return
         if line.strip():
             yield line.rstrip("\n")
 
 
 def _inputs(
-    model: LanguageModel,
-    batch: list[str],
-    conversation: Conversation,
-    images: list[Any],
-    options: argparse.Namespace,
+    model: LanguageModel, batch: list[str], conversation: Conversation, images: list[Any], options: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
     """Return what `generate` takes for a recording, or for prompts after the turns of a conversation."""
     if options.audio:
@@ -127,7 +122,7 @@ def _rows(kind: str, batch: list[str], answers: dict[str, list[Answer]]) -> list
     """Return the answers as plain data, and note how many tokens are those of the float model."""
     rows = [{kind: name, **one.to_dict()} for name, one in zip(batch, answers["quantized"], strict=True)]
     for row, one, reference in zip(rows, answers["quantized"], answers.get("float", ()), strict=False):
-        same = one.agreement(reference)
+        same = count_same(one.tokens, reference.tokens)
         note(f"the first {same} of {len(one.tokens)} tokens are those of the float model")
         row |= {"float": reference.text, "same_tokens": same}
     return rows

@@ -44,12 +44,7 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
 
     Args:
         batch: a tensor, a tuple or list of the inputs in order, or a dict of them by name.
-        signature: the signature of the model.
-        source: the batch's file, for errors and notes.
-        note: prints a line for the user.
-
-    Raises:
-        MXError: for a batch that the model does not take; it names the source and the input.
+        signature, source, note: of the model; the batch's file; prints a line for the user.
     """
     leaves = []
     for leaf, (name, example, sizes) in zip(_leaves(batch, signature, source), signature.inputs, strict=True):
@@ -68,7 +63,6 @@ def conform(batch: object, signature: Signature, source: object, note: Callable[
 
 
 def _leaves(batch: object, signature: Signature, source: object) -> list[object]:
-    """Return the leaves of the arguments that a batch describes."""
     constants = {name: example for name, example, sizes in signature.inputs if sizes is None}
     trees: dict[str, object] = {name: name for name in signature.names}
     parts: dict[Any, object] = {}
@@ -99,12 +93,6 @@ def signature_from_factory(forward: Callable, args: tuple, kwargs: dict, dynamic
     """Return the signature that `torch.export.export(module, args, kwargs, dynamic_shapes=...)` will have.
 
     A dimension whose range only the export will find may have any size.
-
-    Args:
-        forward: the method of the module.
-        args: positional arguments of the example.
-        kwargs: keyword arguments of the example.
-        dynamic_shapes: as export takes them; None: all shapes are fixed.
     """
     names = _parameters(forward, len(args))
     trees = [*zip(names, args, strict=True), *kwargs.items()]
@@ -114,11 +102,11 @@ def signature_from_factory(forward: Callable, args: tuple, kwargs: dict, dynamic
         specs = list(dynamic_shapes)
     else:  # another form, or an error that export will report
         specs = [_UNKNOWN] * len(trees)
+    leaves: list[str] = []
     ranges: list[list[Range] | None] = []
-    for (_, tree), spec in zip(trees, specs, strict=True):
+    for (name, tree), spec in zip(trees, specs, strict=True):
         ranges += _ranges(tree, spec)
-    paths = [(name, pytree.tree_flatten_with_path(tree)[0]) for name, tree in trees]
-    leaves = ["_".join([name, *(_key(k) for k in path)]) for name, flat in paths for path, _ in flat]
+        leaves += ["_".join([name, *map(_key, path)]) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
     return Signature(args, kwargs, leaves, ranges, names, [], [])
 
 
@@ -127,33 +115,34 @@ _UNKNOWN = object()
 
 def _parameters(forward: Callable, count: int) -> list[str]:
     """Return the names of the first `count` positional parameters; `args_0` and so on for `*args`, as in torch."""
-    parameters = list(inspect.signature(forward).parameters.values())
-    several = [p.name for p in parameters if p.kind is p.VAR_POSITIONAL]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    variadic = several[0] if several else "args"
+    names, variadic = [], "args"
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            variadic = parameter.name
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names = names[:count]
     return [*names, *(f"{variadic}_{i}" for i in range(count - len(names)))]
 
 
 def _ranges(tree: object, spec: object) -> list[list[Range] | None]:
-    """Return `Signature.ranges` of the leaves of an argument."""
     if isinstance(tree, Tensor):
-        return [_tensor_ranges(tree, spec)]
-    if isinstance(tree, dict | list | tuple):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return [leaf for key, value in items for leaf in _ranges(value, _spec_of(spec, key))]
+        if spec is _UNKNOWN:
+            return [[(0, None)] * tree.dim()]
+        return [[_range(_spec_of(spec, i), size) for i, size in enumerate(tree.shape)]]
     if isinstance(tree, int) and not isinstance(tree, bool) and (spec is _UNKNOWN or _is_dynamic(spec)):
         return [[_ANY_NUMBER]]
-    leaves = pytree.tree_leaves(tree)
-    if len(leaves) == 1 and leaves[0] is tree:
-        return [None]
-    return [ranges for leaf in leaves for ranges in _ranges(leaf, _UNKNOWN)]
-
-
-def _tensor_ranges(tensor: Tensor, spec: object) -> list[Range]:
-    if spec is _UNKNOWN:
-        return [(0, None)] * tensor.dim()
-    dims = [_spec_of(spec, i) for i in range(tensor.dim())]
-    return [_range(dim, size) for dim, size in zip(dims, tensor.shape, strict=True)]
+    if isinstance(tree, dict | list | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        parts = [(value, _spec_of(spec, key)) for key, value in items]
+    else:  # a constant, or a class that is registered with pytree
+        parts = [(leaf, _UNKNOWN) for leaf in pytree.tree_leaves(tree)]
+        if len(parts) == 1 and parts[0][0] is tree:
+            return [None]
+    ranges: list[list[Range] | None] = []
+    for part, its_spec in parts:
+        ranges += _ranges(part, its_spec)
+    return ranges
 
 
 def _spec_of(spec: object, key: object) -> object:

@@ -15,8 +15,9 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
-from pt2mx.pt2e.cli.checks import check_folder_name
+from pt2mx.pt2e.cli.checks import check_folder_name, option_of
 from pt2mx.pt2e.cli.float_model import note_coverage
+from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
@@ -52,6 +53,7 @@ _QUANTIZING = {
     "compile": (False,),
     "dtype": (None,),
 }
+_NO_TOKENIZER = "{} holds no tokenizer: the result takes and gives tokens, no text"
 #: tokens, in two texts, on which packages are compared with the program
 _TOKENS = 32
 #: samples of the audio for these tokens
@@ -59,11 +61,7 @@ _SAMPLES = 8000
 
 
 def calibration_blocks(source: str | None, tokenizer: Any, quantizer: MXQuantizer) -> list[Tensor]:
-    """Return the blocks of tokens to calibrate with: of a text, by default the built-in one, or none.
-
-    Raises:
-        MXError: for a text that cannot be read, and where an algorithm needs a text and there is none.
-    """
+    """Return the blocks of tokens to calibrate with: of a text, by default the built-in one, or none."""
     if source == "none" or (source is None and tokenizer is None):
         if look_at_inputs(quantizer.algorithms or ()):
             raise MXError("the algorithms look at inputs: give --calibration a text, and the folder a tokenizer")
@@ -83,7 +81,8 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         name = options.model.removeprefix("hf:")
         model = load_language_model(name, options.part, options.allow_partial, options.dtype).to(options.device)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
-        _note_tokenizer(name, tokenizer)
+        if tokenizer is None:
+            note(_NO_TOKENIZER.format(name))
         processor = load_processor(name) if has_tower(model) and options.part is None else None
         texts: Sequence[Any] = []
         if takes_audio(model):
@@ -94,30 +93,34 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         reports = []
         for context in contexts:
             with context:
-                reports.append(
-                    _quantize_rank(model, quantizer, texts, lessons, processor or tokenizer, options, progress, values)
-                )
+                with user_errors("quantize the model"):
+                    result = quantize_language_model(
+                        model if options.tensor_parallel == 1 else shard(model),
+                        quantizer,
+                        texts,
+                        processor or tokenizer,
+                        progress.begin,
+                        lessons=lessons,
+                        part=options.part,
+                        allow_partial=options.allow_partial,
+                        length=options.text_length,
+                    )
+                reports.append(_write_rank(model, result, quantizer, options, progress, values))
         progress.end()
         ranks.wait()
     report, coverage = reports[0]
     return quantized_result(report, options, progress, coverage=coverage) if ranks.is_first() else None
 
 
-def _quantize_rank(
+def _write_rank(
     model: PreTrainedModel,
+    result: LanguageModel,
     quantizer: MXQuantizer,
-    texts: Sequence[Tensor | Mapping[str, Tensor]],
-    lessons: Sequence[Tensor],
-    tokenizer: Any,
     options: argparse.Namespace,
     progress: Progress,
     values: CheckpointValues,
 ) -> tuple[QuantizationReport, Coverage]:
-    """Quantize and write a rank's shard, the whole model if there is one rank; return its report and coverage."""
-    with user_errors("quantize the model"):
-        part = model if options.tensor_parallel == 1 else shard(model)
-        chosen = {"part": options.part, "allow_partial": options.allow_partial, "length": options.text_length}
-        result = quantize_language_model(part, quantizer, texts, tokenizer, progress.begin, lessons=lessons, **chosen)
+    """Write a rank's shard, the whole model if there is one rank; return its report and coverage."""
     coverage = values.held_by(result.coverage.read)
     note_coverage(coverage)
     report = quantization_report(result)
@@ -143,12 +146,9 @@ def _calibration(
 
 
 def _check_quantize(options: argparse.Namespace) -> None:
-    """Raise an `MXError` for options with which no folder can be made, before the work."""
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
     check_folder_name(options.output, options.model.removeprefix("hf:"))
-    if options.tensor_parallel < 1:
-        raise MXError(f"--tensor-parallel {options.tensor_parallel} must be at least 1")
     if options.distill is not None and options.tensor_parallel != 1:
         raise MXError("--distill trains a whole model: leave --tensor-parallel out")
 
@@ -160,11 +160,6 @@ def _check_without_values(options: argparse.Namespace, quantizer: MXQuantizer) -
             "calibration takes the values of all ranks: run `torchrun --nproc-per-node "
             f"{options.tensor_parallel} -m pt2mx quantize ...`, or give --optimize fast or none, and no --calibration"
         )
-
-
-def _note_tokenizer(name: str, tokenizer: Any) -> None:
-    if tokenizer is None:
-        note(f"{name} holds no tokenizer: the result takes and gives tokens, no text")
 
 
 def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
@@ -192,7 +187,8 @@ def load_to_folder(options: argparse.Namespace) -> Result:
             partial = {"part": options.part, "allow_partial": options.allow_partial}
             loaded = load_checkpoint(name, options.device, progress.begin, **partial)
         note_coverage(loaded.coverage)
-        _note_tokenizer(name, loaded.tokenizer)
+        if loaded.tokenizer is None:
+            note(_NO_TOKENIZER.format(name))
         report = quantization_report(loaded)
         progress.begin("save")
         with user_errors(f"write {options.output!r}"):
@@ -205,8 +201,8 @@ def _check_load(options: argparse.Namespace) -> None:
     for name, nothing in _QUANTIZING.items():
         if getattr(options, name) not in nothing:
             raise MXError(
-                f"{options.model!r} is quantized already, and taken as it is: leave --{name.replace('_', '-')} out, or "
-                "give the float checkpoint"
+                f"{options.model!r} is quantized already, and taken as it is: leave {option_of(name)} out, or give the "
+                "float checkpoint"
             )
     if Path(options.output).suffix.lower() == ".pt2":
         raise MXError(f"{options.model!r} becomes a language model: give --output a folder, not {options.output!r}")
@@ -216,14 +212,13 @@ def _check_load(options: argparse.Namespace) -> None:
 def compile_folder(options: argparse.Namespace) -> Result:
     """Run `pt2mx compile` for a language model: write packages for prompts and for single tokens into its folder."""
     with Progress(3) as progress:
-        with user_errors(f"load {options.program!r}"):
-            model = LanguageModel.from_pretrained(options.program, options.device)
+        model = load_folder(options.program, options.device)
         progress.begin("compile")
         with user_errors("compile the model"):
             paths = model.write_packages(options.program)
         progress.begin("compare")
         with user_errors("run the packages"):
-            same = _count_agreement(model, LanguageModel.from_pretrained(options.program, options.device))
+            same = _count_agreement(model, load_folder(options.program, options.device))
     sizes = {str(path): path.stat().st_size for path in paths}
     text = [
         f"compiled against eager: {same} of {_TOKENS} tokens are the same",

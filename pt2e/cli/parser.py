@@ -226,7 +226,6 @@ def _fill(parser: Parser, command: str, function: str, arguments: Iterable[Argum
 
 
 def _run(module: str, function: str, options: argparse.Namespace) -> Any:
-    """Import the module of a command, and run it."""
     return getattr(importlib.import_module(module), function)(options)
 
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.language import calibration_blocks
+from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -40,16 +41,16 @@ def run(options: argparse.Namespace) -> Result:
         tokenizer = load_tokenizer(options.folder)
         text_blocks = blocks(read_text(options.text), tokenizer, options.tokens)
         source = options.float if quantized else options.folder
-        model = (
-            None if source is None else load_language_model(source, options.part, options.allow_partial, options.dtype)
-        )
-        if model is not None and not quantizers:
-            note_coverage(checkpoint_values(model, source).held_by())
-        predict_float = None if model is None else _predictions(model, use_cache=False)
-        rows: Iterable[tuple[str, Predict]] = [] if predict_float is None else [("float", predict_float)]
+        model = predict_float = None
+        rows: Iterable[tuple[str, Predict]] = []
+        if source is not None:
+            model = load_language_model(source, options.part, options.allow_partial, options.dtype)
+            if not quantizers:
+                note_coverage(checkpoint_values(model, source).held_by())
+            predict_float = _predictions(model, use_cache=False)
+            rows = [("float", predict_float)]
         if quantized:
-            with user_errors(f"load {options.folder!r}"):
-                rows = [*rows, (Path(options.folder).name, _predictions(LanguageModel.from_pretrained(options.folder)))]
+            rows = [*rows, (Path(options.folder).name, _predictions(load_folder(options.folder)))]
         elif model is not None:
             rows = chain(rows, _by_recipes(model, quantizers, options, tokenizer, progress))
         measured: list[tuple[str, Perplexity]] = []
@@ -61,28 +62,23 @@ def run(options: argparse.Namespace) -> Result:
                 measured.append((name, perplexity(predict, bar, reference)))
             note(f"{name}: perplexity {measured[-1][1].perplexity:.2f}")  # kept if a long run is interrupted
     tokens = sum(block.shape[1] - 1 for block in text_blocks)
-    table = [_row(*_COLUMNS), *(_row(name, *_cells(row)) for name, row in measured)]
+    lines = [_row(*_COLUMNS)]
+    for name, row in measured:
+        compared = [] if row.agreement is None else [f"{row.divergence:.4f}", f"{row.agreement:.1%}"]
+        lines.append(_row(name, f"{row.perplexity:.2f}", *compared))
+    lines.append(f"{tokens} tokens, predicted in blocks of {BLOCK}")
     models = [{"model": name, **asdict(row)} for name, row in measured]
-    return Result(
-        "\n".join([*table, f"{tokens} tokens, predicted in blocks of {BLOCK}"]),
-        {"tokens": tokens, "block": BLOCK, "models": models, "seconds": progress.times()},
-    )
+    data = {"tokens": tokens, "block": BLOCK, "models": models, "seconds": progress.times()}
+    return Result("\n".join(lines), data)
 
 
 def _check(options: argparse.Namespace, quantized: bool) -> None:
-    """Raise an `MXError` for options that contradict each other, before the work."""
-    for name, value, unused in (("--recipe", options.recipe, quantized), ("--float", options.float, not quantized)):
-        if value and unused:
-            raise MXError(
-                f"{options.folder!r} is {'quantized' if quantized else 'a checkpoint'}: {name} has no meaning"
-            )
+    if quantized and options.recipe:
+        raise MXError(f"{options.folder!r} is quantized: --recipe has no meaning")
+    if not quantized and options.float:
+        raise MXError(f"{options.folder!r} is a checkpoint: --float has no meaning")
     if options.dtype and quantized and options.float is None:
         raise MXError(f"{options.folder!r} is quantized: --dtype is for the checkpoint of --float; give it, too")
-
-
-def _cells(row: Perplexity) -> list[str]:
-    compared = [] if row.agreement is None else [f"{row.divergence:.4f}", f"{row.agreement:.1%}"]
-    return [f"{row.perplexity:.2f}", *compared]
 
 
 def _by_recipes(
@@ -93,14 +89,13 @@ def _by_recipes(
     progress: Progress,
 ) -> Iterator[tuple[str, Predict]]:
     """Yield the predictions of the model quantized with each recipe; quantize it when its turn comes."""
-    first = next(iter(quantizers.values()), None)
     for name, quantizer in quantizers.items():
         progress.begin(f"quantize: {name}")
         with user_errors(f"quantize by {name}"):
             calibration = calibration_blocks(options.calibration, tokenizer, quantizer)
             partial = {"part": options.part, "allow_partial": options.allow_partial}
             quantized = quantize_language_model(model, quantizer, calibration, tokenizer, **partial)
-        if quantizer is first:  # the programs of all recipes hold the same
+        if name == options.recipe[0]:  # the programs of all recipes hold the same
             note_coverage(checkpoint_values(model, options.folder).held_by(quantized.coverage.read))
         yield name, _predictions(quantized)
 

@@ -11,15 +11,11 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.texts import padded
 from pt2mx.pt2e.models.input_files import read_image
-from pt2mx.pt2e.models.names import IMAGES, KINDS
+from pt2mx.pt2e.models.names import IMAGES, KINDS, input_files
 
 
 def read_prompt(file: str) -> str:
-    """Return the text of a file as one prompt, without the line break at its end.
-
-    Raises:
-        MXError: for a file that cannot be read, is no text, or is empty.
-    """
+    """Return the text of a file as one prompt, without the line break at its end."""
     try:
         prompt = Path(file).read_text(encoding="utf-8").removesuffix("\n")
     except OSError as error:
@@ -34,12 +30,7 @@ def read_prompt(file: str) -> str:
 def chat_tokens(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask` of conversations in the chat template, (B, S) int64, padded on the left.
 
-    Args:
-        tokenizer: the tokenizer.
-        conversations: the turns of each, `{"role": "user", "content": "Hello"}`; the model answers the last one.
-
-    Raises:
-        MXError: for a tokenizer without a chat template.
+    A conversation is a list of turns, `{"role": "user", "content": "Hello"}`; the model answers the last one.
     """
     if tokenizer.chat_template is None:
         raise MXError(
@@ -50,26 +41,14 @@ def chat_tokens(tokenizer: Any, conversations: list[list[dict[str, str]]]) -> di
 
 
 def images_in(folder: str) -> list[Any]:
-    """Return the images of a folder, in the order of their names.
-
-    Raises:
-        MXError: for a file that looks like an image and is none.
-    """
-    files = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
-    return [read_image(file) for file in files if KINDS.get(file.suffix.lower()) == IMAGES]
+    """Return the images of a folder, in the order of their names."""
+    return [read_image(file) for file in input_files(folder) if KINDS[file.suffix.lower()] == IMAGES]
 
 
 def image_prompt(processor: Any, prompt: str, images: list[Any], in_template: bool | None = None) -> dict[str, Tensor]:
-    """Return what a processor gives for a prompt with images, which come before its text unless it says where.
+    """Return what a processor gives for a prompt with images, which come before its text unless that says where.
 
-    Args:
-        processor: the processor.
-        prompt: the prompt; it may hold the token of images.
-        images: the images.
-        in_template: put it into the chat template of the processor; None: where it has one.
-
-    Raises:
-        MXError: for a chat template that is missing, and for images that are not those of the prompt.
+    It is put into the chat template of the processor; `in_template=None`: where there is one.
     """
     template = processor.chat_template
     if in_template and template is None:

@@ -84,12 +84,13 @@ def _quantize_onnx(options: argparse.Namespace, quantizer: MXQuantizer) -> Resul
 
 def _onnx_batches(options: argparse.Namespace, path: str) -> list[dict[str, np.ndarray]] | None:
     """Load the batches of `--calibration`, each by the names of the inputs; None without any."""
+    from pt2mx.pt2e.onnx.files import inputs_of
+
     if options.calibration in (None, "none"):
         return None
     with user_errors(f"read {path!r}"):
         graph = import_extra("onnx", "onnx").load(path, load_external_data=False).graph
-    initializers = {tensor.name for tensor in graph.initializer}
-    names = [value.name for value in graph.input if value.name not in initializers]
+    names = [value.name for value in inputs_of(graph)]
     return [arrays_by_name(batch, names, file) for file, batch in load_batches(options.calibration, {}).items()]
 
 
@@ -206,7 +207,6 @@ def _save(
 
 
 def _describe_optimization(optimized: GraphModule) -> str:
-    """Return a line that counts the weights that the optimization changed."""
     weights = optimization_report(optimized).weights
     counts = Counter(weight.algorithm or "nearest values" for weight in weights)
     rounded = ", ".join(f"{count} rounded by {name}" for name, count in counts.items())

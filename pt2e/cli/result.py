@@ -78,24 +78,25 @@ def quantized_result(
         **fidelities: name of a comparison -> its result; None: nothing was compared.
     """
     size = size_of(options.output)
-    compared = {name: fidelity for name, fidelity in fidelities.items() if fidelity is not None}
-    text = [
-        summary(report, options.full),
-        *lines,
-        *([] if coverage is None else [f"the program holds {coverage}"]),
-        *(f"{name.replace('_', ' ')}: {fidelity}" for name, fidelity in compared.items()),
-        f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {progress.seconds()}",
-    ]
-    data = {
-        "output": str(options.output),
-        "bytes": size,
-        "effective_bits": report.effective_bits,
-        **({} if coverage is None else {"checkpoint": coverage.to_dict()}),
-        **{name: fidelity._asdict() for name, fidelity in compared.items()},
-        "seconds": progress.times(),
-        "report": json.loads(report.to_json()),
-    }
+    text = [summary(report, options.full), *lines]
+    data: dict[str, object] = {"output": options.output, "bytes": size, "effective_bits": report.effective_bits}
+    if coverage is not None:
+        text.append(f"the program holds {coverage}")
+        data["checkpoint"] = coverage.to_dict()
+    for name, fidelity in fidelities.items():
+        if fidelity is not None:
+            text.append(f"{name.replace('_', ' ')}: {fidelity}")
+            data[name] = fidelity._asdict()
+    text.append(
+        f"{options.output}: {size / 1e6:.1f} MB, {report.effective_bits:.2f} bits a value; {progress.seconds()}"
+    )
+    data |= {"seconds": progress.times(), "report": json.loads(report.to_json())}
     return Result("\n".join(text), data)
+
+
+def is_json(path: str) -> bool:
+    """Return True for a file whose name ends in .json."""
+    return path.lower().endswith(".json")
 
 
 def write_report(report: QuantizationReport, path: str, **page: Any) -> None:
@@ -103,7 +104,7 @@ def write_report(report: QuantizationReport, path: str, **page: Any) -> None:
     from pt2mx.pt2e.files.user_errors import user_errors  # imports torch
 
     with user_errors(f"write {path!r}"):
-        if Path(path).suffix.lower() == ".json":
+        if is_json(path):
             report.to_json(path)
         else:
             report.to_html(path, **page)

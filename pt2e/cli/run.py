@@ -52,7 +52,6 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _run_onnx(options: argparse.Namespace) -> Result:
-    """Run an ONNX file on the CPU."""
     with Progress(2) as progress:
         model = load(options.package, options.runtime)
         inputs = arrays_by_name(_load(options.inputs), model.inputs, options.inputs)

@@ -95,7 +95,6 @@ def _suggested(
 
 
 def _count_formats(path: str) -> str:
-    """Count the modules of a recipe by the format of their weights."""
     weights = [config.weight for _, _, config in recipe.read(path).settings if config]
     counts = Counter(str(weight) for weight in weights if weight is not None)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())

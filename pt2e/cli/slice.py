@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pt2mx.pt2e.cli.programs import load_program_file
+from pt2mx.pt2e.cli.programs import load_folder, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -38,12 +38,10 @@ def _slice_file(options: argparse.Namespace, quantizer: MXQuantizer, progress: P
 
 def _slice_folder(options: argparse.Namespace, quantizer: MXQuantizer, progress: Progress) -> QuantizationReport:
     from pt2mx.pt2e.language.folder import REPORT  # they import transformers
-    from pt2mx.pt2e.language.language_model import LanguageModel
     from pt2mx.pt2e.language.slice import slice_language_model
     from pt2mx.pt2e.models.tokenizers import copy_processor
 
-    with user_errors(f"load {options.program!r}"):
-        model = LanguageModel.from_pretrained(options.program)
+    model = load_folder(options.program)
     progress.begin("slice")
     with user_errors("slice the model"):
         sliced = slice_language_model(model, quantizer)

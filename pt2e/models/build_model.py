@@ -32,28 +32,23 @@ _FEW = 1000
 def check_counts(config: Mapping[str, Any], shapes: Collection[tuple[int, ...]], source: str) -> None:
     """Raise an `MXError` for more layers than a checkpoint has tensors, or more experts than its largest dimension.
 
-    Such a model would be built in vain, which takes time and memory whatever the size of the files.
-
-    Args:
-        config: the content of config.json, or its fields.
-        shapes: the shapes of the tensors that the files hold.
-        source: the file of the configuration, for errors.
+    Such a model would be built in vain, which takes time and memory whatever the size of the files. `config` is the
+    content of config.json, `source` its file, and `shapes` are those of the tensors that the files hold.
     """
-    largest = max((size for shape in shapes for size in shape), default=0)
+    largest = max(map(max, filter(None, shapes)), default=0)
     limits = ((_LAYERS, "tensors", len(shapes)), (_EXPERTS, "tensors and rows", max(len(shapes), largest)))
     for name, value in config.items():
         if isinstance(value, dict):
             check_counts(value, shapes, source)
-        counts = [count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int | float)]
-        for pattern, what, limit in limits:
-            if pattern.fullmatch(name) and counts and not max(counts) <= limit + _FEW:
-                raise MXError(
-                    f"{source!r} has {name} {value!r}, and the files hold {limit} {what}: fetch the checkpoint again"
-                )
+        for count in value if isinstance(value, list) else [value]:
+            for pattern, what, limit in limits:
+                # a count that is NaN is not within the limit either
+                if isinstance(count, int | float) and pattern.fullmatch(name) and not count <= limit + _FEW:
+                    stated = f"{source!r} has {name} {value!r}"
+                    raise MXError(f"{stated}, and the files hold {limit} {what}: fetch the checkpoint again")
 
 
 def _check_sizes(model: PreTrainedModel, shapes: Collection[tuple[int, ...]], source: str) -> None:
-    """Raise an `MXError` for a parameter of more values than all tensors of a checkpoint, whose bytes hold two each."""
     values = 2 * sum(map(math.prod, shapes))
     for name, parameter in model.named_parameters():
         if parameter.numel() > values:
@@ -66,13 +61,7 @@ def _check_sizes(model: PreTrainedModel, shapes: Collection[tuple[int, ...]], so
 def skeleton_of(config: Any, shapes: Collection[tuple[int, ...]], source: str) -> PreTrainedModel:
     """Return a causal language model on the meta device, in the dtype of its configuration or else bfloat16.
 
-    Args:
-        config: transformers' configuration.
-        shapes: the shapes of the tensors that the files hold.
-        source: the file of the configuration, for errors.
-
-    Raises:
-        MXError: where transformers lacks it, and for a parameter that is larger than the files.
+    `shapes` are those of the tensors that the files hold; errors name `source`.
     """
     transformers = import_extra("transformers", "hf")
     with user_errors(f"build the model of {source!r}"), torch.device("meta"):
@@ -85,11 +74,7 @@ def skeleton_of(config: Any, shapes: Collection[tuple[int, ...]], source: str) -
 def with_tensors(
     skeleton: PreTrainedModel, dtype: torch.dtype, tensors: Mapping[str, Tensor], advice: str
 ) -> PreTrainedModel:
-    """Return the model with tensors of a checkpoint, by their names in it.
-
-    Raises:
-        MXError: where a tensor is missing, unknown, or of another shape.
-    """
+    """Return the model with tensors of a checkpoint, by their names in it."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -105,25 +90,15 @@ def with_tensors(
 
 
 def model_on_meta(source: Path, config: dict[str, Any], shapes: Collection[tuple[int, ...]]) -> PreTrainedModel:
-    """Build the model without its weights.
-
-    Args:
-        source: the folder of the checkpoint.
-        config: the content of its config.json.
-        shapes: the shapes of the tensors that its files hold.
-
-    Raises:
-        MXError: where transformers lacks it, and where it is larger than the files.
-    """
+    """Build the model of a folder with this content of config.json and these shapes of tensors, without its weights."""
     transformers = import_extra("transformers", "hf")
-    check_counts(config, shapes, str(source / CONFIG))
-    with user_errors(f"build the model of {str(source / CONFIG)!r}"), torch.device("meta"):
+    file = str(source / CONFIG)
+    check_counts(config, shapes, file)
+    with user_errors(f"build the model of {file!r}"), torch.device("meta"):
         architecture = (config.get("architectures") or [None])[0]
         kind = getattr(transformers, str(architecture), None)
         if kind is None:
-            raise MXError(
-                f"{str(source / CONFIG)!r} names the architecture {architecture!r}, which transformers has not"
-            )
+            raise MXError(f"{file!r} names the architecture {architecture!r}, which transformers has not")
         model = kind(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
-    _check_sizes(model, shapes, str(source / CONFIG))
+    _check_sizes(model, shapes, file)
     return model

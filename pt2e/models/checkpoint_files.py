@@ -33,19 +33,15 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class CheckpointTensors(StoredTensors):
-    """The tensors of a folder. Each lookup reads its tensor into new memory.
-
-    Args:
-        folder: the checkpoint.
-
-    Raises:
-        MXError: as `headers_of`.
-    """
+    """The tensors of a folder. Each lookup reads its tensor into new memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.headers = folder, headers_of(folder)
-        self._shards = {name: shard for shard, header in self.headers.items() for name in header.entries}
-        self.entries = {name: self.headers[shard].entries[name] for name, shard in self._shards.items()}
+        self._shards: dict[str, str] = {}
+        self.entries: dict[str, Entry] = {}
+        for shard, header in self.headers.items():
+            self._shards |= dict.fromkeys(header.entries, shard)
+            self.entries |= header.entries
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def open(self, shard: str) -> ShardReader:
@@ -68,11 +64,7 @@ class CheckpointTensors(StoredTensors):
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """Return the `quantization_config` in config.json or in ModelOpt's file; None where the checkpoint has none.
-
-    Raises:
-        MXError: where config.json is missing or cannot be read.
-    """
+    """Return the `quantization_config` in config.json or in ModelOpt's file; None where the checkpoint has none."""
     config = read_json(folder / CONFIG).get("quantization_config")
     if config is None and (folder / MODELOPT).is_file():
         return {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
@@ -82,22 +74,18 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def headers_of(folder: Path) -> dict[str, Header]:
-    """Return the files that hold the tensors of a checkpoint, with their headers.
-
-    Raises:
-        MXError: where there are none; where one is missing or truncated; where the index and the headers disagree about
-            the file of a tensor.
-    """
+    """Return the files that hold the tensors of a checkpoint, with their headers."""
     index = folder / INDEX
+    shard_of: dict[str, str] = {}
+    shards = [WHOLE]
     if index.is_file():
         shard_of = _weight_map(index)
-    elif (folder / WHOLE).is_file():
-        shard_of = {}
-    else:
+        shards = sorted(set(shard_of.values()))
+    elif not (folder / WHOLE).is_file():
         raise MXError(f"{str(folder)!r} holds neither {WHOLE} nor {INDEX}: give a checkpoint of safetensors")
-    shards = sorted(set(shard_of.values())) if index.is_file() else [WHOLE]
-    if missing := [shard for shard in shards if not os.path.isfile(folder / shard)]:
-        raise MXError(f"{str(index)!r} names {missing[0]!r}, which is not there: fetch the missing shards")
+    for shard in shards:
+        if not os.path.isfile(folder / shard):  # False for a name that no file can have, too
+            raise MXError(f"{str(index)!r} names {shard!r}, which is not there: fetch the missing shards")
     headers = {shard: read_header(folder / shard) for shard in shards}
     _check_index(index, shard_of, headers)
     return headers
@@ -130,11 +118,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        MXError: where there is no such file, or it holds something else.
-    """
+    """Return the JSON object in a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -151,30 +135,21 @@ _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def files_of(name: str | os.PathLike[str]) -> list[Path]:
-    """Return the files with the tensors of a checkpoint, after transformers has loaded it.
-
-    Args:
-        name: a folder, or a name on the hub whose files are in the cache.
-
-    Returns:
-        The files; empty where the tensors are in files of another kind.
-    """
+    """Return the files with the tensors of a checkpoint, a folder or a name on the hub, after transformers has loaded
+    it; none where the tensors are in files of another kind."""
     hub = import_extra("transformers.utils.hub", "hf")
+    silenced = ("connection_errors", "gated_repo", "missing_entries")
+    options = {f"_raise_exceptions_for_{what}": False for what in silenced}
     for file in _FILES:
-        silenced = dict.fromkeys(("connection_errors", "gated_repo", "missing_entries"), False)
-        options = {f"_raise_exceptions_for_{what}": value for what, value in silenced.items()}
-        if path := hub.cached_file(os.fspath(name), file, local_files_only=True, **options):
+        path = hub.cached_file(os.fspath(name), file, local_files_only=True, **options)
+        if path:
             shards = sorted(set(read_json(Path(path))["weight_map"].values())) if file.endswith(".json") else [file]
             return [Path(path).parent / shard for shard in shards]
     return []
 
 
 def entries_in(files: Iterable[str | os.PathLike[str]]) -> dict[str, Entry]:
-    """Return the dtype and the shape of each tensor.
-
-    Args:
-        files: files of safetensors or of `torch.save`; their values are not read.
-    """
+    """Return the dtype and the shape of each tensor in files of safetensors or of `torch.save`, without its values."""
     entries: dict[str, Entry] = {}
     for file in map(Path, files):
         if file.suffix == ".safetensors":

@@ -1,4 +1,7 @@
-"""The names of a model's tensors in its checkpoint: transformers renames some, and merges experts, when it loads."""
+"""The names of a model's tensors in its checkpoint: transformers renames some, and merges experts, when it loads.
+
+Models may be on any device, also meta.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,8 @@ _SPLIT = "Llama4TextExperts"
 
 
 def parts_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of the checkpoint that make up parameters.
-
-    Args:
-        model: the model, on any device, also meta.
-        names: names of parameters (..., N, K).
-
-    Returns:
-        name -> {name in the checkpoint: the rows of the parameter that it holds}; a parameter counts as rows of K.
-
-    Raises:
-        MXError: where the checkpoint does not hold whole rows.
-    """
+    """Return the tensors of the checkpoint that make up parameters (..., N, K), which count as rows of K: name ->
+    {name in the checkpoint: the rows of the parameter that it holds}."""
     from transformers.core_model_loading import revert_weight_conversion
 
     rows_of = {}
@@ -66,14 +59,8 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",
 
 
 def linear_parts(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
-    """Return the linear layers that hold a weight or a bias of gpt-oss's experts in other checkpoints.
-
-    Args:
-        model: the model, on any device, also meta.
-        name: the weight, (experts, K, N), or its bias, (experts, N).
-
-    Returns:
-        name in the checkpoint -> the rows that it holds, of experts * N.
+    """Return the linear layers that hold a weight (experts, K, N), or its bias (experts, N), of gpt-oss's experts in
+    other checkpoints: name in the checkpoint -> the rows that it holds, of experts * N.
 
     Example:
         >>> import torch, transformers
@@ -87,16 +74,18 @@ def linear_parts(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
     """
     path, _, attribute = name.rpartition(".")
     module, projections = model.get_submodule(path), _PROJECTIONS[attribute.removesuffix("_bias")]
-    experts, rows = module.get_parameter(attribute).shape[0], module.get_parameter(attribute).shape[-1]
-    shape = (experts, len(projections), -1) if module.is_concatenated else (experts, -1, len(projections))
-    of_experts = torch.arange(experts * rows).view(shape)
-    of_experts = of_experts if module.is_concatenated else of_experts.mT
+    experts, *_, rows = module.get_parameter(attribute).shape
+    of_experts = torch.arange(experts * rows)
+    if module.is_concatenated:
+        of_experts = of_experts.view(experts, len(projections), -1)
+    else:
+        of_experts = of_experts.view(experts, -1, len(projections)).mT
     suffix = "bias" if attribute.endswith("_bias") else "weight"
-    return {
-        f"{path}.{expert}.{projection}.{suffix}": of_experts[expert, i].clone()
-        for expert in range(experts)
-        for i, projection in enumerate(projections)
-    }
+    parts = {}
+    for expert in range(experts):
+        for projection, part in zip(projections, of_experts[expert], strict=True):
+            parts[f"{path}.{expert}.{projection}.{suffix}"] = part.clone()
+    return parts
 
 
 def stored_parts(model: PreTrainedModel, name: str, layout: Layout) -> dict[str, Tensor] | None:
@@ -107,23 +96,18 @@ def stored_parts(model: PreTrainedModel, name: str, layout: Layout) -> dict[str,
 
 
 def experts_in_one_tensor(model: PreTrainedModel) -> set[str]:
-    """Return the modules of experts that have one tensor per weight in the checkpoint, as in the model.
-
-    Args:
-        model: the model, on any device, also meta.
-    """
-    experts = [name for name, kind in weights_of(model).items() if kind == EXPERTS]
-    whole = (name for name in experts if is_transposed(model, name) or len(parts_of(model, [name])[name]) == 1)
-    return {name.rpartition(".")[0] for name in whole}
+    """Return the modules of experts that have one tensor per weight in the checkpoint, as in the model."""
+    whole = set()
+    for name, kind in weights_of(model).items():
+        if kind == EXPERTS and (is_transposed(model, name) or len(parts_of(model, [name])[name]) == 1):
+            whole.add(name.rpartition(".")[0])
+    return whole
 
 
 def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
     """Return the function that maps a tensor of the checkpoint to its name in the model, as transformers renames it.
 
     The function also returns True where transformers merges the tensor with others.
-
-    Args:
-        model: the model, on any device, also meta.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -142,28 +126,23 @@ def renames_of(model: PreTrainedModel) -> Callable[[str], tuple[str, bool]]:
 
 
 def no_values(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Return the tensors that a model takes for float values, although their dtype is that of codes or of integers.
-
-    Args:
-        model: the model, on any device, also meta.
-        dtypes: tensor of the checkpoint -> its dtype.
-    """
+    """Return the tensors of a checkpoint that a model takes for float values, although their dtype is that of codes or
+    of integers."""
     rename, state = renames_of(model), model.state_dict()
-    targets = {name: rename(name)[0] for name, dtype in dtypes.items() if dtype not in _VALUES}
-    return [name for name, target in targets.items() if target in state and state[target].dtype in _VALUES]
+    taken = []
+    for name, dtype in dtypes.items():
+        if dtype not in _VALUES:
+            target = state.get(rename(name)[0])
+            if target is not None and target.dtype in _VALUES:
+                taken.append(name)
+    return taken
 
 
 def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return the tensors that the parameters of a model need and a checkpoint lacks.
+    """Return the tensors that the parameters of a model need and a checkpoint with tensors of these names lacks, under
+    the names with which transformers writes them.
 
     One name of a tied parameter is enough. Tensors that transformers computes itself are not missing.
-
-    Args:
-        model: the model, on any device, also meta.
-        names: the tensors of the checkpoint.
-
-    Returns:
-        The names under which transformers writes the missing tensors into a checkpoint.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -173,12 +152,15 @@ def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     for name in names:
         parameter, is_merged = rename(name)
         sources[parameter].add(name)
-        merged |= {parameter} if is_merged else set()
+        if is_merged:
+            merged.add(parameter)
     computed = model._keys_to_ignore_on_load_missing or ()
     missing: list[str] = []
     for name, parameter in model.named_parameters():
         present = sources.keys() & {name, *tied.get(name, ())}
-        if name not in merged if present else any(re.search(pattern, name) for pattern in computed):
+        if present and name not in merged:
+            continue
+        if not present and any(re.search(pattern, name) for pattern in computed):
             continue
         parts, available = set(revert_weight_conversion(model, {name: parameter})), sources.get(name, set())
         if not present or parts & available:  # a checkpoint of an older version has the parts under other names
@@ -200,22 +182,20 @@ def fused_with(name: str, weights: Collection[str]) -> set[str]:
     """
     module, _, attribute = name.rpartition(".")
     parent, _, layer = module.rpartition(".")
-    group = next((layers for layers in _FUSED if layer in layers), (layer,))
-    return {other for one in group if (other := f"{parent}.{one}.{attribute}".removeprefix(".")) in weights} | {name}
+    fused = {name}
+    for layers in _FUSED:
+        for other in layers if layer in layers else ():
+            weight = f"{parent}.{other}.{attribute}".removeprefix(".")
+            if weight in weights:
+                fused.add(weight)
+    return fused
 
 
 def check_compatibility(layout: Layout, modules: Mapping[str, Module], model: PreTrainedModel) -> None:
     """Raise an `MXError` for experts that no library of a layout would find or compute as the model does.
 
-    What one library loads and another does not is in `engines`.
-
-    Args:
-        layout: the layout of the checkpoint.
-        modules: modules by their names in the model; other names are ignored.
-        model: the model, on any device, also meta.
-
-    Raises:
-        MXError: naming a module.
+    Modules have their names in the model; other names are ignored. What one library loads and another does not is in
+    `engines`.
     """
     layers = dict(model.named_modules())
     experts = {name: module for name, module in modules.items() if module.kind == EXPERTS and name in layers}

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -76,12 +75,7 @@ class Coverage:
     def check(self, part: str | None, allow_partial: bool) -> None:
         """Raise an `MXError` if other parts than unused heads are left out, or codes are taken for values.
 
-        Args:
-            part: a top-level module that must be held; all others may be left out.
-            allow_partial: True: any part may be left out, and codes may be taken for values.
-
-        Raises:
-            MXError: with the shares, the first tensor that is left out, and the options that allow it.
+        With `part`, a top-level module, all others may be left out; with `allow_partial` any may, and codes are values.
         """
         if part is not None and part not in self.modules:
             raise MXError(f"the model has no top-level module {part!r}: {nearest(part, self.modules)}")
@@ -118,7 +112,7 @@ class CheckpointValues:
 
     def __init__(self, model: PreTrainedModel, entries: Mapping[str, Entry] | None = None) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+        self._known = model.state_dict().keys() | dict(model.named_buffers()).keys()
         self._tied, self._prefix = tied_names(model), f"{model.base_model_prefix}."
         patterns = [*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
@@ -145,37 +139,35 @@ class CheckpointValues:
         return name.removeprefix(self._prefix).partition(".")[0]
 
     def held_by(self, read: Collection[str] | None = None) -> Coverage:
-        """Return the share that a program holds.
-
-        Args:
-            read: the model's names of the tensors that the program reads; None: all tensors of the model.
-        """
+        """Return the share that a program holds which reads these tensors, by their names in the model; None: all."""
         read = frozenset(self._known if read is None else read)
-        held = {name for name in self._sizes.keys() - self._codes if read & {name, *self._tied.get(name, ())}}
+        held: set[str] = set()
+        held_paths: set[str] = set()
+        for name in self._sizes.keys() - self._codes:
+            if read & {name, *self._tied.get(name, ())}:
+                held.add(name)
+                held_paths.update(_paths(name))
         modules: dict[str, Share] = {}
         for name, size in self._sizes.items():
-            before = modules.get(self.top_level(name), Share(0, 0, 0))
-            after = before.held + size * (name in held), before.values + size, before.tensors + 1
-            modules[self.top_level(name)] = Share(*after)
+            top = self.top_level(name)
+            before = modules.get(top, Share(0, 0, 0))
+            modules[top] = Share(before.held + size * (name in held), before.values + size, before.tensors + 1)
         lost: dict[str, list[str]] = defaultdict(list)
-        held_paths = {path for name in held for path in _paths(name)}
-        for name in self._sizes.keys() - held:
+        for name in sorted(self._sizes.keys() - held):
             if not self._may_be_unused(name, held_paths):
                 lost[self.top_level(name)].append(name)
-        return Coverage(modules, {name: sorted(names) for name, names in lost.items()}, read, self._codes)
+        return Coverage(modules, lost, read, self._codes)
 
     def _may_be_unused(self, name: str, held_paths: set[str]) -> bool:
-        """Return True for a tensor of an unused head, and for one that transformers ignores for this model.
+        """Return True for a left out tensor of an unused head, and for one that transformers ignores for this model.
 
-        Args:
-            name: a tensor that is left out.
-            held_paths: the paths of all modules that are held at least in part.
+        The modules of `held_paths` are held at least in part.
         """
         top = self.top_level(name)
         if top in _HEADS_OF_LAYERS:
             return True
         layers = [path for path in _paths(name) if path.rpartition(".")[2].isdigit() and name.count(".", len(path)) > 1]
-        whole_layer = any(path not in held_paths for path in layers)
+        whole_layer = not held_paths.issuperset(layers)
         if name in self._known:  # the program does not read it: it is an unused head, or a layer is missing
             return not whole_layer
         if any(self.top_level(path) == top for path in held_paths) and self._ignored.search(name):
@@ -184,12 +176,7 @@ class CheckpointValues:
 
 
 def tensors_read(program: ExportedProgram, prefix: str = "") -> set[str]:
-    """Return the parameters and buffers that a program reads.
-
-    Args:
-        program: the exported program.
-        prefix: a prefix to remove from their names.
-    """
+    """Return the parameters and buffers that a program reads, without a prefix of their names."""
     signature = program.graph_signature
     names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     inputs = [node for node in program.graph.find_nodes(op="placeholder") if node.name in names and node.users]
@@ -198,7 +185,7 @@ def tensors_read(program: ExportedProgram, prefix: str = "") -> set[str]:
 
 def _paths(name: str) -> list[str]:
     """Return the paths of the modules that contain a tensor, outermost first."""
-    return list(accumulate(name.split(".")[:-1], lambda path, word: f"{path}.{word}"))
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
 
 
 def _percent(part: int, whole: int) -> str:

@@ -86,11 +86,11 @@ class CheckpointInputs:
         Every dimension is dynamic except those that all images or recordings share: for a Swin with dynamic sizes
         export takes minutes.
         """
-        fixed = self._fixed(example)
-        return {
-            key: {i: torch.export.Dim.AUTO for i in range(value.dim()) if i not in fixed.get(key, ())}
-            for key, value in example.items()
-        }
+        fixed, shapes = self._fixed(example), {}
+        for key, value in example.items():
+            dynamic = [i for i in range(value.dim()) if i not in fixed.get(key, ())]
+            shapes[key] = dict.fromkeys(dynamic, torch.export.Dim.AUTO)
+        return shapes
 
     def readers(self, example: dict[str, Tensor]) -> dict[str, Reader]:
         """Return the kind of files that the inputs can be made of -> the function that makes batches of them.
@@ -119,14 +119,16 @@ class CheckpointInputs:
         return {PROCESSORS[self._medium].kind: read}
 
     def _inputs(self) -> list[str]:
-        """Return the inputs that a call needs, in the order to make them in."""
         needed = {self._module.main_input_name}
         if "return_loss" in self._parameters:  # texts are compared with images or recordings (CLIP, SigLIP, CLAP)
-            needed |= {"input_ids", *PROCESSORS} & self._parameters.keys()
+            needed |= {"input_ids", *PROCESSORS}
         if self._module.config.is_encoder_decoder:
-            needed |= {"decoder_input_ids"} & self._parameters.keys()
-        needed |= {key for key, param in self._parameters.items() if key in _BUILT_IN and param.default is param.empty}
-        return sorted(needed, key=lambda key: (key == "decoder_input_ids", list(self._parameters).index(key)))
+            needed.add("decoder_input_ids")
+        for key, parameter in self._parameters.items():
+            if key in _BUILT_IN and parameter.default is parameter.empty:
+                needed.add(key)
+        order = [key for key in self._parameters if key != "decoder_input_ids"] + ["decoder_input_ids"]
+        return sorted(needed & self._parameters.keys(), key=order.index)
 
     def _batch(self) -> dict[str, Tensor]:
         config = self._module.config
@@ -167,4 +169,7 @@ class CheckpointInputs:
             images = PROCESSORS[self._medium].kind == IMAGES
             return {self._medium: set(range(1, example[self._medium].dim()))} if images else {}
         one, other = (self._processor.inputs([item]) for item in self._processor.extremes())
-        return {key: {i for i in range(1, t.dim()) if t.shape[i] == other[key].shape[i]} for key, t in one.items()}
+        fixed = {}
+        for key, tensor in one.items():
+            fixed[key] = {i for i in range(1, tensor.dim()) if tensor.shape[i] == other[key].shape[i]}
+        return fixed

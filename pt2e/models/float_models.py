@@ -74,9 +74,6 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
             model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
         dtype: for a checkpoint: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for an unknown model, or one of a package that is not installed.
     """
     if source == "minilm":
         return _minilm()
@@ -101,7 +98,6 @@ def _minilm() -> LoadedModel:
 
 
 def _torchvision(name: str) -> LoadedModel:
-    """Return a model of torchvision with random weights, and batches of noise."""
     models = import_extra("torchvision", "vision").models
     if name not in models.list_models():
         raise MXError(f"torchvision has no model {name!r}: {nearest(name, models.list_models()).split(' allowed')[0]}")
@@ -125,20 +121,24 @@ def _transform(models: Any, name: str, module: nn.Module) -> Callable[[Any], Ten
     if not any(name in models.list_models(module=part) for part in of_images):
         return None
     weights = models.get_model_weights(name)
-    transforms = [each.transforms() for each in (weights.DEFAULT, *weights)]
     size = getattr(module, "image_size", None)
-    return next((transform for transform in transforms if size is None or size in transform.crop_size), None)
+    for pretrained in (weights.DEFAULT, *weights):
+        transform = pretrained.transforms()
+        if size is None or size in transform.crop_size:
+            return transform
+    return None
 
 
 def _image_reader(transform: Callable[[Any], Tensor], size: list[int]) -> Reader:
     crop = import_extra("torchvision.transforms.functional", "vision").center_crop
 
     def read(files: list[Path]) -> dict[str, object]:
-        return {
+        batches: dict[str, object] = {}
+        for group in groups(files, _BATCH):
             # some transforms keep an image's proportions, and images of several shapes make no batch
-            ", ".join(map(str, group)): (torch.stack([crop(transform(read_image(file)), size) for file in group]),)
-            for group in groups(files, _BATCH)
-        }
+            images = [crop(transform(read_image(file)), size) for file in group]
+            batches[", ".join(map(str, group))] = (torch.stack(images),)
+        return batches
 
     return read
 
@@ -153,17 +153,6 @@ def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
 
 
 def _from_factory(path: str, factory: str) -> LoadedModel:
-    result = _factory(path, factory)()
-    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
-    model, example, *dynamic_shapes = result
-    if not isinstance(example, dict):
-        example = tuple(example) if isinstance(example, list | tuple) else (example,)
-    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
-
-
-def _factory(path: str, factory: str) -> Callable[[], object]:
-    """Return the function with that name in a Python file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if not Path(path).is_file() or spec is None or spec.loader is None:
         raise MXError(f"no file {path!r}: give module.py:factory")
@@ -173,4 +162,10 @@ def _factory(path: str, factory: str) -> Callable[[], object]:
     if not callable(function):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise MXError(f"{path} has no function {factory!r}: {nearest(factory, names)}")
-    return function
+    result = function()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
+    model, example, *dynamic_shapes = result
+    if not isinstance(example, dict):
+        example = tuple(example) if isinstance(example, list | tuple) else (example,)
+    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])

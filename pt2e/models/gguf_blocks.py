@@ -47,18 +47,8 @@ class BlockType:
         return self.spec.block_size * self.groups
 
     def to_codes(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and scales of a tensor.
-
-        Args:
-            name: the tensor, for the error.
-            blocks: (..., bytes of a row) uint8.
-
-        Returns:
-            data (..., bytes of K) uint8, and scale (..., K / group) of the dtype of the scale format.
-
-        Raises:
-            MXError: for a scale that means another number in the file.
-        """
+        """blocks: (..., bytes of a row) uint8 -> codes, (..., bytes of K) uint8, and scales, (..., K / group) of the
+        dtype of the scale format. A scale that means another number in the file raises an `MXError`."""
         dtype = self.spec.scale_dtype
         split = self.groups * dtype.itemsize
         whole = blocks.unflatten(-1, (-1, split + self._code_bytes * self.groups))
@@ -66,15 +56,12 @@ class BlockType:
         self._check(name, scale)
         codes = whole[..., split:].unflatten(-1, (self.groups, self._code_bytes))
         if self.spec.element.bits == 4:
-            codes = _pack(torch.cat((codes & 15, codes >> 4), -1) ^ self.flipped)
+            nibbles = torch.cat((codes & 15, codes >> 4), -1) ^ self.flipped
+            codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4  # the first of two codes in the low bits
         return codes.flatten(-3).contiguous(), scale
 
     def to_blocks(self, name: str, data: Tensor, scale: Tensor) -> Tensor:
-        """Return the blocks of a tensor, the inverse of `to_codes`.
-
-        Raises:
-            MXError: for rows that are no whole blocks, and for a scale that means another number in the file.
-        """
+        """Return the blocks of a tensor, the inverse of `to_codes`, for rows that are whole blocks."""
         self.check_columns(name, scale.shape[-1] * self.spec.block_size)
         self._check(name, scale)
         codes = data.unflatten(-1, (-1, self.groups, self._code_bytes))
@@ -99,21 +86,16 @@ class BlockType:
         return self.spec.block_size * self.spec.element.bits // 8
 
     def _check(self, name: str, scale: Tensor) -> None:
-        if scale.dtype.is_floating_point:
+        if self.other_scales is None:  # floats
             differs = ~scale.isfinite()
         else:
-            first, last = self.other_scales or (256, 256)
+            first, last = self.other_scales
             differs = (scale >= first) & (scale <= last)
         if bool(differs.any()):
             raise MXError(
                 f"{name} has a block with the scale {scale[differs][0].item()}, which means another number in "
                 f"{self.name} than in {self.form}: make the weight finite"
             )
-
-
-def _pack(nibbles: Tensor) -> Tensor:
-    """Return bytes of two codes, the first one in the low bits."""
-    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
 #: the GGUF types that are codes and scales, by name

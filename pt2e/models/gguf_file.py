@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -81,18 +81,14 @@ class GGUFFile:
             (kind,) = cursor.scalars("I")
             self.metadata[key] = cursor.value(kind, key)
         self.entries = self._entries([cursor.tensor() for _ in range(tensors)], cursor.position)
-        if self.metadata.get("split.count", 1) not in (0, 1):
+        files = self.metadata.get("split.count", 1)
+        if files not in (0, 1):
             raise MXError(
-                f"{str(path)!r} is one of {self.metadata['split.count']} files of a model: merge them with "
-                "`llama-gguf-split --merge`"
+                f"{str(path)!r} is one of {files} files of a model: merge them with `llama-gguf-split --merge`"
             )
 
     def text(self, key: str) -> str:
-        """Return a string of the metadata.
-
-        Raises:
-            MXError: where the file has none.
-        """
+        """Return a string of the metadata."""
         value = self.metadata.get(key)
         if not isinstance(value, str):
             raise MXError(f"{str(self.path)!r} has no string {key} in its metadata: convert the model to GGUF again")
@@ -113,21 +109,12 @@ class GGUFFile:
         """Free the memory of what was read; it is read from the file again where it is needed."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def values(self, name: str) -> Tensor:
-        """Return the values of a tensor, in float32 for a type of blocks, with the bits of gguf's `dequantize`.
-
-        Raises:
-            MXError: for a type that `gguf` cannot dequantize.
-        """
-        return self.values_of(name, self.blocks(name))
-
-    def values_of(self, name: str, blocks: Tensor) -> Tensor:
-        """Return the values of some of the rows that `blocks` returns.
-
-        Raises:
-            MXError: for a type that `gguf` cannot dequantize.
-        """
+    def values(self, name: str, blocks: Tensor | None = None) -> Tensor:
+        """Return the values of a tensor, or of some of the rows that `blocks` returns, in float32 for a type of blocks,
+        with the bits of gguf's `dequantize`."""
         entry, gguf = self.entries[name], import_extra("gguf", "gguf")
+        if blocks is None:
+            blocks = self.blocks(name)
         if entry.type in DTYPES:
             return blocks
         try:
@@ -140,7 +127,6 @@ class GGUFFile:
         return torch.from_numpy(values)
 
     def _entries(self, table: list[tuple[str, tuple[int, ...], int, int]], end: int) -> dict[str, Entry]:
-        """Return the tensors by name, after checks of their types and bytes."""
         gguf, entries = import_extra("gguf", "gguf"), {}
         alignment = self.metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 8 or alignment.bit_count() > 1:
@@ -180,7 +166,6 @@ class GGUFFile:
 
 
 def _padded(size: int, alignment: int) -> int:
-    """Return the next multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 
@@ -231,7 +216,9 @@ class _Cursor:
                 width = struct.calcsize("<" + _SCALARS[kind])
                 return list(struct.unpack(f"<{count}{_SCALARS[kind]}", self._take(count * width)))
             if kind == _STRING:
-                return [self.string() for _ in range(self._count(count))]
+                if self.position + count > len(self._view):  # a damaged count would keep the loop busy
+                    self._truncated()
+                return [self.string() for _ in range(count)]
         if kind not in _SCALARS:
             raise MXError(f"{key} in {str(self._path)!r} has a value of the unknown type {kind}: fetch the file again")
         return self.scalars(_SCALARS[kind])[0]
@@ -246,13 +233,11 @@ class _Cursor:
         number, offset = self.scalars("IQ")
         return name, shape, number, offset
 
-    def _count(self, count: int) -> int:
-        """Return a number of values, after a check that the file is long enough for them."""
-        return count if self.position + count <= len(self._view) else self._truncated()
-
     def _take(self, length: int) -> memoryview:
         begin, self.position = self.position, self.position + length
-        return self._view[begin : self.position] if self.position <= len(self._view) else self._truncated()
+        if self.position > len(self._view):
+            self._truncated()
+        return self._view[begin : self.position]
 
-    def _truncated(self) -> Any:
+    def _truncated(self) -> NoReturn:
         raise MXError(f"{str(self._path)!r} ends within its header, at {len(self._view)} bytes: fetch it again")

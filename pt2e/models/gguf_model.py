@@ -100,11 +100,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def gguf_in(name: str | os.PathLike[str]) -> Path | None:
-    """Return a GGUF file, or the one in a folder without config.json; None for other checkpoints.
-
-    Raises:
-        MXError: for a folder with several.
-    """
+    """Return a GGUF file, or the one in a folder without config.json; None for other checkpoints."""
     path = Path(name)
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return path
@@ -117,11 +113,7 @@ def gguf_in(name: str | os.PathLike[str]) -> Path | None:
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
-    """Return the row of `ARCHITECTURES` for a file.
-
-    Raises:
-        MXError: for an architecture that is not there.
-    """
+    """Return the row of `ARCHITECTURES` for a file."""
     name = file.text(ARCHITECTURE)
     if name not in ARCHITECTURES:
         raise MXError(
@@ -132,12 +124,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
 
 
 def config_of(file: GGUFFile) -> Any:
-    """Return transformers' configuration of the model, in the dtype of the file's floats.
-
-    Raises:
-        MXError: for an architecture, or a scaling of RoPE, that is not supported.
-    """
-    import_extra("gguf", "gguf")
+    """Return transformers' configuration of the model, in the dtype of the file's floats."""
     row = architecture_of(file)
     with user_errors(f"read the configuration in {str(file.path)!r}"):
         config = _config(file, row)
@@ -151,13 +138,13 @@ def _config(file: GGUFFile, row: Architecture) -> Any:
     values = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
     # tokens that the file has not are none of the model, whatever the defaults of its configuration
     fields: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    fields |= {"model_type": row.model_type, "tie_word_embeddings": "output.weight" not in file.entries}
     fields |= {field: values[key] for key, field in _FIELDS.items() if key in values}
+    fields |= {"model_type": row.model_type, "tie_word_embeddings": "output.weight" not in file.entries}
+    fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     if _TOKENS in values:
         fields.setdefault("vocab_size", len(values[_TOKENS]))
     if values.get("expert_count"):
         fields |= {row.experts: values["expert_count"], **row.of_experts}
-    fields["attention_bias"] = "blk.0.attn_q.bias" in file.entries
     head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     if row.partial_rotary and "rope.dimension_count" in values:
         fields["partial_rotary_factor"] = values["rope.dimension_count"] / head
@@ -171,15 +158,8 @@ def _config(file: GGUFFile, row: Architecture) -> Any:
 
 
 def tokenizer_of(path: Path) -> Any:
-    """Return transformers' tokenizer of a GGUF file.
-
-    Returns:
-        The tokenizer; None where the file has no vocabulary, and for architectures whose tokenizers transformers does
-        not read from GGUF, such as gpt-oss.
-
-    Raises:
-        MXError: where transformers fails to read it.
-    """
+    """Return transformers' tokenizer of a GGUF file; None where the file has no vocabulary, and for architectures whose
+    tokenizers transformers does not read from GGUF, such as gpt-oss."""
     transformers = import_extra("transformers", "hf")
     file = GGUFFile(path)
     with user_errors(f"read the tokenizer in {str(path)!r}"):
@@ -210,26 +190,27 @@ def _dtype(file: GGUFFile) -> torch.dtype:
 
 
 def _rope_scaling(file: GGUFFile, values: dict[str, Any], head: int, theta: float | None) -> dict[str, Any] | None:
-    """Return transformers' scaling of RoPE."""
-    kind, context = values.get("rope.scaling.type", "none"), values.get("rope.scaling.original_context_length")
-    frequencies, *factors = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
-    if factors[0] is not None:
+    frequencies, long, short = (file.values(name).tolist() if name in file.entries else None for name in ROPE_TENSORS)
+    if long is not None:
         # transformers takes `original_max_position_embeddings` from its own field
-        return {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[1]}
+        return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
     if frequencies is not None:
-        scaling = {"rope_type": "llama3", "factor": max(frequencies), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_max_position_embeddings"] = 8192
         if not _is_llama3(frequencies, head, theta or 1e4):
             raise MXError(
                 f"{str(file.path)!r} scales RoPE by factors other than Llama 3's: give the checkpoint of Hugging Face"
             )
-        return scaling
+        bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return {"rope_type": "llama3", "factor": max(frequencies), **bounds}
+    kind = values.get("rope.scaling.type", "none")
     if kind == "none" or "rope.scaling.factor" not in values:
         return None
     if kind not in ("linear", "yarn"):
         raise MXError(f"{str(file.path)!r} scales RoPE by {kind!r}: give the checkpoint of Hugging Face")
     scaling = {"rope_type": kind, "factor": values["rope.scaling.factor"]}
-    return scaling | ({"original_max_position_embeddings": context} if kind == "yarn" and context else {})
+    context = values.get("rope.scaling.original_context_length")
+    if kind == "yarn" and context:
+        scaling["original_max_position_embeddings"] = context
+    return scaling
 
 
 def _is_llama3(factors: list[float], head: int, theta: float) -> bool:

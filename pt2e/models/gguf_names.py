@@ -62,36 +62,29 @@ class Source:
 
 
 def sources_of(model: PreTrainedModel, architecture: str, untied: bool = False) -> dict[str, Source]:
-    """Return tensor of a checkpoint of transformers -> where a GGUF file holds it.
+    """Return tensor of a checkpoint of transformers -> where a GGUF file of an architecture holds it.
 
-    Args:
-        model: the model, on any device, also meta.
-        architecture: a key of `ARCHITECTURES`.
-        untied: True for each name of tied weights; False: they are there once.
-
-    Raises:
-        MXError: for a tensor that no table of `gguf` names.
+    Tied weights are there once; with `untied` under each of their names. The model may be on the meta device.
     """
     gguf, config = import_extra("gguf", "gguf"), model.config.get_text_config()
     number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     row, tied = ARCHITECTURES[architecture], model.all_tied_weights_keys or {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = [name for name, _ in parameters if untied or name not in tied]
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sources = {}
-    for name in names:
-        transposed, shape = is_transposed(model, name), tuple(model.get_parameter(name).shape)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in tied and not untied:
+            continue
+        transposed, shape = is_transposed(model, name), tuple(parameter.shape)
         parts = linear_parts(model, name) if transposed else parts_of(model, [name])[name]
         columns = shape[1:-1] if transposed else shape[-1:]  # of transposed experts (E, K, N), or of their bias (E, N)
         for part, part_rows in parts.items():
             expert = _EXPERT.search(part)
             whole = _EXPERT.sub(".experts.", part)
             stem, _, suffix = whole.rpartition(".")
-            # a parameter that no layer has alone is called a weight there
-            stored, suffix = (
-                (table.get_name(stem), suffix) if table.get_name(stem) else (table.get_name(whole), "weight")
-            )
+            stored = table.get_name(stem)
+            if not stored:  # a parameter that no layer has alone is called a weight there
+                stored, suffix = table.get_name(whole), "weight"
             if stored is None:
                 raise MXError(f"gguf has no name for {name} in models of the architecture {architecture!r}")
             stored, rows = f"{stored}.{suffix}", None

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -124,7 +124,6 @@ class GGUFTensors(StoredTensors):
         self.entries |= dict(zip(names, entries, strict=False))
 
     def _entry(self, part: str) -> Entry:
-        """Return the dtype and the shape of the values of a part."""
         source = self._sources[part]
         kind, shape, *_ = self._file.entries[source.name]
         return Entry(DTYPES.get(kind, torch.float32), shape if source.expert is None else shape[1:])
@@ -165,19 +164,21 @@ class GGUFTensors(StoredTensors):
             row = BLOCK_TYPES[NVFP4_TYPE]
             data, scale = row.to_codes(source.name, blocks)
             return dequantize_mx(data, scale, row.spec, tensor_scale=self._tensor_scale(source))
-        values = self._file.values_of(source.name, blocks)
+        values = self._file.values(source.name, blocks)
         return values - source.offset if source.offset else values
 
     def _merged(self, parts: Parts) -> Tensor:
         """Return a parameter of gpt-oss's experts, (E, K, N) or (E, N), of values of its parts."""
-        pieces = {part: self._sources[part] for part in parts}
-        experts = len({source.expert for source in pieces.values()})
-        values = {part: self._values(source, self._blocks(source)) for part, source in pieces.items()}
-        first = next(iter(values.values()))
-        merged = first.new_empty(sum(map(len, parts.values())), *first.shape[1:])
+        merged: Any = None
+        experts = set()
         for part, rows in parts.items():
-            merged[rows] = values[part]
-        merged = merged.unflatten(0, (experts, -1))
+            source = self._sources[part]
+            values = self._values(source, self._blocks(source))
+            if merged is None:
+                merged = values.new_empty(sum(map(len, parts.values())), *values.shape[1:])
+            merged[rows] = values
+            experts.add(source.expert)
+        merged = merged.unflatten(0, (len(experts), -1))
         return merged.mT if merged.dim() == 3 else merged
 
     def _tensor_scale(self, source: Source) -> Tensor:
@@ -214,15 +215,8 @@ def schemes_of(tensors: GGUFTensors) -> Schemes:
 
 
 def load_float_gguf(path: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load the causal language model of a file with the values of its weights.
-
-    Args:
-        path: the file.
-        dtype: the dtype to load it in; None: the half type of its floats, or float32 where it has other types.
-
-    Raises:
-        MXError: where the file cannot be read or holds an architecture or types that are not supported.
-    """
+    """Load the causal language model of a file with the values of its weights, by default in the half type of its
+    floats, or float32 where it has other types."""
     file, skeleton = open_gguf(path)
     tensors = GGUFTensors(file, skeleton, lambda parameter, form: False)
     return with_tensors(skeleton, dtype or skeleton.dtype, tensors, f"{str(path)!r} holds another model")

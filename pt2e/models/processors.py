@@ -26,15 +26,7 @@ _SAMPLES, _FRAMES = 16_000, 96
 
 
 class ImageProcessor:
-    """An image processor of transformers.
-
-    Args:
-        name: the checkpoint, as `load_pretrained` takes it.
-        config: the config of the vision part of the model.
-
-    Raises:
-        MXError: for a checkpoint without one.
-    """
+    """The image processor of a checkpoint; `config` is of the vision part of the model."""
 
     kind = IMAGES
 
@@ -64,7 +56,7 @@ class ImageProcessor:
 
 
 class FeatureExtractor:
-    """A feature extractor of transformers; arguments and errors as for `ImageProcessor`."""
+    """The feature extractor of a checkpoint; `config` is of the audio part of the model."""
 
     kind = RECORDINGS
 

@@ -89,15 +89,7 @@ class Header(NamedTuple):
 
 
 class ShardReader:
-    """Reads the tensors of a file.
-
-    Args:
-        path: the file.
-        header: its header; None: it is read.
-
-    Raises:
-        MXError: as `read_header`.
-    """
+    """Reads the tensors of a file, whose header may have been read before."""
 
     def __init__(self, path: Path, header: Header | None = None) -> None:
         self.path = path
@@ -126,18 +118,17 @@ class ShardReader:
         """Return `count` rows of a tensor, from row `first` on."""
         entry = self.entries[name]
         buffer = torch.empty(count * entry.row_bytes, dtype=torch.uint8)
-        _read(self._file, entry.begin + first * entry.row_bytes, buffer, self.path)
+        view, position, read = buffer.numpy().data, entry.begin + first * entry.row_bytes, 0
+        while read < len(view):
+            length = os.preadv(self._file.fileno(), [view[read:]], position + read)
+            if not length:
+                raise MXError(f"{str(self.path)!r} ends too early: it changed while it was read")
+            read += length
         return buffer.view(entry.dtype).view((count, *entry.shape[1:]) if entry.shape else ())
 
 
 class ShardWriter:
-    """Writes a file of tensors, whose rows may come in any order.
-
-    Args:
-        file: the file to write to.
-        entries: name -> dtype and shape.
-        metadata: strings for the header.
-    """
+    """Writes a file of tensors, by their names, dtypes and shapes. Their rows may come in any order."""
 
     def __init__(self, file: io.FileIO, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
         # the largest dtypes first, so that each tensor is aligned to its dtype
@@ -171,15 +162,13 @@ class ShardWriter:
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of a file.
-
-    Raises:
-        MXError: where the file cannot be read, or is no complete safetensors file.
-    """
+    """Read the header of a file."""
     try:
         with import_extra("safetensors", "hf").safe_open(path, "np") as file:
-            stored = {name: file.get_slice(name) for name in file.offset_keys()}
-            stated = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in stored.items()}
+            stated = {}
+            for name in file.offset_keys():
+                stored = file.get_slice(name)
+                stated[name] = stored.get_dtype(), tuple(stored.get_shape())
             metadata = file.metadata() or {}
         with open(path, "rb") as opened:
             begin = _LENGTH + int.from_bytes(opened.read(_LENGTH), "little")
@@ -198,12 +187,3 @@ def read_header(path: Path) -> Header:
         entries[name] = Entry(DTYPES[dtype], shape, begin)
         begin += entries[name].nbytes
     return Header(entries, metadata)
-
-
-def _read(file: io.FileIO, position: int, buffer: Tensor, path: Path) -> None:
-    view, read = buffer.numpy().data, 0
-    while read < len(view):
-        count = os.preadv(file.fileno(), [view[read:]], position + read)
-        if not count:
-            raise MXError(f"{str(path)!r} ends too early: it changed while it was read")
-        read += count

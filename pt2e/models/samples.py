@@ -8,5 +8,5 @@ from pathlib import Path
 def sentences() -> list[str]:
     """Return the sentences of the built-in samples: questions, then as many answers, in the same order."""
     lines = Path(__file__).with_name("sentences.txt").read_text(encoding="utf-8").splitlines()
-    pairs = [line.split(" | ") for line in lines]
-    return [question for question, _ in pairs] + [answer for _, answer in pairs]
+    questions, answers = zip(*(line.split(" | ") for line in lines), strict=True)
+    return [*questions, *answers]

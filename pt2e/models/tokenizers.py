@@ -38,21 +38,13 @@ Folder = str | os.PathLike[str]
 
 
 def save_part(part: Any, folder: Folder) -> None:
-    """Write a tokenizer, a processor or a configuration of transformers to a folder.
-
-    Raises:
-        MXError: where it cannot be written: tokenizers raise errors of no class of their own.
-    """
+    """Write a tokenizer, a processor or a configuration of transformers to a folder."""
     with user_errors(f"write the {type(part).__name__}"):
         part.save_pretrained(folder)
 
 
 def load_generation_config(folder: Folder) -> Any:
-    """Load the settings of generation of a checkpoint; return None where it has none.
-
-    Raises:
-        MXError: where they cannot be read.
-    """
+    """Load the settings of generation of a checkpoint; return None where it has none."""
     if not (Path(folder) / GENERATION).is_file():
         return None
     with user_errors(f"read {GENERATION!r} in {str(folder)!r}"):
@@ -60,11 +52,7 @@ def load_generation_config(folder: Folder) -> Any:
 
 
 def load_processor(folder: Folder) -> Any:
-    """Load the processor of a vision-language model, which has its tokenizer; return None where it has none.
-
-    Raises:
-        MXError: where a file of the processor cannot be read.
-    """
+    """Load the processor of a vision-language model, which has its tokenizer; return None where it has none."""
     if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in PROCESSOR):
         return None
     with user_errors(f"read the processor in {str(folder)!r}"):
@@ -75,11 +63,7 @@ def load_processor(folder: Folder) -> Any:
 
 def copy_processor(folder: Folder, to: Folder) -> None:
     """Copy the configurations of a processor that `to` lacks, such as the one of a feature extractor: a model does not
-    load it.
-
-    Raises:
-        MXError: where one cannot be written.
-    """
+    load it."""
     for name in PROCESSOR:
         if (Path(folder) / name).is_file() and not (Path(to) / name).exists():
             with whole_file(Path(to) / name) as file:
@@ -87,11 +71,7 @@ def copy_processor(folder: Folder, to: Folder) -> None:
 
 
 def load_tokenizer(folder: Folder) -> Any:
-    """Load the tokenizer of a checkpoint; return None where it has none.
-
-    Raises:
-        MXError: where a file of the tokenizer cannot be read.
-    """
+    """Load the tokenizer of a checkpoint; return None where it has none."""
     file = gguf_in(folder)
     tokenizer = _read_tokenizer(folder) if file is None else tokenizer_of(file)
     _skip_ignored_clean_up(tokenizer)

@@ -68,11 +68,7 @@ class PackedTensors(NamedTuple):
 
     @property
     def stated_tensor_scale(self) -> Tensor:
-        """The tensor scale of a scale format with one.
-
-        Raises:
-            MXError: for codes without one.
-        """
+        """The tensor scale of a scale format with one."""
         if self.tensor_scale is None:
             raise MXError(f"codes in {self.spec} have no tensor scale: give the checkpoint's")
         return self.tensor_scale
@@ -84,7 +80,7 @@ def format_of(spec: MXSpec) -> str:
         return spec.element.name
     if spec.replace(axis=-1, scale_mode=None, rounding="even") == spec_of(NVFP4):
         return NVFP4
-    block = str(spec.block_size) if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"
+    block = f"{spec.block_rows}x{spec.block_size}" if spec.block_rows > 1 else spec.block_size
     scales = "" if spec.has_e8m0_scale else f"({spec.scale_format})"
     return f"{spec.element.name}{{{block}}}{scales}"
 
@@ -102,23 +98,18 @@ def spec_by_grid(weight: str, data: Tensor, scale: Tensor, block: tuple[int, int
         weight: its name.
         data: codes of E4M3, or bytes with two codes of FP4 each.
         scale: (..., blocks of N, blocks of K), E8M0 or floats.
-        block: the rows and columns of a block that the configuration states.
-
-    Returns:
-        Blocks of that shape, of 1 x 32, or those into which the grid divides the weight evenly.
-
-    Raises:
-        MXError: for a grid that fits no block.
+        block: the rows and columns of a block that the configuration states. Otherwise blocks are 1 x 32, or those into
+            which the grid divides the weight evenly.
     """
     element = "fp4_e2m1" if data.dtype in (torch.int8, torch.uint8) else "fp8_e4m3"
     if data.dim() < 2 or scale.dim() != data.dim():
         raise MXError(_misfit(weight, element, data, scale))
     rows, columns = data.shape[-2], data.shape[-1] * (2 if element == "fp4_e2m1" else 1)
     grid = tuple(scale.shape[-2:])
-    divided = tuple(
-        n // count if count and n % count == 0 else 0 for n, count in zip((rows, columns), grid, strict=True)
-    )
-    for height, width in (block, (1, BLOCK), divided):
+    blocks = [block, (1, BLOCK)]
+    if 0 not in grid and rows % grid[0] == 0 and columns % grid[1] == 0:
+        blocks.append((rows // grid[0], columns // grid[1]))
+    for height, width in blocks:
         if height and width and (-(-rows // height), -(-columns // width)) == grid:
             return MXSpec(element, width, scale_format=_FLOAT_SCALES.get(scale.dtype, "e8m0"), block_rows=height)
     raise MXError(_misfit(weight, element, data, scale))
@@ -140,18 +131,8 @@ def _misfit(weight: str, element: str, data: Tensor, scale: Tensor) -> str:
 
 
 def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
-    """Raise an `MXError` for codes and scales that are no blocks of their format along the last dimension.
-
-    Args:
-        weight: the name of the weight.
-        form: its format.
-        spec: its spec.
-        data: (..., N, bytes of K) uint8.
-        scale: (..., blocks of N, blocks of K).
-
-    Raises:
-        MXError: naming the shapes.
-    """
+    """Raise an `MXError` for codes, (..., N, bytes of K) uint8, and scales, (..., blocks of N, blocks of K), that are
+    no blocks of their format along the last dimension."""
     if spec.block_rows > 1:
         columns = data.shape[-1] * 8 // spec.element.bits
         expected = (*data.shape[:-2], -(-data.shape[-2] // spec.block_rows), -(-columns // spec.block_size))
@@ -172,10 +153,13 @@ def is_misread(spec: MXSpec, rows: int, columns: int) -> bool:
 
     Loaders divide the shape by the grid of scales. Where that leaves a rest, they know the block or refuse the weight.
     """
-    sizes = (rows, spec.block_rows), (columns, spec.block_size)
-    counts = [-(-n // block) for n, block in sizes]
-    divisible = all(n % count == 0 for (n, _), count in zip(sizes, counts, strict=True))
-    return divisible and any(count > 1 and n != count * block for (n, block), count in zip(sizes, counts, strict=True))
+    misread = False
+    for n, block in ((rows, spec.block_rows), (columns, spec.block_size)):
+        count = -(-n // block)
+        if n % count:
+            return False
+        misread |= count > 1 and n != count * block
+    return misread
 
 
 def check_last_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
@@ -193,12 +177,6 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
     """Raise an `MXError` for scales that are negative or NaN, and for a scale of zero with codes that are not zero.
 
     Integers may have any scale: GGUF's Q4_0 gives the largest value of a block the code -8, whatever its sign.
-
-    Args:
-        name: the name of the scales.
-        spec: the format.
-        data: (..., N, bytes of K) uint8.
-        scale: (..., blocks of N, blocks of K).
     """
     if spec.has_power_of_two_scale or spec.element.is_int:
         return
@@ -206,10 +184,10 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
     if bool((value.signbit() | value.isnan()).any()):
         kind = "NaN" if bool(value.isnan().any()) else "negative"
         raise MXError(f"{name} holds {kind} scales: fetch the checkpoint again")
-    zero = value == 0
+    zero = value == 0  # (..., blocks of N, blocks of K)
     if not bool(zero.any()):
         return
-    magnitude = data & (0x77 if spec.element.bits == 4 else 0x7F)
+    magnitude = data & (0x77 if spec.element.bits == 4 else 0x7F)  # (..., N, bytes of K)
     per_block = packed_length(spec.block_size, spec.element.bits)
     spread = zero.repeat_interleave(per_block, -1)[..., : data.shape[-1]]
     if spec.block_rows > 1:
@@ -219,11 +197,7 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
 
 
 def read_tensor_scale(name: str, tensor: Tensor) -> Tensor:
-    """Return the scale of a whole tensor, () float32.
-
-    Raises:
-        MXError: for a tensor that is no positive number of float32.
-    """
+    """Return the scale of a whole tensor, () float32."""
     if tensor.dtype != torch.float32 or tensor.numel() != 1:
         raise MXError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: a tensor scale is one float32 number")
     value = tensor.item()

@@ -59,18 +59,19 @@ class Decoder(NamedTuple):
 
     def name_dims(self, model: ModelProto) -> None:
         """Give the dynamic dimensions of an exported model the names of onnxruntime-genai."""
-        values = (*model.graph.input, *model.graph.output, *model.graph.value_info)
-        dims = [dim for value in values for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_param")]
+        named = (*model.graph.input, *model.graph.output)
         names: dict[str, str] = {}
-        for value in (*model.graph.input, *model.graph.output):
-            sizes = _DIMS[value.name.partition(".")[0]]
-            names |= {value.type.tensor_type.shape.dim[i].dim_param: name for i, name in sizes.items()}
-        for dim in dims:
-            dim.dim_param = names.get(dim.dim_param, dim.dim_param)
+        for value in named:
+            for i, name in _DIMS[value.name.partition(".")[0]].items():
+                names[value.type.tensor_type.shape.dim[i].dim_param] = name
+        for value in (*named, *model.graph.value_info):
+            for dim in value.type.tensor_type.shape.dim:
+                if dim.HasField("dim_param"):
+                    dim.dim_param = names.get(dim.dim_param, dim.dim_param)
 
 
 def decoder_of(model: Any) -> Decoder:
-    """Return the decoder of a language model with keys and values of the past as inputs.
+    """Return the decoder of a `LanguageModel`, which does not change, with keys and values of the past as inputs.
 
     | | B sequences, S tokens, P of the past |
     |---|---|
@@ -82,39 +83,30 @@ def decoder_of(model: Any) -> Decoder:
 
     It is on the CPU and computes in float32, because onnxruntime has few kernels for bfloat16. A text longer than the
     program has frequencies of RoPE for is an error of the runtime.
-
-    Args:
-        model: a `LanguageModel`, which does not change.
-
-    Raises:
-        MXError: for a model whose layers keep anything but keys and values of its tokens in high precision, and for one
-            that reads more than tokens.
     """
     _check(model)
     graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), torch.device("cpu"))
     _compute_in_float32(graph)
-    heads = [tuple(layer[kind] for kind in _PARTS) for layer in model.layers]
     longest = getattr(model.config, LONGEST_TEXT, None)
     _return_the_cache(graph, longest)
-    past = [[torch.zeros(_BATCH, one.shape[1], _PAST, one.shape[3]) for one in layer] for layer in heads]
+    past, names = [], []
+    for i, layer in enumerate(model.layers):
+        past.append([torch.zeros(_BATCH, layer[kind].shape[1], _PAST, layer[kind].shape[3]) for kind in _PARTS])
+        names += [f"{i}.{part}" for part in _PARTS.values()]
     example = {
         "input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long),
         "attention_mask": torch.ones(_BATCH, _PAST + _LENGTH, dtype=torch.long),
         "past_key_values": past,
     }
-    shapes = {
-        name: pytree.tree_map(lambda _, name=name: dict.fromkeys(_DIMS[name], Dim.DYNAMIC), value)
-        for name, value in example.items()
-    }
-    layers = [f"{i}.{part}" for i in range(len(heads)) for part in _PARTS.values()]
-    inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in layers)]
-    outputs = ["logits", *(f"present.{name}" for name in layers)]
+    dynamic = {name: dict.fromkeys(_DIMS[name], Dim.DYNAMIC) for name in example}
+    shapes = {**dynamic, "past_key_values": [[dynamic["past_key_values"]] * len(_PARTS)] * len(past)}
+    inputs = ["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)]
+    outputs = ["logits", *(f"present.{name}" for name in names)]
     return Decoder(graph, example, shapes, inputs, outputs, longest)
 
 
 def _check(model: Any) -> None:
-    """Raise an MXError for a model that has no such graph."""
-    kinds = {name for layer in model.layers for name in layer}
+    kinds = set().union(*model.layers)
     hint = "`pt2mx quantize --output NAME.pt2` writes a program without a cache, which export-onnx takes"
     if model.encoder is not None or model._images is not None:
         raise MXError(
@@ -135,8 +127,10 @@ def _check(model: Any) -> None:
 def _compute_in_float32(model: GraphModule) -> None:
     """Make all tensors of 16 bits float32, but the scales of weights. Changes `model`."""
     graphs = list(graph_modules(model))
-    calls = (node for each in graphs for node in each.graph.find_nodes(op="call_function", target=ops.dequantize_mx))
-    packed = {id(tensor_of(model, n)) for node in calls for n in node.all_input_nodes if n.op == "get_attr"}
+    packed = set()
+    for each in graphs:
+        for node in each.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
+            packed |= {id(tensor_of(model, n)) for n in node.all_input_nodes if n.op == "get_attr"}
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -155,9 +149,7 @@ def _compute_in_float32(model: GraphModule) -> None:
 def _return_the_cache(model: GraphModule, longest: int | None) -> None:
     """Replace writes to the cache by outputs, and compute the inputs that the mask and the past imply.
 
-    Args:
-        model: the graph, which changes.
-        longest: the number of tokens that a text may have; None: any.
+    The model changes. A text may have `longest` tokens; None: any number.
     """
     graph, named = model.graph, free_inputs(model)
     past = [list(layer) for layer in zip(*(named[kind] for kind in _PARTS), strict=True)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra, without_log_warnings
@@ -68,12 +68,6 @@ def export_onnx(
     Returns:
         The number of nodes for quantized activations and packed weights.
 
-    Raises:
-        MXError: for another model, target or opset, for inputs and dynamic shapes that the model does not take, for
-            operations without ONNX form (directed and stochastic roundings of activations, the scale mode `mse`,
-            buffers that the model writes, a quantized cache, states of recurrent layers), for a file above 2 GB, and
-            for a path at which no file can be written.
-
     Example:
         >>> import tempfile, onnxruntime, torch, pt2mx
         >>> x = torch.linspace(-1, 1, 64).reshape(1, 64)
@@ -118,11 +112,7 @@ def export_onnx(
 
 
 def rewriter_of(target: object) -> Callable[[Any], Any]:
-    """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model.
-
-    Raises:
-        MXError: for an unknown target.
-    """
+    """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model."""
     if not isinstance(target, str) or target not in DIALECTS:
         raise MXError(f"unknown target {target!r}: {nearest(target, DIALECTS)}")
     from pt2mx.pt2e.onnx import function_bodies, openvino, quark, standard
@@ -138,15 +128,10 @@ def rewriter_of(target: object) -> Callable[[Any], Any]:
 
 def source_nodes_of(model: ModelProto) -> dict[str, str]:
     """Return the value in a model of each source node in the float graph; empty if the file does not record it."""
-    recorded = [prop.value for prop in model.metadata_props if prop.key == _SOURCE_NODES]
-    return json.loads(recorded[0]) if recorded else {}
-
-
-def _record_source_nodes(model: ModelProto, graph: Graph) -> None:
-    """Record the source nodes of the values of a model, which have the names of the nodes of its graph."""
-    values = {value for node in model.graph.node for value in node.output}
-    sources = {source: node.name for source, node in nodes_by_source(graph).items() if node.name in values}
-    model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
+    for prop in model.metadata_props:
+        if prop.key == _SOURCE_NODES:
+            return json.loads(prop.value)
+    return {}
 
 
 def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
@@ -165,14 +150,16 @@ def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
                 verbose=False,
             )
         except Exception as error:  # such as an operator without a translation; pages of advice follow it
-            raise MXError(f"could not export the program to ONNX: {one_line(_cause(error))}") from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise MXError(f"could not export the program to ONNX: {one_line(cause)}") from error
     if exported is None or exported.exported_program is None:
         raise MXError("torch.onnx.export returned no model")
     model = exported.model_proto
-    _record_source_nodes(model, exported.exported_program.graph)
+    # values have the names of the nodes of the graph
+    values = {value for node in model.graph.node for value in node.output}
+    nodes = nodes_by_source(exported.exported_program.graph)
+    sources = {source: node.name for source, node in nodes.items() if node.name in values}
+    model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
     return model
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the first of the errors that led to this one."""
-    return error if error.__cause__ is None else _cause(error.__cause__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,16 +72,9 @@ _PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, 
 def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedProgram:
     """Export the model again, as a program that fake quantizes activations and dequantizes constants.
 
-    Args:
-        model: a converted graph module, or an ExportedProgram.
-        inputs: a tuple of positional example inputs, a mapping of keyword inputs, or None for the program's own.
-        dynamic_shapes: as `torch.export.export` takes them; None for the program's own.
-
-    Raises:
-        MXError: for another model; for an operator without ONNX form; for a model that writes to its inputs; for
-            missing or unknown inputs and dynamic shapes.
+    Arguments are as `export_onnx` takes them.
     """
-    graph, (args, kwargs), shapes = _export_arguments(model, inputs, dynamic_shapes)
+    graph, args, kwargs, shapes = _export_arguments(model, inputs, dynamic_shapes)
     _check_experts(graph)
     graph = copy_sharing_tensors(graph)
     map_tensors(graph, Tensor.detach)
@@ -96,15 +89,19 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
             program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
         _check_inputs_stay(program)
         _check_dtypes(graph, program)
-        if any(_is_fused(node) for each in graph_modules(program.graph_module) for node in each.graph.nodes):
+        if any(map(_is_fused, _nodes(program.graph_module))):
             program = program.run_decompositions(call_decompositions())
     _check_operators(program)
     return program
 
 
+def _nodes(model: GraphModule) -> Iterator[Node]:
+    for graph in graph_modules(model):
+        yield from graph.graph.nodes
+
+
 def _check_experts(model: GraphModule) -> None:
-    """Raise an MXError for a model with a matmul of experts."""
-    for node in (node for graph in graph_modules(model) for node in graph.graph.nodes):
+    for node in _nodes(model):
         if str(node.target) in _GROUPED:
             raise MXError(
                 f"the model has experts, whose matmul {node.target} has no ONNX form: run it by `pt2mx generate` or as "
@@ -124,33 +121,31 @@ def _check_inputs_stay(program: ExportedProgram) -> None:
             )
 
 
-def _export_arguments(
-    model: object, inputs: object, shapes: Any
-) -> tuple[GraphModule, tuple[tuple, dict[str, Any]], Any]:
-    """Return the graph module, its positional and keyword inputs, and its dynamic shapes."""
+def _export_arguments(model: object, inputs: object, shapes: Any) -> tuple[GraphModule, tuple, dict[str, Any], Any]:
+    args, kwargs = (), {}
+    if isinstance(inputs, tuple | list):
+        args = tuple(inputs)
+    elif isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    elif inputs is not None:
+        kind = type(inputs).__name__
+        raise MXError(f"example_inputs are a tuple of inputs or a mapping of keyword inputs, not {kind}")
     if isinstance(model, ExportedProgram):
-        graph, call = model.module(), model.example_inputs if inputs is None else _positional_and_named(inputs)
+        graph = model.module()
         shapes = shapes_of(model, graph) if shapes is None else shapes
+        if inputs is None and model.example_inputs is not None:
+            args, kwargs = inputs = model.example_inputs
     elif isinstance(model, GraphModule):
-        graph, call = model, None if inputs is None else _positional_and_named(inputs)
+        graph = model
     else:
         raise MXError(f"expected a converted graph module or an ExportedProgram, not {type(model).__name__}")
-    if call is None:
+    if inputs is None:
         raise MXError("give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs")
     _check_converted(graph)
-    args, kwargs = call
     # torch.export reads keyword inputs in the order of the mapping and ignores their names, so sort them as the
     # signature does
     named = {name: kwargs[name] for name in inspect.signature(graph.forward).parameters if name in kwargs}
-    return graph, (args, named | kwargs), shapes
-
-
-def _positional_and_named(inputs: object) -> tuple[tuple, dict[str, Any]]:
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    raise MXError(f"example_inputs are a tuple of inputs or a mapping of keyword inputs, not {type(inputs).__name__}")
+    return graph, args, named | kwargs, shapes
 
 
 def _check_converted(model: GraphModule) -> None:
@@ -160,7 +155,7 @@ def _check_converted(model: GraphModule) -> None:
         kind = "one with observers, of a prepared model"
     elif is_portable(model):
         kind = "a portable program, whose operators are written out"
-    elif not any(is_ours(node) for graph in graph_modules(model) for node in graph.graph.nodes):
+    elif not any(map(is_ours, _nodes(model))):
         kind = "one without quantized tensors"
     else:
         return
@@ -178,19 +173,15 @@ def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:
 
 
 def _is_fused(node: Node) -> bool:
-    """Return whether a node calls an operator of ours that has no ONNX node."""
     return is_ours(node) and node.target not in _NODES
 
 
 def _check_operators(program: ExportedProgram) -> None:
-    """Raise an MXError for an operator without an ONNX node, and for an output that is no tensor."""
     for value in pytree.tree_leaves(program.graph.output_node().args):
         if not isinstance(value, Node) and value is not None:
             raise MXError(f"the output {value!r} is no tensor, and an ONNX file has no other outputs: leave it out")
-    for graph in graph_modules(program.graph_module):
-        for node in graph.graph.nodes:
-            if _is_fused(node):
-                raise MXError(
-                    f"{node.target} of {node.name!r} has no ONNX form: codes of activations are read where they are "
-                    "dequantized alone, at the shape that was quantized"
-                )
+    for node in filter(_is_fused, _nodes(program.graph_module)):
+        raise MXError(
+            f"{node.target} of {node.name!r} has no ONNX form: codes of activations are read where they are "
+            "dequantized alone, at the shape that was quantized"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,11 +32,7 @@ _LARGE = 256
 
 
 def read_model(path: str | os.PathLike[str]) -> ModelProto:
-    """Read an ONNX file, with its external data.
-
-    Raises:
-        MXError: if the file is no ONNX model, or its external data is missing.
-    """
+    """Read an ONNX file, with its external data."""
     try:
         model = onnx.load(os.fspath(path))
     except Exception as error:  # protobuf's error for a damaged file, or onnx's error for missing data
@@ -52,19 +48,16 @@ def opset_of(model: ModelProto) -> int:
 
 
 def raise_opset(model: ModelProto, opset: int = OPSET) -> ModelProto:
-    """Return a model of at least this opset: the model itself, or a conversion of it.
-
-    Raises:
-        MXError: if ONNX's converter fails.
-    """
-    nodes = (node for graph in graphs_in(model.graph) for node in graph.node)
-    for entry in (*model.opset_import, *nodes):
+    """Return a model of at least this opset: the model itself, or a conversion of it."""
+    entries = [*model.opset_import]
+    for graph in graphs_in(model.graph):
+        entries += graph.node
+    for entry in entries:
         if entry.domain == "ai.onnx":  # another spelling
             entry.domain = ""
     # before IR 4 every initializer is an input too, and the converter would treat it as one
     if model.ir_version < 4:
-        initializers = {tensor.name for tensor in model.graph.initializer}
-        inputs = [value for value in model.graph.input if value.name not in initializers]
+        inputs = inputs_of(model.graph)
         del model.graph.input[:]
         model.graph.input.extend(inputs)
         model.ir_version = 4
@@ -81,6 +74,32 @@ def raise_opset(model: ModelProto, opset: int = OPSET) -> ModelProto:
     return model
 
 
+def inputs_of(graph: GraphProto) -> list[ValueInfoProto]:
+    """Return the inputs of a graph that have no default."""
+    initializers = {tensor.name for tensor in graph.initializer}
+    return [value for value in graph.input if value.name not in initializers]
+
+
+def constants_of(graph: GraphProto) -> dict[str, TensorProto]:
+    """Return the initializers of a graph by name, without those that are defaults of inputs."""
+    inputs = {value.name for value in graph.input}
+    return {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
+
+
+def producers_of(graph: GraphProto) -> dict[str, NodeProto]:
+    """Return the node that computes each value of a graph, by the name of the value."""
+    producers: dict[str, NodeProto] = {}
+    for node in graph.node:
+        producers |= dict.fromkeys(filter(None, node.output), node)
+    return producers
+
+
+def import_domain(model: ModelProto, domain: str, version: int) -> None:
+    """Let a model import a domain of operators, which it may do already."""
+    if domain not in {entry.domain for entry in model.opset_import}:
+        model.opset_import.append(onnx.helper.make_opsetid(domain, version))
+
+
 def check_model(model: ModelProto, name: str) -> None:
     """Raise an MXError for a model that onnx's checker rejects. A model larger than a file is not checked."""
     if _exceeds_file(model):
@@ -92,11 +111,7 @@ def check_model(model: ModelProto, name: str) -> None:
 
 
 def serialized(model: ModelProto) -> bytes:
-    """Return the bytes of a model's file.
-
-    Raises:
-        MXError: for a model that is too large for one, or that onnx's checker rejects.
-    """
+    """Return the bytes of a model's file."""
     if _exceeds_file(model):
         raise MXError(f"the model has more than the {_LIMIT:,} bytes of an ONNX file: quantize more of it, or parts")
     check_model(model, "the model that was written")
@@ -104,11 +119,7 @@ def serialized(model: ModelProto) -> bytes:
 
 
 def write_model(model: ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write a model as one file, which replaces `path` when it is complete.
-
-    Raises:
-        MXError: as `serialized` and `whole_file`.
-    """
+    """Write a model as one file, which replaces `path` when it is complete."""
     data = serialized(model)
     with whole_file(path) as file:
         file.write(data)
@@ -131,33 +142,44 @@ def used_names(graph: GraphProto) -> set[str]:
     used: set[str] = set()
     for each in graphs_in(graph):
         used |= {value.name for value in (*each.input, *each.output, *each.initializer)}
-        used |= {name for node in each.node for name in (node.name, *node.input, *node.output)}
+        for node in each.node:
+            used |= {node.name, *node.input, *node.output}
     return used
 
 
 def fresh_name(name: str, used: set[str]) -> str:
     """Return `name`, or the first of `name_1`, ... that is not in use, and add it to the names in use."""
-    candidates = (name if i == 0 else f"{name}_{i}" for i in range(len(used) + 1))
-    fresh = next(candidate for candidate in candidates if candidate not in used)
+    fresh, i = name, 0
+    while fresh in used:
+        i += 1
+        fresh = f"{name}_{i}"
     used.add(fresh)
     return fresh
 
 
 def remove_unused(graph: GraphProto) -> None:
     """Remove initializers that neither the graph nor its subgraphs use, and the nodes that rearranged them."""
-    subgraphs = [each for each in graphs_in(graph) if each is not graph]
-    used = {name for subgraph in subgraphs for node in subgraph.node for name in node.input}
-    used |= {output.name for each in (graph, *subgraphs) for output in each.output}
+    used: set[str] = set()
+    for each in graphs_in(graph):
+        used |= {output.name for output in each.output}
+        for node in each.node if each is not graph else ():
+            used |= set(node.input)
     kept = []
     for node in reversed(graph.node):
         if node.op_type not in _REARRANGING or not used.isdisjoint(node.output):
             used |= set(node.input)
             kept.append(node)
-    nodes = kept[::-1]
+    replace_nodes(graph, kept[::-1])
     initializers = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(nodes)
+    del graph.initializer[:]
     graph.initializer.extend(initializers)
+
+
+def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Give a graph other nodes, some of which it may have."""
+    nodes = list(nodes)  # of a slice of the graph they would be gone
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 class TensorType(NamedTuple):
@@ -173,12 +195,8 @@ def tensor_types(model: ModelProto, is_identity: Callable[[NodeProto], bool] | N
     Args:
         model: the model. It is not changed, and large constants are not copied.
         is_identity: true for nodes of a domain unknown to inference whose output has the type of their input.
-
-    Raises:
-        MXError: where nodes do not fit together.
     """
-    inputs = {value.name for value in model.graph.input}
-    constants = [tensor for tensor in model.graph.initializer if tensor.name not in inputs]
+    constants = constants_of(model.graph).values()
     graph = onnx.GraphProto(name="types", input=model.graph.input, output=model.graph.output)
     graph.value_info.extend(model.graph.value_info)
     graph.initializer.extend(tensor for tensor in model.graph.initializer if math.prod(tensor.dims) < _LARGE)
@@ -199,7 +217,9 @@ def known_types(model: ModelProto) -> dict[str, TensorType]:
     """Return the types that a model states for tensors of its graph, by name."""
     graph = model.graph
     types = {value.name: _type(value) for value in (*graph.value_info, *graph.input)}
-    return types | {tensor.name: TensorType(tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    for tensor in graph.initializer:
+        types[tensor.name] = TensorType(tensor.data_type, tuple(tensor.dims))
+    return types
 
 
 def _type(value: ValueInfoProto) -> TensorType:

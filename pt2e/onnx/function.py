@@ -123,7 +123,6 @@ class Blocks:
 
     @property
     def _whole(self) -> bool:
-        """Return whether no block is short."""
         return self.length > 0 and self.length % self.size == 0
 
     def split(self, f: Function, x: str) -> str:

@@ -26,7 +26,7 @@ from pt2mx.pt2e.onnx.block_scales import (
     times_tensor_scale,
     unit_of,
 )
-from pt2mx.pt2e.onnx.files import known_types
+from pt2mx.pt2e.onnx.files import import_domain, known_types, opset_of
 from pt2mx.pt2e.onnx.function import Blocks, Function, Input, Shape, onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
 from pt2mx.pt2e.onnx.rounding import ROUNDINGS, round_to_element
@@ -40,19 +40,15 @@ def fake_quantize(
 ) -> Any:
     """Return the function that fake quantizes its input X, of any float dtype, to an output Y of the same dtype.
 
+    Functions of other arguments have other names. What is known of the shape of X makes a function, or the start of its
+    session, faster.
+
     Args:
         spec: a scale mode without a search, rounding to nearest, blocks of one row; `axis` -1 or not negative.
         opset: the opset of the model, 18 to 25.
-        length: the size along the axis; -1 where it is dynamic. A function for a known size is faster.
+        length: the size along the axis; -1 where it is dynamic.
         static: True for a second input, the float32 scale of the tensor, of formats with one; otherwise it is X's own.
-        shape: the shape of X, None for what is unknown. A session of a function for a known rank starts faster.
-        dtype: the type of X, a `TensorProto.DataType`; 0: any.
-
-    Returns:
-        The `FunctionProto`, with a name that other specs do not have.
-
-    Raises:
-        MXError: for another spec.
+        shape, dtype: those of X, None for an unknown size or rank; 0 for any `TensorProto.DataType`.
     """
     _check(spec)
     blocks, element, casts = Blocks.of(spec, length, shape), spec.element, dtype != _TYPE.FLOAT
@@ -67,16 +63,22 @@ def fake_quantize(
         scale, unit = float_scales(f, values, blocks, spec, t)
         v = in_units(f, values, scale, spec, t)
     else:
-        unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
-        v = f.op("Div", values, unit)
-        # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
-        unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
+        v, unit = in_powers_of_two(f, values, blocks, spec)
     y = f.op("Mul", round_to_element(f, v, element, spec.rounding), unit)
     if casts:
         f.op("CastLike", blocks.join(f, y, x), "X", output="Y")
     else:
         blocks.join(f, y, x, output="Y")
     return f.proto(opset)
+
+
+def in_powers_of_two(f: Function, values: str, blocks: Blocks, spec: MXSpec) -> tuple[str, str]:
+    """values: (..., blocks, block, ...) -> the values in units of their block, and the units, (..., blocks, 1, ...),
+    NaN for a block with an Inf or a NaN."""
+    unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
+    v = f.op("Div", values, unit)
+    # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
+    return v, f.op("Add", unit, f.op("Mul", f.op("ReduceSum", v, [blocks.inner]), 0.0))
 
 
 def float_scales(f: Function, values: str, blocks: Blocks, spec: MXSpec, t: Input) -> tuple[str, str]:
@@ -89,22 +91,15 @@ def float_scales(f: Function, values: str, blocks: Blocks, spec: MXSpec, t: Inpu
 
 
 def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FLOAT, shape: Shape = None) -> Any:
-    """Return the function that dequantizes codes, uint8, with scales, as pt2mx stores them.
+    """Return the function that dequantizes `codes`, uint8, with `scale`, as pt2mx stores them, and for formats with a
+    scale a tensor with `tensor_scale`.
 
     Args:
         spec: an element of at most 8 bits; `axis` -1 or not negative, -1 for blocks of several rows. Scale mode and
             rounding do not matter.
         opset: the opset of the model, 18 to 25.
         length: values along the axis; -1 for all codes that the bytes contain.
-        dtype: the type of the values, a `TensorProto.DataType`.
-        shape: the shape of the codes, None for what is unknown.
-
-    Returns:
-        The `FunctionProto`, whose inputs are `codes`, `scale` and, for formats with a scale a tensor, `tensor_scale`,
-        with a name that other specs do not have.
-
-    Raises:
-        MXError: for another element.
+        dtype, shape: the `TensorProto.DataType` of the values; the shape of the codes, None for what is unknown.
     """
     element, blocks = spec.element, Blocks.of(spec, length, None if spec.block_rows > 1 else shape)
     if element.is_wide:
@@ -138,8 +133,8 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
 
 
 def body(node: MXNode, opset: int, static: bool = False, shape: Shape = None, dtype: int = 0) -> Any:
-    """Return the function for the attributes of a node; `static`: a `FakeQuantizeMX` with a tensor scale as input;
-    shape and dtype are those of the first input."""
+    """Return the function of a node, whose first input has this shape and dtype; `static`: a `FakeQuantizeMX` with a
+    tensor scale as input."""
     if isinstance(node, DequantizeMX):
         return dequantize(node.spec, opset, node.length, node.dtype, shape)
     return fake_quantize(node.spec, opset, node.length, static, shape, dtype)
@@ -147,7 +142,7 @@ def body(node: MXNode, opset: int, static: bool = False, shape: Shape = None, dt
 
 def add_bodies(model: Any) -> Any:
     """Add the functions of the nodes of the domain `pt2mx` to a model, one for each spec, and return the model."""
-    opset = next(entry.version for entry in model.opset_import if entry.domain == "")
+    opset = opset_of(model)
     functions = {function.name: function for function in model.functions if function.domain == DOMAIN}
     known: dict[tuple[object, ...], str] = {}
     types = known_types(model)
@@ -163,8 +158,8 @@ def add_bodies(model: Any) -> Any:
                     functions[function.name] = function
                     model.functions.append(function)
             node.op_type = known[key]
-    if known and not any(entry.domain == DOMAIN for entry in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    if known:
+        import_domain(model, DOMAIN, VERSION)
     return model
 
 

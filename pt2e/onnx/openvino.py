@@ -33,9 +33,6 @@ def to_openvino(model: Any) -> Any:
     """Return a model with the values of the nodes of the domain `pt2mx`, in standard operators.
 
     A model of a lower opset is converted to 24.
-
-    Raises:
-        MXError: if that conversion fails, and for nodes that have no function.
     """
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
@@ -53,7 +50,6 @@ def _stays_packed(attributes: DequantizeMX) -> bool:
 
 
 def _raise_subnormals(graph: Any) -> None:
-    """Replace subnormals among the constants of functions by the smallest normal float."""
     for node in graph.node:
         if node.op_type != "Constant" or (value := node.attribute[0].t).data_type != onnx.TensorProto.FLOAT:
             continue

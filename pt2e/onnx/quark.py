@@ -15,7 +15,7 @@ from typing import Any
 from pt2mx.errors import MXError
 from pt2mx.formats import FORMATS
 from pt2mx.pt2e.files.output import check_output
-from pt2mx.pt2e.onnx.files import onnx, opset_of, raise_opset, read_model, tensor_types, write_model
+from pt2mx.pt2e.onnx.files import import_domain, onnx, opset_of, raise_opset, read_model, tensor_types, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, fake_quantize
 from pt2mx.pt2e.onnx.nodes import DOMAIN, FakeQuantizeMX, graphs_in, node_attributes
 from pt2mx.quark import attributes as quark
@@ -41,11 +41,6 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
 
     Returns:
         The number of MX nodes.
-
-    Raises:
-        MXError: for a file that is no ONNX model or cannot be converted, one without such nodes, attributes that
-            Quark's operator does not have, nodes of Quark that are not MX and would not run, and a path at which no
-            file can be written.
 
     Example:
         >>> import tempfile, numpy, onnx, onnxruntime, pt2mx
@@ -77,11 +72,7 @@ def onnx_functions(path: str | os.PathLike[str], output: str | os.PathLike[str] 
 
 
 def to_quark(model: Any) -> Any:
-    """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model.
-
-    Raises:
-        MXError: for a spec without attributes of Quark's node; the error names the node.
-    """
+    """Replace each `FakeQuantizeMX` of a model by Quark's node, add functions for all nodes, and return the model."""
     op_type, domain = next(iter(OPERATORS.items()))
     for node, ours in FakeQuantizeMX.nodes_in(model):
         attributes = attributes_of(ours.spec)
@@ -112,7 +103,12 @@ def attributes_of(spec: MXSpec) -> dict[str, Any] | None:
 def quark_nodes(model: Any) -> Iterator[Any]:
     """Yield the nodes of Quark's operator in a model, including its subgraphs."""
     for graph in graphs_in(model.graph):
-        yield from (node for node in graph.node if OPERATORS.get(node.op_type) == node.domain)
+        yield from filter(is_quark, graph.node)
+
+
+def is_quark(node: Any) -> bool:
+    """Return whether a node calls Quark's operator."""
+    return OPERATORS.get(node.op_type) == node.domain
 
 
 def add_quark_functions(model: Any) -> Any:
@@ -123,14 +119,14 @@ def add_quark_functions(model: Any) -> Any:
     Raises:
         MXError: for attributes that Quark's operator does not have; the error names the node.
     """
-    types = tensor_types(model, lambda node: OPERATORS.get(node.op_type) == node.domain)
+    types = tensor_types(model, is_quark)
     ranks = {name: len(known.shape) for name, known in types.items() if known.shape is not None}
     functions = {(f.domain, f.name, f.overload) for f in model.functions}
     bare = [node for node in quark_nodes(model) if (node.domain, node.op_type, node.overload) not in functions]
-    specs = [(node, _spec(node, ranks)) for node in bare]
     opset = opset_of(model)
     for op_type, domain in OPERATORS.items():
-        counts = Counter(spec for node, spec in specs if node.op_type == op_type)
+        specs = [(node, _spec(node, ranks)) for node in bare if node.op_type == op_type]
+        counts = Counter(spec for _, spec in specs)
         overloads: dict[MXSpec, str] = {}
         for spec, _ in counts.most_common():
             function = fake_quantize(spec, opset)
@@ -142,10 +138,10 @@ def add_quark_functions(model: Any) -> Any:
             function.attribute_proto.extend(onnx.helper.make_attribute(*item) for item in _DEFAULTS)
             model.functions.append(function)
         for node, spec in specs:
-            if node.op_type == op_type and overloads[spec]:
+            if overloads[spec]:
                 node.overload = overloads[spec]
-        if counts and not any(entry.domain == domain for entry in model.opset_import):
-            model.opset_import.append(onnx.helper.make_opsetid(domain, 1))
+        if counts:
+            import_domain(model, domain, 1)
     return model
 
 

@@ -80,7 +80,6 @@ class _Translation:
 
 @functools.cache
 def _translations() -> dict[str, _Translation]:
-    """Return name of an operator -> translation."""
     from pt2mx.pt2e.onnx.translations import emit_with_body, translations
 
     return {operator.name(): _Translation(function) for operator, function in translations(emit_with_body).items()}

@@ -32,13 +32,10 @@ def load(path: str | os.PathLike[str], runtime: str | None = None) -> Runnable:
     Args:
         path: the file.
         runtime: `"onnxruntime"` or `"openvino"`; by default the first one that is installed and takes the file.
-
-    Raises:
-        MXError: for an unknown runtime or one that is not installed, and for a file that no runtime takes.
     """
     if runtime is not None and runtime not in RUNTIMES:
         raise MXError(f"unknown runtime {runtime!r}: {nearest(runtime, RUNTIMES)}")
-    names = [name for name in RUNTIMES if importlib.util.find_spec(name)] if runtime is None else [runtime]
+    names = list(filter(importlib.util.find_spec, RUNTIMES)) if runtime is None else [runtime]
     if not names:
         extras = " or ".join(f"pip install 'pt2mx[{extra}]'" for extra, _ in RUNTIMES.values())
         raise MXError(f"neither {' nor '.join(RUNTIMES)} is installed, and one of them runs ONNX files: {extras}")
@@ -79,15 +76,13 @@ def _in_openvino(module: Any, path: str) -> Runnable:
     model = module.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     # OpenVINO gives a tensor all names of operators that it leaves out
     graph = import_extra("onnx", "onnx").load(path, load_external_data=False).graph
-    constants = {tensor.name for tensor in graph.initializer}
-    inputs = [value.name for value in graph.input if value.name not in constants]
-    outputs = [value.name for value in graph.output]
+    from pt2mx.pt2e.onnx.files import inputs_of  # imports onnx
 
     def call(feeds: Arrays) -> dict[str, np.ndarray]:
         results = model(dict(feeds))
-        return {name: np.array(results[i]) for i, name in enumerate(outputs)}
+        return {output.name: np.array(results[i]) for i, output in enumerate(graph.output)}
 
-    return Runnable("openvino", inputs, call)
+    return Runnable("openvino", [value.name for value in inputs_of(graph)], call)
 
 
 #: runtime -> the extra that installs it, and what loads a file

@@ -26,19 +26,22 @@ from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.modes import scale_modes
-from pt2mx.pt2e.onnx.block_scales import tensor_scale, unit_of
+from pt2mx.pt2e.onnx.block_scales import tensor_scale
 from pt2mx.pt2e.onnx.files import (
     TensorType,
     as_torch,
     fresh_name,
+    import_domain,
     opset_of,
+    producers_of,
     raise_opset,
     remove_unused,
+    replace_nodes,
     tensor_types,
     used_names,
 )
 from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
-from pt2mx.pt2e.onnx.function_bodies import add_bodies, float_scales, scales_name
+from pt2mx.pt2e.onnx.function_bodies import add_bodies, float_scales, in_powers_of_two, scales_name
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.spec import MXSpec
 
@@ -61,12 +64,8 @@ def to_standard(model: Any) -> Any:
     """Replace the nodes of the domain `pt2mx` by ONNX's own operators if these are exact, and return the model.
 
     The others get functions. A model of a lower opset is converted to 24.
-
-    Raises:
-        MXError: if that conversion fails.
     """
-    if not any(entry.domain == DOMAIN for entry in model.opset_import):
-        model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, VERSION))
+    import_domain(model, DOMAIN, VERSION)
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
@@ -88,20 +87,20 @@ def dequantize_weights(
     """Replace dequantized constants by DequantizeLinear.
 
     Args:
-        graph: the graph, which changes.
-        used: the names in use, to which those of new tensors are added.
+        graph, used: the graph and the names in use, which change.
         takes: returns whether to replace the dequantization of a native weight.
         of_rows: replace the dequantization of gathered rows, too, by a gather of rows of the values.
     """
     constants = _NativeConstants(graph, used)
-    producers = {name: node for node in graph.node for name in node.output}
+    producers = producers_of(graph)
     nodes: list[Any] = []
     for node in graph.node:
         attributes = DequantizeMX.of(node)
-        gathers = [g for name in node.input if (g := producers.get(name)) is not None and _gathers_rows(g)]
-        rows = gathers[0].input[1] if len(gathers) == 2 and of_rows else ""
-        names = [g.input[0] for g in gathers] if rows else list(node.input)
-        names += node.input[2:] if rows else []  # the scale of the tensor
+        gathers = [producers[name] for name in node.input if name in producers and _gathers_rows(producers[name])]
+        rows, names = "", list(node.input)
+        if len(gathers) == 2 and of_rows:
+            rows = gathers[0].input[1]
+            names[:2] = [gather.input[0] for gather in gathers]  # next to the scale of the tensor
         packed = [constants.packed[name] for name in names if name in constants.packed]
         if attributes is None or not takes(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
             nodes.append(node)
@@ -110,8 +109,7 @@ def dequantize_weights(
         if names[2:]:
             scale = _times_tensor_scale(node, scale, names[2], attributes, used, nodes)
         nodes += _dequantize(node, attributes, [constants.codes(names[0], attributes), scale], rows, used)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(graph, nodes)
     remove_unused(graph)
 
 
@@ -119,16 +117,15 @@ def _times_tensor_scale(
     node: Any, scale: str, tensor_scale: str, attributes: DequantizeMX, used: set[str], nodes: list[Any]
 ) -> str:
     """Append the nodes that multiply scales by the scale of the tensor, or divide them by it; return the result."""
-    if attributes.spec.scale_format.tensor == "factor":
-        steps = [("DequantizeLinear", [scale, tensor_scale])]
-    else:
-        steps = [("Cast", [scale]), ("Div", ["", tensor_scale])]
-    for op_type, inputs in steps:
-        inputs = [name or nodes[-1].output[0] for name in inputs]
+
+    def add(op_type: str, *inputs: str, **to: int) -> str:
         output = fresh_name(f"{scale}_{op_type}", used)
-        to = {"to": _TYPE.FLOAT} if op_type == "Cast" else {}
         nodes.append(onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_scale_{op_type}", **to))
-    return nodes[-1].output[0]
+        return output
+
+    if attributes.spec.scale_format.tensor == "factor":
+        return add("DequantizeLinear", scale, tensor_scale)
+    return add("Div", add("Cast", scale, to=_TYPE.FLOAT), tensor_scale)
 
 
 def _gathers_rows(node: Any) -> bool:
@@ -172,8 +169,7 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
             functions.add(function.name)
             model.functions.append(function)
         nodes += _quantize(node, attributes, function.name, used, cast=known.dtype != _TYPE.FLOAT)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(graph, nodes)
 
 
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
@@ -187,8 +183,8 @@ def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
 def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[str], cast: bool) -> list[Any]:
     """Return the nodes that replace a `FakeQuantizeMX`. With `cast`, others convert X to float32 and Y back."""
     (x, *tensor_scale), (y,) = node.input, node.output
-    scale, codes = (fresh_name(f"{y}_{name}", used) for name in ("scale", "codes"))
-    values, result = (fresh_name(f"{y}_{name}", used) for name in ("x", "values")) if cast else (x, y)
+    scale, codes = fresh_name(f"{y}_scale", used), fresh_name(f"{y}_codes", used)
+    values, result = (fresh_name(f"{y}_x", used), fresh_name(f"{y}_values", used)) if cast else (x, y)
     blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         (function, [x, *tensor_scale], scale, {"domain": DOMAIN}),
@@ -197,10 +193,11 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[st
     ]
     if cast:
         steps = [("Cast", [x], values, {"to": _TYPE.FLOAT}), *steps, ("CastLike", [result, x], y, {})]
-    return [
-        onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_{op_type.partition('.')[0]}", **step)
-        for op_type, inputs, output, step in steps
-    ]
+    nodes = []
+    for op_type, inputs, output, step in steps:
+        name = f"{node.name}_{op_type.partition('.')[0]}"
+        nodes.append(onnx.helper.make_node(op_type, inputs, [output], name, **step))
+    return nodes
 
 
 def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
@@ -216,9 +213,7 @@ def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
         t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.has_tensor_scale else 1.0
         f.op("Squeeze", float_scales(f, values, blocks, spec, t)[1], [blocks.inner], output="Y")
         return f.proto(opset)
-    unit = unit_of(f, f.op("ReduceMax", f.op("Abs", values), [blocks.inner]), spec)
-    # the sum of a block with an Inf or a NaN is one of these, and times 0 it is NaN; of another block it is 0
-    unit = f.op("Add", unit, f.op("Mul", f.op("ReduceSum", f.op("Div", values, unit), [blocks.inner]), 0.0))
+    _, unit = in_powers_of_two(f, values, blocks, spec)
     f.op("Squeeze", unit, [blocks.inner], output="unit")
     # the unit is a power of two, but the evaluator rounds 2**-127 to 2**-126 with "up", the default
     kind = {"to": _TYPE.FLOAT} if element.is_int else {"to": _TYPE.FLOAT8E8M0, "round_mode": "down"}
@@ -262,7 +257,6 @@ class _NativeConstants:
 
 
 def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
-    """Return packed codes as a tensor of the native type of their element."""
     axis, element = attributes.axis % packed.dim(), attributes.spec.element
     codes = unpack(packed, axis, element.bits).to(torch.uint8)
     if attributes.length > 0:

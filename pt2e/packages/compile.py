@@ -45,10 +45,6 @@ def compile_program(
             dequantized at each call. Otherwise a process imports pt2mx before it loads the package.
         unpack: keep weights dequantized in the package, as `lower_to_inductor` does; otherwise they stay packed.
         recipe: the quantizer, or its YAML, to put into the package (`provenance_of`).
-
-    Raises:
-        MXError: for a program in which nothing is quantized, one without example inputs or with an input that is a
-            dynamic number, a path at which no package can be written, and machine code that crashes.
     """
     check_package_output(path)
     provenance = Provenance.here(recipe)

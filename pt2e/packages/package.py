@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
 
-import sympy
 import torch
 from torch._inductor.package import package_aoti
 from torch.export import ExportedProgram
@@ -71,11 +70,7 @@ class Package:
 
 
 def check_package_output(path: str | os.PathLike[str]) -> None:
-    """Raise an error for a path to which no package can be written.
-
-    Raises:
-        MXError: for such a path, and for a name that does not end in `.pt2`.
-    """
+    """Raise an error for a path to which no package can be written."""
     check_output(path)
     if not str(path).endswith(".pt2"):
         raise MXError(f"cannot write {str(path)!r}: the name of a package ends in .pt2")
@@ -96,16 +91,10 @@ def write_package(
     Args:
         code: the program to compile: `program`, possibly decomposed further.
         program: an export of `module`, with example inputs on the package's device.
-        module: a graph module.
-        path: the path of the package.
-        device: the device that the code is for.
+        module, path, device, provenance: the graph module; the package, where it runs, and what it records.
         stated: the ranges of the inputs.
         eager: the model whose outputs the package must reproduce, called with inputs on that device. It raises an error
             for inputs that the program rejects, which code on a GPU may not.
-        provenance: the versions and the recipe to record in the package.
-
-    Raises:
-        MXError: where the file cannot be written, or its code crashes.
     """
     args, kwargs = code.example_inputs
     with exact_lengths():
@@ -118,21 +107,15 @@ def write_package(
         with deferred_interrupts():
             package_aoti(file, files)
         check_loads(file.name, torch.device(device))
-        lower, conditions = _probed_sizes(file.name, program, module, stated, eager)
-        signature, content = Signature.of(program, module, lower, conditions), io.BytesIO()
+        signature = Signature.of(program, module)
+        if every_symbol(program):
+            any_size = Signature.of(program, module, dict.fromkeys(symbols(program), 0))
+            compiled = Package(torch._inductor.aoti_load_package(file.name), any_size)
+            lower, conditions = min_sizes(program, stated, eager, compiled)
+            signature = Signature.of(program, module, lower, conditions)
+        content = io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
         add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
-
-
-def _probed_sizes(
-    file: str, program: ExportedProgram, module: GraphModule, stated: list[list[Range] | None], eager: Callable
-) -> tuple[dict[sympy.Symbol, int], list[str]]:
-    """Return `min_sizes` of the machine code in a file."""
-    if not every_symbol(program):
-        return {}, []
-    any_size = Signature.of(program, module, dict.fromkeys(symbols(program), 0))
-    compiled = Package(torch._inductor.aoti_load_package(file), any_size)
-    return min_sizes(program, stated, eager, compiled)
 
 
 def load_package(path: str | os.PathLike[str]) -> Package:
@@ -172,11 +155,7 @@ def open_package(path: str | os.PathLike[str]) -> Package:
 
 
 def read_signature(path: str | os.PathLike[str]) -> Signature:
-    """Read the input signature of a package, without loading its machine code.
-
-    Raises:
-        MXError: as `load_package`.
-    """
+    """Read the input signature of a package, without loading its machine code."""
     check_kind(path, "package")
     content = read_record(path, _EXAMPLE)
     if content is None:
@@ -191,9 +170,6 @@ def check_loads(path: str, device: torch.device) -> None:
     """Load a package in a child process.
 
     Packages for a CPU are not loaded: none was seen to crash, and a child process takes seconds.
-
-    Raises:
-        MXError: where the child crashed, or could not load the package.
     """
     if device.type == "cpu":
         return

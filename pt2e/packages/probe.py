@@ -45,8 +45,7 @@ def min_sizes(
     Args:
         program: an exported program with example inputs, from which the inputs of the probes are made.
         stated: the ranges of its inputs.
-        eager: the program's module. It raises an error for inputs that the program rejects.
-        compiled: called with the same inputs.
+        eager, compiled: as `probe` takes them.
 
     Returns:
         symbol -> size, and the conditions on sizes, as `pt2mx.pt2e.packages.sizes` writes them. The size is 0 or 1 if
@@ -61,13 +60,17 @@ def min_sizes(
     matches = probe(program, eager, compiled)
     constraints = equal_dims(example, {symbol: dim.dim for symbol, dim in dims.items()}, matches)
 
-    stated_min = {symbol: of_input[dim.dim][0] for symbol, dim in dims.items() if (of_input := stated[dim.input])}
-    # code that was compiled for a size of 1 in the example takes no other
-    smallest = {symbol: 2 for symbol, n in stated_min.items() if n <= 2 and example[symbol] >= 2}
-    for symbol in smallest:
+    smallest: dict[sympy.Symbol, int] = {}
+    for symbol, dim in dims.items():
+        ranges = stated[dim.input]
+        # code that was compiled for a size of 1 in the example takes no other
+        if ranges is None or ranges[dim.dim][0] > 2 or dim.size < 2:
+            continue
+        smallest[symbol] = 2
         group = [symbol, *(smaller for larger, smaller in constraints if larger == symbol)]  # these shrink with it
         if matches(dict.fromkeys(group, 1)):
-            smallest[symbol] = 0 if stated_min[symbol] == 0 and matches(dict.fromkeys(group, 0)) else 1
+            takes_none = ranges[dim.dim][0] == 0 and matches(dict.fromkeys(group, 0))
+            smallest[symbol] = 0 if takes_none else 1
     # all together; None is fine, since the package rejects what the program rejects
     if matches(smallest) is False:
         smallest = dict.fromkeys(smallest, 2)
@@ -83,7 +86,9 @@ def _check_lengths(program: ExportedProgram, smallest: Mapping[sympy.Symbol, int
     count whose multiples alone are sizes (49 times a length).
     """
     bounds = {symbol: range_of(program, symbol, smallest) for symbol in every_symbol(program)}
-    lengths = {*_LENGTHS, *(end for ends in bounds.values() for end in ends if end is not None)}
+    lengths = set(_LENGTHS)
+    for ends in bounds.values():
+        lengths.update(end for end in ends if end is not None)
     probes = {tuple(_within(length, *ends) for ends in bounds.values()) for length in lengths}
     most = max(_MOST_VALUES, 4 * _values(program, {}))
     for probed in sorted(probes):
@@ -104,13 +109,12 @@ def _within(length: int, low: int, high: int | None) -> int:
 
 
 def _values(program: ExportedProgram, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """Return how many values the inputs have at these sizes."""
     return sum(math.prod(shape) for shape in sizes_at(program, sizes) if shape is not None)
 
 
 def _conditions(constraints: list[DimConstraint], sizes: dict[sympy.Symbol, str]) -> list[str]:
-    """Write the constraints as conditions, with the expression of each symbol's size."""
-    order, conditions = list(sizes), []
+    order = list(sizes)
+    conditions = []
     for larger, smaller in constraints:
         if (smaller, larger) not in constraints:
             conditions.append(f"{sizes[larger]} >= {sizes[smaller]}")
@@ -124,13 +128,8 @@ def equal_dims(
 ) -> list[DimConstraint]:
     """Find the dimensions whose sizes depend on each other: the program takes one only if others change with it.
 
-    Args:
-        example: the size of each symbol in the example. Only symbols of the same size can depend on each other.
-        dims: the index of the dimension whose size the symbol is.
-        matches: the probe.
-
-    Returns:
-        The constraints. Equal sizes have one in each direction.
+    Only symbols that have the same size in the example can depend on each other; equal sizes have a constraint in each
+    direction. `dims` has the index of the dimension whose size a symbol is.
     """
     constraints: list[DimConstraint] = []
     for size in sorted(set(example.values())):
@@ -144,8 +143,9 @@ def equal_dims(
         if changed is None:
             continue
         for symbol in alike:
-            others = [other for other in _change_together(symbol, alike, dims, changed, matches) if other != symbol]
-            constraints += [(other, symbol) if changed > size else (symbol, other) for other in others]
+            for other in _change_together(symbol, alike, dims, changed, matches):
+                if other != symbol:
+                    constraints.append((other, symbol) if changed > size else (symbol, other))
     return constraints
 
 
@@ -159,7 +159,7 @@ def _change_together(
 
     pairs = [[symbol, other] for other in alike if other != symbol]
     same_dim = [other for other in alike if dims[other] == dims[symbol]]
-    group = next((candidate for candidate in ([symbol], *pairs, same_dim) if is_taken(candidate)), alike)
+    group = next(filter(is_taken, [[symbol], *pairs, same_dim]), alike)
     for other in group if len(group) > 2 else ():
         without = [kept for kept in group if kept != other]
         if other != symbol and is_taken(without):
@@ -179,7 +179,7 @@ def probe(program: ExportedProgram, eager: Call, compiled: Call) -> Probe:
 
     def matches(sizes: Mapping[sympy.Symbol, int]) -> bool | None:
         inputs = _resized(program, {**example, **sizes})
-        return None if inputs is None else matches_eager(inputs, eager, compiled)
+        return None if inputs is None else _matches_eager(inputs, eager, compiled)
 
     return matches
 
@@ -202,7 +202,7 @@ def _resized(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> tu
     return pytree.tree_unflatten(resized, tree)
 
 
-def matches_eager(inputs: tuple[tuple, dict], eager: Call, compiled: Call) -> bool | None:
+def _matches_eager(inputs: tuple[tuple, dict], eager: Call, compiled: Call) -> bool | None:
     """Return whether compiled code gives the eager program's outputs; None if the program rejects the inputs."""
     args, kwargs = inputs
     try:

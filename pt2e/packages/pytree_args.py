@@ -13,16 +13,9 @@ from pt2mx.pt2e.packages.sizes import Range
 
 
 def flatten_by_name(arg: object, names: object, where: str, optional: Container[str] = ()) -> dict[str, object]:
-    """Return the leaves of an argument by their names. Dicts are matched by keys, tuples and lists by order.
+    """Return the leaves of an argument by their names, which are nested as in the example.
 
-    Args:
-        arg: the argument.
-        names: the names of the leaves, nested as in the example.
-        where: what errors call the argument.
-        optional: the names of leaves that a dict may lack.
-
-    Raises:
-        MXError: for an argument nested in another way, or with other keys.
+    Dicts are matched by keys, tuples and lists by order. A dict may lack leaves that are `optional`.
     """
     if isinstance(names, str):
         return {names: arg}
@@ -34,14 +27,17 @@ def flatten_by_name(arg: object, names: object, where: str, optional: Container[
     elif isinstance(names, list | tuple):
         if not isinstance(arg, list | tuple) or len(arg) != len(names):
             raise MXError(f"{where} must be nested as in the example: a list of {len(names)}, not {_nesting(arg)}")
-        parts = [(part, name, f"{where}[{i}]") for i, (part, name) in enumerate(zip(arg, names, strict=True))]
+        parts = [(part, names[i], f"{where}[{i}]") for i, part in enumerate(arg)]
     else:  # a class that is registered with pytree
         flat, example_tree = pytree.tree_flatten(names)
         leaves, tree = pytree.tree_flatten(arg)
         if tree != example_tree:
             raise MXError(f"{where} must be nested as in the example: {example_tree}, not {tree}")
         return dict(zip(flat, leaves, strict=True))
-    return {name: leaf for part in parts for name, leaf in flatten_by_name(*part, optional).items()}
+    leaves_by_name: dict[str, object] = {}
+    for part, part_names, part_where in parts:
+        leaves_by_name |= flatten_by_name(part, part_names, part_where, optional)
+    return leaves_by_name
 
 
 def are_all(names: object, some: Container[str]) -> bool:
@@ -58,18 +54,8 @@ def _nesting(arg: object) -> str:
 def check_leaf(
     name: str, leaf: object, example: object, sizes: list[Range] | None, device: torch.device | None = None
 ) -> None:
-    """Raise an error for a leaf of the arguments that the model does not take.
-
-    Args:
-        name: the name of the leaf, for the error.
-        leaf: the leaf of a call.
-        example: the leaf of the example.
-        sizes: its ranges, as in `Signature.ranges`.
-        device: the device on which a tensor must be; by default any.
-
-    Raises:
-        MXError: for another type, dtype, shape or device, a number out of its range, or another constant.
-    """
+    """Raise an error for a leaf of the arguments that the model does not take: another type, dtype, shape or device
+    than the example's, a number out of its ranges, or another constant. By default a tensor may be on any device."""
     if sizes is None:
         if type(leaf) is not type(example) or leaf != example:
             raise MXError(
@@ -101,8 +87,8 @@ def _are_within(values: Iterable[float], ranges: list[Range]) -> bool:
 
 
 def _shown(ranges: list[Range]) -> str:
-    texts = [f"{low}" if low == high else f"{low} to {high or 'any'}" for low, high in ranges]
-    return ", ".join(texts) + ("," if len(texts) == 1 else "")
+    texts = [str(low) if low == high else f"{low} to {high or 'any'}" for low, high in ranges]
+    return f"{texts[0]}," if len(texts) == 1 else ", ".join(texts)
 
 
 def _described(leaf: object) -> str:
@@ -128,18 +114,12 @@ def check_shared_memory(inputs: Mapping[str, object], written: Iterable[str]) ->
     """Raise an error for an input that is written to and shares memory with another.
 
     Compiled code may read the other before or after it writes.
-
-    Args:
-        inputs: the inputs by their names.
-        written: the names of those that the call writes to.
-
-    Raises:
-        MXError: for such a pair; it names both.
     """
     spans = {name: _span(leaf) for name, leaf in inputs.items() if isinstance(leaf, Tensor) and leaf.numel()}
     for name in spans.keys() & set(written):
+        device, first, end = spans[name]
         for other, span in spans.items():
-            if other != name and _overlap(spans[name], span):
+            if other != name and span[0] == device and first < span[2] and span[1] < end:
                 raise MXError(
                     f"the input {name!r} is written to, and shares memory with {other!r}: pass a clone of one of them"
                 )
@@ -149,7 +129,3 @@ def _span(tensor: Tensor) -> tuple[object, int, int]:
     """Return the device of a tensor, its first address and the address after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.device, tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _overlap(one: tuple[object, int, int], other: tuple[object, int, int]) -> bool:
-    return one[0] == other[0] and one[1] < other[2] and other[1] < one[2]

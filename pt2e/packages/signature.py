@@ -64,14 +64,7 @@ class Signature:
     def of(
         cls, program: ExportedProgram, module: GraphModule, lower: Mapping | None = None, conditions: Iterable[str] = ()
     ) -> Signature:
-        """Return the signature of a program.
-
-        Args:
-            program: an exported program with example inputs.
-            module: the module that was exported.
-            lower: lower bounds of symbols, as `ranges` takes them.
-            conditions: further conditions.
-        """
+        """Return the signature of a program with example inputs, made of `module`; `lower` is as `ranges` takes it."""
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), program.example_inputs)
         nodes, written = input_nodes(program), written_nodes(program.graph)
         return cls(
@@ -101,18 +94,9 @@ class Signature:
         return pytree.tree_unflatten(leaves, self._flat[1])
 
     def checked(self, args: tuple, kwargs: dict, device: torch.device | None = None) -> tuple[tuple, dict]:
-        """Check the arguments of a call, and return them as compiled code reads them.
+        """Check the arguments of a call, and return them as compiled code reads them: with the strides of the example.
 
-        Tensors have the strides of the example's; others are copied.
-
-        Args:
-            args: positional arguments of a call.
-            kwargs: its keyword arguments.
-            device: the device on which tensors must be; by default any.
-
-        Raises:
-            MXError: for arguments that the model does not take (their number, names, nesting, dtypes, shapes, device,
-                or another constant than the example's), and for one that is written to and shares memory with another.
+        Tensors with other strides are copied. By default a tensor may be on any device.
         """
         by_parameter = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != len(self.trees) or by_parameter.keys() != self.trees.keys():
@@ -125,7 +109,7 @@ class Signature:
             check_leaf(name, leaf, example, sizes, device)
         if self.written:
             check_shared_memory(named, self.written)
-        arranged = [self._arranged(*each) for each in zip(self.names, leaves, self._orders, strict=True)]
+        arranged = list(map(self._arranged, self.names, leaves, self._orders))
         args, kwargs = self.unflatten(arranged)
         if self._conditions:
             self._check_conditions(condition_variables(arranged, self.parameters, args, kwargs))
@@ -133,10 +117,10 @@ class Signature:
 
     def returned(self, outputs: object) -> object:
         """Return the outputs of compiled code as the model returns them: numbers are tensors in compiled code."""
-        if not self.numbers:
-            return outputs
         leaves, tree = pytree.tree_flatten(outputs)
-        return pytree.tree_unflatten([x.item() if i in self.numbers else x for i, x in enumerate(leaves)], tree)
+        for i in self.numbers:
+            leaves[i] = leaves[i].item()
+        return pytree.tree_unflatten(leaves, tree) if self.numbers else outputs
 
     def _check_conditions(self, arguments: dict[str, object]) -> None:
         for condition, holds in self._conditions:
@@ -178,15 +162,22 @@ class Signature:
 
     @property
     def _expected(self) -> str:
-        positional = f"the arguments {', '.join(self.parameters)} in this order" if self.parameters else ""
-        return " and ".join(filter(None, [positional, f"the keywords {', '.join(self.kwargs)}" if self.kwargs else ""]))
+        expected = []
+        if self.parameters:
+            expected.append(f"the arguments {', '.join(self.parameters)} in this order")
+        if self.kwargs:
+            expected.append(f"the keywords {', '.join(self.kwargs)}")
+        return " and ".join(expected)
 
 
 def _numbers(program: ExportedProgram) -> list[int]:
     """Return the indices of the output leaves of a program that are numbers: constants or sizes."""
-    specs = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    others = [i for i, spec in enumerate(specs) if not isinstance(spec.arg, TensorArgument)]
-    return [i for i in others if getattr(specs[i].arg, "value", 0) is not None]
+    outputs = [spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    numbers = []
+    for i, output in enumerate(outputs):
+        if not isinstance(output, TensorArgument) and getattr(output, "value", 0) is not None:
+            numbers.append(i)
+    return numbers
 
 
 def _described(args: tuple, kwargs: dict) -> str:

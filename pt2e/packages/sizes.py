@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -40,66 +40,66 @@ class InputDim(NamedTuple):
 def ranges(program: ExportedProgram, lower: Mapping[sympy.Symbol, int] | None = None) -> list[list[Range] | None]:
     """Return the range of each dimension of the program's inputs, in their order; None for an input that is no tensor.
 
-    Args:
-        program: an exported program.
-        lower: lower bounds of symbols that replace the program's bounds.
+    Lower bounds of symbols in `lower` replace the program's bounds.
     """
-
-    def range_of_size(size: int | torch.SymInt) -> Range:
-        expression = symbolic(size)
-        return (int(size), int(size)) if expression is None else range_of(program, expression, lower)
-
-    values = [node.meta["val"] for node in input_nodes(program)]
-    return [[range_of_size(size) for size in value.shape] if isinstance(value, Tensor) else None for value in values]
+    of_inputs: list[list[Range] | None] = []
+    for node in input_nodes(program):
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            of_inputs.append(None)
+            continue
+        of_dims = []
+        for size in value.shape:
+            expression = symbolic(size)
+            of_dims.append((int(size), int(size)) if expression is None else range_of(program, expression, lower))
+        of_inputs.append(of_dims)
+    return of_inputs
 
 
 def symbols(program: ExportedProgram) -> dict[sympy.Symbol, InputDim]:
     """Return the symbols that are the size of an input's dimension, each with the last such dimension."""
-    return {
-        expression: InputDim(length, i, j)
-        for i, (leaf, node) in enumerate(_inputs(program))
-        if isinstance(leaf, Tensor)
-        for j, (length, size) in enumerate(zip(leaf.shape, node.meta["val"].shape, strict=True))
-        if (expression := symbolic(size)) is not None and expression.is_Symbol
-    }
+    leaves, dims = pytree.tree_leaves(program.example_inputs), {}
+    for i, j, expression in dynamic_sizes(program):
+        if expression.is_Symbol:
+            dims[expression] = InputDim(leaves[i].shape[j], i, j)
+    return dims
 
 
 def every_symbol(program: ExportedProgram) -> list[sympy.Symbol]:
     """Return the symbols of the inputs' sizes, also those of which only a function is a size, in a fixed order."""
-    free = {symbol for _, expression in dynamic_sizes(program) for symbol in expression.free_symbols}
+    free: set[sympy.Symbol] = set()
+    for *_, expression in dynamic_sizes(program):
+        free |= expression.free_symbols
     return sorted(free, key=str)
 
 
 def sizes_at(program: ExportedProgram, values: Mapping[sympy.Symbol, int]) -> list[list[int] | None]:
     """Return the sizes of the program's inputs for these values of its symbols, and the example's sizes where they
     depend on other symbols; None for an input that is no tensor."""
-
-    def at_values(length: int, size: int | torch.SymInt) -> int:
-        expression = symbolic(size)
-        value = sympy.Integer(size) if expression is None else expression.subs(values)
-        return int(value) if value.is_number else length
-
-    return [
-        [at_values(*pair) for pair in zip(leaf.shape, node.meta["val"].shape, strict=True)]
-        if isinstance(leaf, Tensor)
-        else None
-        for leaf, node in _inputs(program)
-    ]
+    leaves = pytree.tree_leaves(program.example_inputs)
+    sizes: list[Any] = [list(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    for i, j, expression in dynamic_sizes(program):
+        size = expression.subs(values)
+        if size.is_number:
+            sizes[i][j] = int(size)
+    return sizes
 
 
 def input_nodes(program: ExportedProgram) -> list[Node]:
     """Return the placeholder of each user input of the program, including constants, in their order."""
     placeholders = program.graph.find_nodes(op="placeholder")
-    kinds = [spec.kind for spec in program.graph_signature.input_specs]
-    return [node for node, kind in zip(placeholders, kinds, strict=True) if kind is InputKind.USER_INPUT]
+    specs = program.graph_signature.input_specs
+    return [node for node, spec in zip(placeholders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
-def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[str, sympy.Expr]]:
-    """Yield the dynamic sizes of the inputs, each as an expression of `L` and as one of symbols."""
+def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[int, int, sympy.Expr]]:
+    """Yield the dynamic sizes of the inputs: the index of the input, the dimension, and an expression of symbols."""
     for i, node in enumerate(input_nodes(program)):
-        for j, size in enumerate(node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ()):
-            if (expression := symbolic(size)) is not None:
-                yield size_in_conditions(i, j), expression
+        value = node.meta["val"]
+        for j, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            expression = symbolic(size)
+            if expression is not None:
+                yield i, j, expression
 
 
 def size_in_conditions(leaf: int, dim: int) -> str:
@@ -126,10 +126,12 @@ def range_of(
 ) -> Range:
     """Return the range of an expression of symbols; lower bounds in `lower` replace the program's bounds."""
     bounds = program.range_constraints.get(expression)
-    lower = {symbol: n for symbol, n in (lower or {}).items() if symbol in expression.free_symbols}
-    if bounds is None or lower:
-        of_symbols = {symbol: program.range_constraints[symbol] for symbol in expression.free_symbols}
-        of_symbols |= {symbol: ValueRanges(n, of_symbols[symbol].upper) for symbol, n in lower.items()}
+    if bounds is None or not expression.free_symbols.isdisjoint(lower or ()):
+        of_symbols = {}
+        for symbol in expression.free_symbols:
+            stated = program.range_constraints[symbol]
+            least = (lower or {}).get(symbol, stated.lower)
+            of_symbols[symbol] = ValueRanges(least, stated.upper)
         bounds = bound_sympy(expression, of_symbols)
     return int(bounds.lower), None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
 
@@ -145,7 +147,8 @@ def relations(program: ExportedProgram) -> list[str]:
     known: dict[sympy.Symbol, sympy.Expr] = {}
     print_python = PythonPrinter().doprint
     # symbols first: they give the others their values
-    for size, expression in sorted(dynamic_sizes(program), key=lambda pair: not pair[1].is_Symbol):
+    for i, j, expression in sorted(dynamic_sizes(program), key=lambda found: not found[-1].is_Symbol):
+        size = size_in_conditions(i, j)
         if expression.free_symbols <= known.keys():
             equations.append(f"{size} == {print_python(expression.subs(known))}")
         elif parts := linear(expression):
@@ -179,17 +182,11 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
     """Return the dynamic shapes with which a graph module is exported again with the sizes of a program.
 
     They state ranges, equal dimensions, and dimensions that are a linear function of another. Where the program has
-    other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again.
-
-    Args:
-        program: an exported program.
-        module: its graph module, or one with the same signature.
-
-    Raises:
-        MXError: for an input that is a dynamic number.
+    other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again. The module is
+    the program's, or one with the same signature.
     """
     dims: dict[sympy.Symbol, Dim] = {}
-    stated = all(linear(size) for _, size in dynamic_sizes(program)) and guards_follow(program, module)
+    stated = all(linear(size) for *_, size in dynamic_sizes(program)) and guards_follow(program, module)
 
     def dim(expression: sympy.Expr) -> object:
         parts = linear(expression) if stated else None
@@ -203,19 +200,17 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
         derived = dims[symbol] if factor == 1 else int(factor) * dims[symbol]
         return derived if offset == 0 else derived + int(offset)
 
-    def shape_of(node: Node) -> dict[int, object] | None:
+    shapes: list[Any] = []
+    for node in input_nodes(program):
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise MXError(
                 f"the input {node.name!r} is a dynamic number, which AOTInductor does not take: export the program "
                 "with a fixed one, or let it be the size of a tensor"
             )
-        if not isinstance(value, Tensor):
-            return None
-        sizes = enumerate(value.shape)
-        return {i: dim(expression) for i, size in sizes if (expression := symbolic(size)) is not None}
-
-    shapes = [shape_of(node) for node in input_nodes(program)]
+        shapes.append({} if isinstance(value, Tensor) else None)
+    for i, j, expression in dynamic_sizes(program):
+        shapes[i][j] = dim(expression)
     args, kwargs = pytree.tree_unflatten(shapes, program.call_spec.in_spec)
     return (*args, *kwargs.values())
 
@@ -237,8 +232,3 @@ def condition_variables(leaves: list, names: list[str], args: tuple, kwargs: dic
         if base and index.isdecimal():
             indexed.setdefault(base, {})[int(index)] = value
     return {**indexed, **named, "flat_args": leaves}
-
-
-def _inputs(program: ExportedProgram) -> list[tuple[object, Node]]:
-    """Return the leaves of the example with their placeholders."""
-    return list(zip(pytree.tree_leaves(program.example_inputs), input_nodes(program), strict=True))

@@ -19,10 +19,13 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.onnx.files import (
     TensorType,
     check_model,
+    constants_of,
     first_line,
     fresh_name,
+    producers_of,
     raise_opset,
     read_model,
+    replace_nodes,
     tensor_types,
     used_names,
 )
@@ -45,15 +48,12 @@ _PASSING = frozenset({
 
 
 def read_float(path: str | os.PathLike[str]) -> ModelProto:
-    """Read a float ONNX file, with its external data, and prepare it. Each node gets a unique name.
-
-    Raises:
-        MXError: if the file is no valid ONNX model, cannot be converted, or is already quantized.
-    """
+    """Read a float ONNX file, with its external data, and prepare it. Each node gets a unique name."""
     model = read_model(path)
-    for node in (node for graph in graphs_in(model.graph) for node in graph.node):
-        if node.domain in _QUANTIZED:
-            raise MXError(f"{node.op_type} {node.name!r} of domain {node.domain!r}: the file is quantized already")
+    for graph in graphs_in(model.graph):
+        for node in graph.node:
+            if node.domain in _QUANTIZED:
+                raise MXError(f"{node.op_type} {node.name!r} of domain {node.domain!r}: the file is quantized already")
     if model.functions:
         try:
             model = onnx.inliner.inline_local_functions(model)
@@ -71,9 +71,7 @@ def read_float(path: str | os.PathLike[str]) -> ModelProto:
 
 def hoist_constants(model: ModelProto) -> None:
     """Replace each `Constant` node of numbers, and each node that casts or reshapes constants, by an initializer."""
-    graph = model.graph
-    inputs = {value.name for value in graph.input}
-    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
+    graph, constants = model.graph, constants_of(model.graph)
     kept: list[NodeProto] = []
     for node in graph.node:
         results = _folded(model, node, constants) if node.domain == "" else []
@@ -81,15 +79,18 @@ def hoist_constants(model: ModelProto) -> None:
             kept.append(node)
         constants |= {tensor.name: tensor for tensor in results}
         graph.initializer.extend(results)
-    del graph.node[:]
-    graph.node.extend(kept)
+    replace_nodes(graph, kept)
 
 
 def _folded(model: ModelProto, node: NodeProto, constants: dict[str, TensorProto]) -> list[TensorProto]:
     """Return the constant results of a node; none if it computes them from inputs."""
     if node.op_type == "Constant":
         value = _constant_value(node)
-        return [] if value is None else [_named(value, node.output[0])]
+        if value is None:
+            return []
+        named = TensorProto.FromString(value.SerializeToString())
+        named.name = node.output[0]
+        return [named]
     if node.op_type not in _FOLDED or not all(name in constants for name in node.input if name):
         return []
     results = [onnx.ValueInfoProto(name=name) for name in node.output]
@@ -112,24 +113,19 @@ def _constant_value(node: NodeProto) -> TensorProto | None:
     return numpy_helper.from_array(np.array(value, kinds[name])) if name in kinds else None
 
 
-def _named(tensor: TensorProto, name: str) -> TensorProto:
-    copy = TensorProto.FromString(tensor.SerializeToString())
-    copy.name = name
-    return copy
-
-
 def fold_batch_norms(model: ModelProto) -> None:
     """Fold each batch norm with constant parameters into the convolution in front of it, as PyTorch's flow does.
 
     The norm must be the only user of the convolution's output, and the convolution the only user of its constant
     weight. The computation is in float64.
     """
-    graph = model.graph
-    inputs = {value.name for value in graph.input}
-    constants = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in inputs}
-    uses = Counter(name for each in graphs_in(graph) for node in each.node for name in node.input)
-    uses.update(output.name for each in graphs_in(graph) for output in each.output)
-    producers = {name: node for node in graph.node for name in node.output}
+    graph, constants = model.graph, constants_of(model.graph)
+    uses: Counter[str] = Counter()
+    for each in graphs_in(graph):
+        uses.update(output.name for output in each.output)
+        for node in each.node:
+            uses.update(node.input)
+    producers = producers_of(graph)
     used = used_names(graph)
     kept: list[NodeProto] = []
     for node in graph.node:
@@ -144,8 +140,7 @@ def fold_batch_norms(model: ModelProto) -> None:
             producers[node.output[0]] = before
         else:
             kept.append(node)
-    del graph.node[:]
-    graph.node.extend(kept)
+    replace_nodes(graph, kept)
 
 
 def _is_foldable(
@@ -165,8 +160,9 @@ def _is_foldable(
 def _fold(conv: NodeProto, norm: NodeProto, constants: Mapping[str, TensorProto]) -> TensorProto:
     """Scale the weight of a convolution, and return its bias, without a name."""
     weight = constants[conv.input[1]]
-    values, *bias = (numpy_helper.to_array(constants[name]).astype(np.float64) for name in conv.input[1:])
-    gain, shift, mean, variance = (numpy_helper.to_array(constants[name]).astype(np.float64) for name in norm.input[1:])
+    names = [*norm.input[1:], *conv.input[1:]]
+    tensors = [numpy_helper.to_array(constants[name]).astype(np.float64) for name in names]
+    gain, shift, mean, variance, values, *bias = tensors
     factor = gain / np.sqrt(variance + node_attributes(norm).get("epsilon", 1e-5))
     axis = _OUT_CHANNELS[conv.op_type]
     scaled = values * factor.reshape([-1 if i == axis else 1 for i in range(values.ndim)])
@@ -201,10 +197,9 @@ class FloatGraph:
 
     def __init__(self, model: ModelProto) -> None:
         self.model, self.graph = model, model.graph
-        self.constants = {t.name: t for t in model.graph.initializer}
-        inputs = {value.name for value in model.graph.input}
-        self.defaults = {name: self.constants.pop(name) for name in inputs & set(self.constants)}
-        self.producers = {name: node for node in model.graph.node for name in node.output if name}
+        self.constants = constants_of(model.graph)
+        self.defaults = {t.name for t in model.graph.initializer} - self.constants.keys()
+        self.producers = producers_of(model.graph)
         self._types = tensor_types(model)
 
     def source(self, tensor: str) -> Source | None:

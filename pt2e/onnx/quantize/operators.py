@@ -40,7 +40,6 @@ def block_axis(node: NodeProto, operand: Operand, shape: Sequence[object]) -> in
 
 
 def _gather(node: NodeProto) -> tuple[Operand, ...]:
-    """Return the rows of an embedding; a gather along another axis is no embedding."""
     return ROWS if node_attributes(node).get("axis", 0) == 0 else ()
 
 

@@ -61,11 +61,7 @@ class NodePlan:
 
 
 def quantizer_of(config: object) -> MXQuantizer:
-    """Return the quantizer for a config, as `quantize_onnx` takes it.
-
-    Raises:
-        MXError: for another object.
-    """
+    """Return the quantizer for a config, as `quantize_onnx` takes it."""
     if isinstance(config, Mapping):
         spec = quark.mx_spec(config)
         config = MXQuantizationConfig(activation=spec, weight=spec)
@@ -82,11 +78,7 @@ def quantizer_of(config: object) -> MXQuantizer:
 
 
 def plan(graph: FloatGraph, quantizer: MXQuantizer) -> list[NodePlan]:
-    """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node.
-
-    Raises:
-        MXError: for settings that are not for ONNX files, and for a selected node that computes in float64.
-    """
+    """Plan each node that can be quantized, in the order of execution. Warn of settings that select no node."""
     for kind in quantizer.kinds:
         if kind in _UNSUPPORTED:
             raise MXError(f"{kind} is not for ONNX files: take it out of the settings, or quantize the torch model")
@@ -145,9 +137,11 @@ def _planned(graph: FloatGraph, node: NodeProto, site: Site, choice: Choice) -> 
 
 def _module_of(site: Site) -> str:
     """Return the innermost module of the torch model around a node, if the file records it."""
-    modules = zip(site.path, site.module_types, strict=True)
-    names = [name for name, kind in modules if name and kind not in ATEN]
-    return names[-1] if names else ""
+    innermost = ""
+    for name, kind in zip(site.path, site.module_types, strict=True):
+        if name and kind not in ATEN:
+            innermost = name
+    return innermost
 
 
 def _is_value(graph: FloatGraph, node: NodeProto, operand: Operand, source: Source | None) -> bool:
@@ -175,12 +169,15 @@ def _dtype(graph: FloatGraph, tensor: str, node: NodeProto) -> int | None:
     The type is unknown after an operator of another domain. The function then returns the type of the node's constant
     operand.
     """
-    constants = (source.constant for name in node.input if (source := graph.source(name)) is not None)
-    return graph.dtype(tensor) or next((constant.data_type for constant in constants), None)
+    dtype = graph.dtype(tensor)
+    for name in node.input:
+        source = graph.source(name)
+        if not dtype and source is not None:
+            dtype = source.constant.data_type
+    return dtype
 
 
 def _unfit(graph: FloatGraph, tensor: str, source: Source | None, node: NodeProto, operand: Operand) -> str | None:
-    """Return the reason why a tensor with a spec cannot be quantized; None if it can."""
     if graph.is_dequantized(tensor):
         return f"{tensor} is quantized already, before a DequantizeLinear"
     dtype = _dtype(graph, tensor, node) if source is None else source.constant.data_type
@@ -211,7 +208,7 @@ def site_of(node: NodeProto) -> Site:
     operator ("Conv") or a class that the exporter records.
     """
     recorded = {prop.key.rpartition(".")[2]: prop.value for prop in node.metadata_props}
-    scopes, classes = (_list(recorded.get(key)) for key in ("name_scopes", "class_hierarchy"))
+    scopes, classes = _list(recorded.get("name_scopes")), _list(recorded.get("class_hierarchy"))
     modules = list(zip(scopes, classes, strict=False))[:-1]  # the last one is the operator
     modules += [(name.rpartition(".")[0], "") for name in node.input if "." in name]
     dotted = node.name.strip("/").replace("/", ".")

@@ -80,11 +80,6 @@ def quantize_onnx(
     Returns:
         An `OnnxReport`, a `QuantizationReport` of the nodes, with `fidelity` if there are batches.
 
-    Raises:
-        MXError: for a file that is no float ONNX model or cannot be converted, a setting that is not for ONNX files,
-            weights that are not finite, a batch that the model does not accept, and a path at which no file can be
-            written. A warning names settings that select no node.
-
     Example:
         >>> import tempfile, torch, pt2mx
         >>> model, x = torch.nn.Linear(64, 64, bias=False).eval(), torch.ones(1, 64)
@@ -123,13 +118,15 @@ def quantize_onnx(
 
 
 def _refuse_nan(plans: list[NodePlan]) -> None:
-    constants = {o.source.constant.name: o.source.constant for p in plans for o in p.operands if o.source}
-    if names := [name for name, constant in constants.items() if not as_torch(constant).isfinite().all()]:
+    constants: dict[str, TensorProto] = {}
+    for node in plans:
+        constants |= {o.source.constant.name: o.source.constant for o in node.operands if o.source}
+    names = [name for name, constant in constants.items() if not as_torch(constant).isfinite().all()]
+    if names:
         raise MXError(f"NaN or Inf in the weights {listed(names)}: replace them, or allow NaN to quantize all the same")
 
 
 def _compared(quantized: bytes, path: str, batches: Iterable[Mapping[str, np.ndarray]]) -> Fidelity:
-    """Compare the outputs of both files."""
     runtime = import_extra("onnxruntime", "onnx")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # log fatal errors alone: onnxruntime raises the others
@@ -141,7 +138,6 @@ def _compared(quantized: bytes, path: str, batches: Iterable[Mapping[str, np.nda
 
 
 def _outputs(sessions: list[Any], batches: Iterable[Mapping[str, np.ndarray]]) -> Iterator[list[list[torch.Tensor]]]:
-    """Yield the outputs of each session, batch by batch."""
     for number, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise MXError(f"batch {number} must be a mapping of inputs by name, not of type {type(batch).__name__}")
@@ -154,7 +150,6 @@ def _outputs(sessions: list[Any], batches: Iterable[Mapping[str, np.ndarray]]) -
 
 
 def _rows(graph: FloatGraph, plans: list[NodePlan]) -> tuple[OperatorReport, ...]:
-    """Return the rows of a report, for a graph that is not rewritten yet."""
     planned = {plan.node.name: plan for plan in plans}
     counted: set[object] = set()
     rows: list[OperatorReport] = []
@@ -163,12 +158,10 @@ def _rows(graph: FloatGraph, plans: list[NodePlan]) -> tuple[OperatorReport, ...
             rows.append(_row(planned[node.name], counted))
         elif node.op_type in OTHER_MATMULS:
             rows.append(_skipped(node, "pt2mx cannot quantize this operator"))
-        rows += [
-            _skipped(inner, f"inside the sub-graph of {node.name}")
-            for subgraph in subgraphs_of(node)
-            for inner in subgraph.node
-            if inner.op_type in _MATMULS
-        ]
+        for subgraph in subgraphs_of(node):
+            for inner in subgraph.node:
+                if inner.op_type in _MATMULS:
+                    rows.append(_skipped(inner, f"inside the sub-graph of {node.name}"))
     return tuple(rows)
 
 
@@ -204,5 +197,4 @@ def _operand(operand: QuantizedOperand, counted: set[object]) -> OperandReport:
 
 
 def _bytes_of(constant: TensorProto) -> int:
-    """Return the bytes of the values of a constant."""
     return math.prod(constant.dims) * helper.tensor_dtype_to_np_dtype(constant.data_type).itemsize

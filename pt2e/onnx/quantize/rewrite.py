@@ -10,7 +10,7 @@ from onnx import NodeProto, TensorProto, helper
 
 from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx, tensor_scale_mx
-from pt2mx.pt2e.onnx.files import as_torch, fresh_name, from_torch, remove_unused, used_names
+from pt2mx.pt2e.onnx.files import as_torch, fresh_name, from_torch, remove_unused, replace_nodes, used_names
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand
@@ -47,8 +47,7 @@ class Rewriter:
                 self._quantize(node, plan)
             if plan.output is not None:
                 self._add(self._fake_quantize(output, plan.output), [node.output[0]], output)
-        del self._graph.graph.node[:]
-        self._graph.graph.node.extend(self._nodes)
+        replace_nodes(self._graph.graph, self._nodes)
         remove_unused(self._graph.graph)
 
     def _quantize(self, node: NodeProto, plan: NodePlan) -> None:
@@ -75,7 +74,6 @@ class Rewriter:
         return FakeQuantizeMX.for_spec(spec.replace(axis=-1) if last else spec, -1 if length is None else length)
 
     def _dequantized(self, source: Source, spec: MXSpec) -> str:
-        """Return the name of a constant that is dequantized from codes."""
         constant = source.constant
         if (constant.name, spec) not in self._quantized:
             output = fresh_name(f"{constant.name}_mx", self._used)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx.pt2e.cli.answers import Answer, settled, until_end, until_stop
+from pt2mx.pt2e.cli.answers import count_same, settled, until_end, until_stop
 from tests.language_models import transformers
 
 
@@ -42,4 +42,4 @@ def test_tokens_of_a_row_of_a_batch(end, pad, row, expected):
 
 @pytest.mark.parametrize(("one", "other", "same"), [([1, 2, 3], [1, 2, 4], 2), ([1], [1, 2], 1), ([], [1], 0)])
 def test_agreement(one, other, same):
-    assert Answer("", one, 0.0, None).agreement(Answer("", other, 0.0, None)) == same
+    assert count_same(one, other) == same
