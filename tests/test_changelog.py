@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import yaml
+
 import pt2mx
 from pt2mx.ops.contract import OPERATORS
 
@@ -24,3 +26,8 @@ def test_the_newest_release_names_the_version_of_each_operator():
     text = re.search(r"### Operators\n\n(.*?)\n(\n|$)", RELEASES[0], flags=re.DOTALL)[1]
     versions = {name: int(version) for name, version in re.findall(r"`(\w+)`\s+(\d+)", text)}
     assert versions == {name: operator.version for name, operator in OPERATORS.items()}
+
+
+def test_the_citation_names_the_newest_release():
+    citation = yaml.safe_load((Path(__file__).parent.parent / "CITATION.cff").read_text("utf-8"))
+    assert RELEASES[0].startswith(f"[{citation['version']}] - {citation['date-released']}")

@@ -133,7 +133,6 @@ def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
 
 
 def safe(scale: Tensor) -> Tensor:
-    """Replace factors of 0 by 1."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -204,12 +203,10 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
 
 
 def _module(model: GraphModule, node: object) -> nn.Module | None:
-    """Return the module that a node calls; None for other nodes."""
     return model.get_submodule(name_of(node)) if isinstance(node, Node) and node.op == "call_module" else None
 
 
 def _is_layer(node: Node) -> bool:
-    """Return whether a node calls one of `LAYERS` and has one user."""
     if node.op != "call_function" or node.target not in LAYERS:
         return False
     make_positional(node)

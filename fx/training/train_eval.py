@@ -128,11 +128,14 @@ def to_train_eval_modules(model: GraphModule) -> list[str]:
     for node in _followers(by_mode):
         position, evaluation, statistics = by_mode[node]
         value = args_of(node)[position] if training else not evaluation
-        kind = Counter if node.target in _COUNTERS else Mask if node.target in _DIVISIONS else TrainEvalOp
+        kind, draw = TrainEvalOp, node
+        if node.target in _COUNTERS:
+            kind = Counter
+        elif node.target in _DIVISIONS:
+            kind, draw = Mask, node_arg(node)
         module = kind(operator_of(node), position, value, evaluation, statistics)
-        draw = node_arg(node) if kind is Mask else node
         replace_by_module(node, f"{node.name}_by_mode", module, draw.args, node.meta)
-        if draw is not node:
+        if kind is Mask:
             draw.graph.erase_node(draw)
     for graph in {model_of(node.graph) for node in by_mode}:
         graph.recompile()
@@ -142,18 +145,18 @@ def to_train_eval_modules(model: GraphModule) -> list[str]:
 def random_operators(model: GraphModule, trains: bool) -> list[str]:
     """Return the names of the nodes that draw random numbers in both modes.
 
-    Args:
-        model: the graph; its subgraphs count too.
-        trains: True for a model exported in training mode, where such draws usually belong to training (noise).
-            Otherwise only masks count, which a decomposed dropout leaves: other models sample on purpose.
+    In a model exported in training mode (`trains`) such draws usually belong to training (noise). Otherwise only masks
+    count, which a decomposed dropout leaves: other models sample on purpose.
     """
-    nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if _is_random(node)]
-    return [node.name for node in nodes if trains or "bernoulli" in operator_of(node)._schema.name]
-
-
-def _is_random(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags and not mode_of(target)
+    names = []
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            target = node.target
+            if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+                continue
+            if not mode_of(target) and (trains or "bernoulli" in target._schema.name):
+                names.append(node.name)
+    return names
 
 
 def mark_followers(model: GraphModule) -> None:
@@ -177,7 +180,6 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, .
 
 
 def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    """Replace `node` by a call of `module`."""
     node.replace_all_uses_with(insert_module(node, name, module, args, meta))
     node.graph.erase_node(node)
 
@@ -198,7 +200,6 @@ def to_evaluation(model: GraphModule) -> GraphModule:
 
 
 def train_eval_modules(model: GraphModule) -> Iterator[tuple[Node, TrainEvalModule]]:
-    """Yield the calls of `TrainEvalModule` modules in a graph."""
     for node in model.graph.find_nodes(op="call_module"):
         module = model.get_submodule(name_of(node))
         if isinstance(module, TrainEvalModule):
@@ -234,19 +235,24 @@ class _Setting(NamedTuple):
 
 
 def _by_mode(model: GraphModule) -> dict[Node, _Setting]:
-    """Return the calls whose results depend on the mode, of a graph and its subgraphs."""
-    every = (node for graph in graph_modules(model) for node in graph.graph.nodes)
-    nodes = [node for node in every if node.op == "call_function"]
     passed = _passed(model)
-    counters = {node for node in nodes if node.target in _COUNTERS and _counts_batches(model, node, passed)}
-    settings = {node: _Setting(1, 0, (0,)) if node in counters else _setting(node) for node in nodes}
-    return {node: setting for node, setting in settings.items() if setting is not None}
+    settings: dict[Node, _Setting] = {}
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            if node.op != "call_function":
+                continue
+            counts = node.target in _COUNTERS and _counts_batches(model, node, passed)
+            setting = _Setting(1, 0, (0,)) if counts else _setting(node)
+            if setting is not None:
+                settings[node] = setting
+    return settings
 
 
 def _setting(node: Node) -> _Setting | None:
     if node.target in _DIVISIONS:
         return _Setting(1, None, ()) if _is_mask(node) else None
-    if (mode := mode_of(node.target)) is None:
+    mode = mode_of(node.target)
+    if mode is None:
         return None
     make_positional(node, mode.position + 1)
     if any(node.args[position] is None for position in mode.statistics):
@@ -256,14 +262,14 @@ def _setting(node: Node) -> _Setting | None:
 
 def _followers(by_mode: dict[Node, _Setting]) -> list[Node]:
     """Return the calls that will follow the mode, of those that depend on it."""
-    if training := [node for node in by_mode if _trains(node, by_mode[node])]:
+    training = [node for node, setting in by_mode.items() if _trains(node, setting)]
+    if training:
         return training
     # export in evaluation loses the dropout probability of attention
     return [node for node, setting in by_mode.items() if isinstance(setting.evaluation, bool)]
 
 
 def _trains(node: Node, setting: _Setting) -> bool:
-    """Return whether export wrote the mode of training into a graph."""
     return args_of(node)[setting.position] != setting.evaluation
 
 
@@ -279,20 +285,27 @@ def _passed(model: GraphModule) -> dict[Node, list[object]]:
     """Map each placeholder of a subgraph to its operands, and each result of a subgraph's call to what the subgraph
     returns."""
     passed = captured_operands(model)
-    for call in (call for graph in graph_modules(model) for call in hop_calls(graph)):
-        outputs: list[Any] = [graph.graph.output_node().args[0] for _, graph in call.graphs]
-        returned = [values for values in outputs if not isinstance(values, Node)]  # without the condition of a loop
-        items = [user for user in call.node.users if user.target is operator.getitem]
-        passed |= {item: [one for values in returned for one in values[item.args[1] :][:1]] for item in items}
+    for caller in graph_modules(model):
+        for call in hop_calls(caller):
+            for item in call.node.users:
+                if item.target is not operator.getitem:
+                    continue
+                passed[item] = []
+                for _, graph in call.graphs:
+                    values: Any = graph.graph.output_node().args[0]
+                    if not isinstance(values, Node):  # the condition of a loop
+                        passed[item] += values[item.args[1] :][:1]
     return passed
 
 
 def _counts_batches(model: GraphModule, counter: Node, passed: dict[Node, list[object]]) -> bool:
     """Return whether a node increments the `num_batches_tracked` of modules with a running mean."""
-    paths = [name.rpartition(".") for name in _tensors(counter.args[0], passed)]
-    return bool(paths) and all(
-        name == "num_batches_tracked" and hasattr(model.get_submodule(path), "running_mean") for path, _, name in paths
-    )
+    names = _tensors(counter.args[0], passed)
+    for tensor in names:
+        path, _, name = tensor.rpartition(".")
+        if name != "num_batches_tracked" or not hasattr(model.get_submodule(path), "running_mean"):
+            return False
+    return bool(names)
 
 
 def _tensors(value: object, passed: dict[Node, list[object]]) -> set[str]:
@@ -302,5 +315,7 @@ def _tensors(value: object, passed: dict[Node, list[object]]) -> set[str]:
         return set()
     if value.op == "get_attr":
         return {name_of(value)}
-    read = value.args[:1] if value.target in _COUNTERS else passed.get(value, [])
-    return set[str]().union(*(_tensors(one, passed) for one in read))
+    names: set[str] = set()
+    for read in value.args[:1] if value.target in _COUNTERS else passed.get(value, []):
+        names |= _tensors(read, passed)
+    return names

@@ -40,16 +40,12 @@ def check_sliceable(name: str, spec: MXSpec, anchor: MXSpec) -> None:
 
 
 def set_anchors(prepared: GraphModule, anchor: GraphModule) -> None:
-    """Slice the weights of a model that was prepared for training from the weights of another one.
-
-    Args:
-        prepared: the model, which is changed.
-        anchor: another one, prepared from the same exported model.
-
-    Raises:
-        MXError: for a format that cannot be sliced, and for models that share no name of a weight.
-    """
-    specs = {(name, one.spec.axis): one.spec for one, names in observed_weights(anchor) for name in names}
+    """Slice the weights of a model that was prepared for training from the weights of another one, prepared from the
+    same exported model. Changes `prepared`."""
+    specs = {}
+    for observer, names in observed_weights(anchor):
+        for name in names:
+            specs[name, observer.spec.axis] = observer.spec
     sliced = False
     for observer, names in observed_weights(prepared):
         for name in sorted(names):

@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.pt2e.flow.shared_scales import connected
 from pt2mx.pt2e.flow.sizes import sources_of
 from pt2mx.pt2e.flow.weights import constants_of
 from pt2mx.pt2e.observe.observer import MXObserver
@@ -86,13 +87,5 @@ def _add_operands(
 
 def sharing_weights(modules: dict[str, ObservedModule]) -> list[list[str]]:
     """Return the names of the modules with weights, grouped by weights that they share."""
-    groups: list[tuple[set[str], list[str]]] = []
-    for name, module in modules.items():
-        sources, names = {w.source for w in module.weights}, [name]
-        if not sources:
-            continue
-        for group in [g for g in groups if g[0] & sources]:
-            groups.remove(group)
-            sources, names = sources | group[0], group[1] + names
-        groups.append((sources, names))
-    return [names for _, names in groups]
+    pairs = [(weight.source, name) for name, module in modules.items() for weight in module.weights]
+    return [group for name, group in connected(pairs).items() if name == group[-1]]

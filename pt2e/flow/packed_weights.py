@@ -221,17 +221,7 @@ def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
 
 
 def storage_note(shape: Sequence[int], spec: MXSpec) -> str | None:
-    """Explain why a packed tensor takes more bits than its format has; None if it does not.
-
-    Example:
-        >>> import pt2mx
-        >>> from pt2mx.pt2e.flow.packed_weights import storage_note
-        >>> storage_note((64, 1, 3, 3), pt2mx.MXSpec("mxfp4", axis=1))  # a depthwise convolution
-        '16 bits a value: blocks of only 1 value, each with a scale and whole bytes of its own'
-        >>> storage_note((64, 64), pt2mx.MXSpec("int5"))
-        '8.25 bits a value: codes of 5 bits take 8'
-        >>> storage_note((64, 64), pt2mx.MXSpec("mxfp4"))
-    """
+    """Explain why a packed tensor takes more bits than its format has; None if it does not."""
     values = math.prod(shape)
     if not values:
         return None

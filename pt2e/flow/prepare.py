@@ -275,16 +275,24 @@ def _is_converted(node: Node) -> bool:
 
 def _is_exported(model: GraphModule) -> bool:
     """Return True for a graph of operators: torch.fx.symbolic_trace gives calls of modules, methods and functions."""
-    calls = [n for n in model.graph.nodes if n.op.startswith("call_") and n.target != "_guards_fn"]
+    targets = []
+    for node in model.graph.nodes:
+        if node.op == "call_function":
+            targets.append(node.target)
+        elif node.op.startswith("call_") and node.target != "_guards_fn":
+            return False
     operators = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
-    functions = [n for n in calls if n.op == "call_function"]
-    return calls == functions and (not calls or any(isinstance(n.target, operators) for n in functions))
+    return not targets or any(isinstance(target, operators) for target in targets)
 
 
 def _warn_of_codes(graphs: list[GraphModule]) -> None:
     """Warn of weights that `optimize` stored as codes, which have no gradient."""
-    nodes = [node for graph in graphs for node in graph.graph.nodes if ROUNDED_KEY in node.meta]
-    if names := [parameter_name(name_of(Dequantize.expect(node).codes)) for node in nodes]:
+    names = []
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if ROUNDED_KEY in node.meta:
+                names.append(parameter_name(name_of(Dequantize.expect(node).codes)))
+    if names:
         warnings.warn(
             f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "
             "exported model that optimize was given",
@@ -294,21 +302,21 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
 
 def _warn_of_constants(model: GraphModule) -> None:
     """Warn of constants that torch.export made of parameters of no module, such as those in a Python list."""
-    nodes = [node for node in model.graph.find_nodes(op="get_attr") if _is_lifted(node)]
-    values = [attribute_of(model, node) for node in nodes]
-    made = [(n, v) for n, v in zip(nodes, values, strict=True) if isinstance(v, Tensor) and v.is_floating_point()]
-    if names := [f"{name_of(n)} {tuple(v.shape)}" for n, v in made if v.numel() > 1]:
+    names = []
+    for node in model.graph.find_nodes(op="get_attr"):
+        # a tensor without a name in the model that `forward` did not make either
+        if _LIFTED not in name_of(node) or all(user.target in _COPIES for user in node.users):
+            continue
+        value = attribute_of(model, node)
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
+            names.append(f"{name_of(node)} {tuple(value.shape)}")
+    if names:
         warnings.warn(
             f"{listed(names)} are constants of the exported model, which training does not change: torch.export makes "
             "them of tensors that belong to no module. If they are parameters in a Python list or dict, keep them in "
             "an nn.ParameterList or nn.ParameterDict, and layers in an nn.ModuleList, then export again",
             stacklevel=4,
         )
-
-
-def _is_lifted(node: Node) -> bool:
-    """Return whether a node reads a tensor of no name in the model that `forward` did not make either."""
-    return _LIFTED in name_of(node) and any(user.target not in _COPIES for user in node.users)
 
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:

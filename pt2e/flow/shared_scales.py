@@ -62,12 +62,7 @@ def sibling_key(matmul: Node, weight: Node) -> tuple[Node, str] | None:
     """Return the key that the matmuls of sibling weights share: the input before its observer, and the parent module.
     An encoder's output is an input of each layer of a decoder, but runtimes compute each layer by itself.
 
-    Args:
-        matmul: a user of the weight.
-        weight: a parameter, or the call of its observer.
-
-    Returns:
-        None if it is no matmul of an input with this weight, or if the weight is no matrix or is empty.
+    None if it is no matmul of an input with this weight (or its observer's call), and for an empty weight or no matrix.
     """
     known, shape = MATMULS.get(str(matmul.target)), shape_of(weight)
     if known is None or args_of(matmul)[known.weight] is not weight or shape is None or len(shape) != 2 or 0 in shape:
@@ -79,16 +74,7 @@ def sibling_key(matmul: Node, weight: Node) -> tuple[Node, str] | None:
 def connected(pairs: Iterable[tuple[Hashable, _Item]]) -> dict[_Item, list[_Item]]:
     """Group items that have a key in common, directly or through other items.
 
-    Args:
-        pairs: (key, item); an item may have several keys.
-
-    Returns:
-        item -> the items of its group, itself included, the same list for each of them.
-
-    Example:
-        >>> from pt2mx.pt2e.flow.shared_scales import connected
-        >>> connected([("x", "gate"), ("x", "up"), ("y", "down")])
-        {'gate': ['gate', 'up'], 'up': ['gate', 'up'], 'down': ['down']}
+    Return item -> the items of its group, itself included, the same list for each of them.
     """
     groups: dict[_Item, list[_Item]] = {}
     first: dict[Hashable, _Item] = {}

@@ -57,16 +57,21 @@ def size_of(tensors: Iterable[Tensor]) -> Size:
     """Count the values and bytes of tensors. Shared memory counts once, in the dtype of the first tensor."""
     spans: dict[int, list[tuple[int, int]]] = {}
     itemsizes: dict[int, int] = {}
-    tensors = list(filter(Tensor.numel, tensors))
-    for tensor, storage in zip(tensors, [storage_of(tensor) for tensor in tensors], strict=True):
-        itemsize = tensor.element_size()
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        storage, itemsize = storage_of(tensor), tensor.element_size()
         itemsizes.setdefault(storage, itemsize)
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        first = int(tensor.storage_offset())
-        last = first + sum((int(size) - 1) * int(stride) for size, stride in steps)
+        first = last = int(tensor.storage_offset())
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            last += (int(size) - 1) * int(stride)
         spans.setdefault(storage, []).append((first * itemsize, (last + 1) * itemsize))
-    covered = {storage: _covered(ranges) for storage, ranges in spans.items()}
-    return Size(sum(size // itemsizes[storage] for storage, size in covered.items()), sum(covered.values()))
+    values = total = 0
+    for storage, ranges in spans.items():
+        covered = _covered(ranges)
+        values += covered // itemsizes[storage]
+        total += covered
+    return Size(values, total)
 
 
 def sources_of(node: Node, captured: CapturedOperands) -> list[Source]:
@@ -74,12 +79,17 @@ def sources_of(node: Node, captured: CapturedOperands) -> list[Source]:
     while node.target is torch.ops.aten.alias.default:
         node = node_arg(node)
     if node in captured:
-        return [source for operand in _operands(node, captured) for source in sources_of(operand, {})]
+        sources = []
+        for operand in _operands(node, captured):
+            sources += sources_of(operand, {})
+        return sources
     tensors, computing = {}, computed_from(node)
-    for read in [operand for one in computing for operand in _operands(one, captured)]:
-        if read.op == "get_attr" and isinstance(value := attribute_of(model_of(read.graph), read), Tensor):
-            tensors[name_of(read)] = Size(value.numel(), value.nbytes)
-    matmuls = tuple(one.name for one in computing if is_matmul_like(one.target))
+    for part in computing:
+        for read in _operands(part, captured):
+            value = attribute_of(model_of(read.graph), read) if read.op == "get_attr" else None
+            if isinstance(value, Tensor):
+                tensors[name_of(read)] = Size(value.numel(), value.nbytes)
+    matmuls = tuple(part.name for part in computing if is_matmul_like(part.target))
     return [Source(name_of(node) if node.op == "get_attr" else node.name, tensors, matmuls)]
 
 
@@ -156,15 +166,18 @@ def float_size(model: GraphModule) -> Size:
     packed: dict[str, dict[str, dict[str, Size]]] = defaultdict(lambda: defaultdict(dict))
     for graph in graph_modules(model):
         for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-            stored = [name for position in (0, 1) for name in buffers_of(node_arg(node, position), captured)]
+            stored = buffers_of(node_arg(node, 0), captured) + buffers_of(node_arg(node, 1), captured)
             buffers.update(stored)
             for source in sources_of_codes(node, captured) if stored else ():
                 for name, size in source.tensors.items():
                     parameter = _CODES.sub("", name) if name in buffers else name
                     packed[parameter][str(node.args[2:6])][name] = size
-    missing = [formats for parameter, formats in packed.items() if parameter not in tensors]
-    sizes = [max(_sum(parts.values()) for parts in formats.values()) for formats in missing]
-    return _sum([size_of([tensor for name, tensor in tensors.items() if name not in buffers]), *sizes])
+    values, total = size_of(tensor for name, tensor in tensors.items() if name not in buffers)
+    for parameter, formats in packed.items():
+        if parameter not in tensors:
+            largest = max(_sum(parts.values()) for parts in formats.values())
+            values, total = values + largest.values, total + largest.bytes
+    return Size(values, total)
 
 
 def _sum(sizes: Iterable[Size]) -> Size:
@@ -188,17 +201,16 @@ class ByteCounter:
 
     def add(self, value: Tensor, spec: MXSpec | None, sources: list[Source]) -> Counted:
         """Count an operand with these sources, each of the shape of `value`; packed in `spec`, or in float."""
-        each = [self._add(value, spec, source) for source in sources]
-        return Counted(*map(sum, zip(Counted(0, 0, 0), *each, strict=True)))
-
-    def _add(self, value: Tensor, spec: MXSpec | None, source: Source) -> Counted:
-        values = 0 if source.name in self._seen else value.numel()
-        before = self._take(value, source, "before")
-        if spec is None:
-            after = self._take(value, source, "after")
-        else:
-            after = 0 if (source.name, spec) in self._seen else packed_bytes(value.shape, spec)
-        self._seen |= {source.name, (source.name, spec)}
+        values = before = after = 0
+        for source in sources:
+            if source.name not in self._seen:
+                values += value.numel()
+            before += self._take(value, source, "before")
+            if spec is None:
+                after += self._take(value, source, "after")
+            elif (source.name, spec) not in self._seen:
+                after += packed_bytes(value.shape, spec)
+            self._seen |= {source.name, (source.name, spec)}
         return Counted(values, before, after)
 
     def _take(self, value: Tensor, source: Source, when: str) -> int:

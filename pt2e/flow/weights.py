@@ -32,7 +32,6 @@ from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY, MXFormatObserver
 from pt2mx.pt2e.observe.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.observe.torchao_pt2e import is_fake
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
-from pt2mx.spec import MXSpec
 
 #: the meta of nodes that a report reads
 _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
@@ -102,7 +101,9 @@ def weight_statistics(
         return seen
     constant, *shared = [source for source in node.args if isinstance(source, Node)]
     amaxes = {} if amaxes is None else amaxes
-    amaxes.update({amax: list(_values(amax, captured)) for amax in shared if amax not in amaxes})
+    for amax in shared:
+        if amax not in amaxes:
+            amaxes[amax] = list(_values(amax, captured))
     read = list(zip(_values(constant, captured), *(amaxes[amax] for amax in shared), strict=False))
     values = [observer.anchored(value.detach()) for value, *_ in read]
     if any(map(is_fake, values)):
@@ -118,10 +119,10 @@ def weight_statistics(
 def _values(node: Node, captured: CapturedOperands) -> Iterator[Tensor]:
     """Yield the values of a constant, one for each call of its graph with other operands."""
     needed = computed_from(node)
-    for number in range(max(len(captured.get(one, [None])) for one in needed)):
+    for number in range(max(len(captured.get(part, [None])) for part in needed)):
         values: dict[Node, Any] = {}
-        for one in needed:
-            values[one] = _value(one, values, captured, number)
+        for part in needed:
+            values[part] = _value(part, values, captured, number)
         yield values[node]
 
 
@@ -156,10 +157,13 @@ def nonfinite_parameters(model: nn.Module) -> list[str]:
 
 def nonfinite_weights(converted: GraphModule) -> list[str]:
     """Return the names of the weights of a converted model that held a NaN or an Inf."""
-    weights = stored_weights(converted)
-    folded = [parameter_name(name_of(codes)) for codes, scales, read in weights if _holds_nan_blocks(scales, read.spec)]
-    kept = [str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr"]
-    return list(dict.fromkeys([*folded, *kept]))
+    names = []
+    for codes, scales, read in stored_weights(converted):
+        scale = tensor_of(model_of(scales.graph), scales)
+        if not is_fake(scale) and bool(is_nan(scale, read.spec).any()):
+            names.append(parameter_name(name_of(codes)))
+    names += (str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")
+    return list(dict.fromkeys(names))
 
 
 def nonfinite_operands(converted: GraphModule) -> list[str]:
@@ -167,9 +171,11 @@ def nonfinite_operands(converted: GraphModule) -> list[str]:
 
     Weights are named by their parameters, other operands by their operators' modules.
     """
-    computed = [dequantize for x, dequantize in _nonfinite_pairs(converted) if x.op != "get_attr"]
-    modules = [module_name(node) or next(iter(node.users)).name for node in computed]
-    return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
+    names = nonfinite_weights(converted)
+    for x, dequantize in _nonfinite_pairs(converted):
+        if x.op != "get_attr":
+            names.append(f"an operand of {module_name(dequantize) or next(iter(dequantize.users)).name}")
+    return list(dict.fromkeys(names))
 
 
 def listed(names: Sequence[str], most: int = _SHOWN) -> str:
@@ -185,8 +191,3 @@ def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:
             seen, scale = node.meta.get(STATISTICS_KEY), node_arg(node, 1)
             if seen is not None and seen.nonfinite and scale.target is operator.getitem:
                 yield node_arg(node_arg(scale)), node
-
-
-def _holds_nan_blocks(scales: Node, spec: MXSpec) -> bool:
-    scale = tensor_of(model_of(scales.graph), scales)
-    return not is_fake(scale) and bool(is_nan(scale, spec).any())

@@ -33,20 +33,8 @@ def check_tensor_scale(name: object) -> None:
 
 
 def shared_amax(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the largest finite magnitude of several tensors.
-
-    Args:
-        tensors: at least one, float32, float16 or bfloat16, of any shape.
-
-    Returns:
-        () float32; its `tensor_scale_mx` is the tensor scale that the tensors share.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e.observe.tensor_scales import shared_amax
-        >>> shared_amax([torch.tensor([1.0, -3.0]), torch.tensor([[2.0]])])
-        tensor(3.)
-    """
+    """Return the largest finite magnitude of several tensors, () float32, from which their common tensor scale
+    follows."""
     return torch.stack([finite_amax(tensor.detach()) for tensor in tensors]).amax()
 
 
@@ -60,15 +48,6 @@ class StaticTensorScale(nn.Module):
     Args:
         spec: a format with a tensor scale.
         rule: "static", the maximum over the batches, or "moving_average".
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.pt2e.observe.tensor_scales import StaticTensorScale
-        >>> scale = StaticTensorScale(pt2mx.parse("nvfp4"), "static")
-        >>> for amax in (1344.0, 2688.0, 1.0):
-        ...     scale.observe(torch.tensor([amax, 0.0]))
-        >>> scale.value("x")  # 2688 is 6 * 448
-        tensor(1.)
     """
 
     amax: Tensor
@@ -82,11 +61,7 @@ class StaticTensorScale(nn.Module):
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            x: float32, float16 or bfloat16, of any shape.
-        """
+        """Add a batch, of any shape."""
         if not x.numel():
             return
         join = TENSOR_SCALES[self.rule]
@@ -104,31 +79,14 @@ class StaticTensorScale(nn.Module):
         return self.observed and bool(self.amax >= 0)
 
     def value(self, name: str) -> Tensor:
-        """Return the scale, () float32; 1 after NaN and Inf alone.
-
-        Args:
-            name: of the tensor, for the error.
-
-        Raises:
-            MXError: before the first batch with values.
-        """
+        """Return the scale, () float32, 1 after NaN and Inf alone; the MXError before the first batch has `name`."""
         if not self.observed:
             raise self._error(name)
         return tensor_scale_mx(self.amax.clamp(min=0), self.spec)
 
     def store(self, model: GraphModule, x: Node) -> Node:
-        """Register the scale as a buffer of a graph.
-
-        Args:
-            model: the graph, which is changed.
-            x: the tensor, with its value as meta.
-
-        Returns:
-            The node that reads the buffer, before x.
-
-        Raises:
-            MXError: before the first finite value.
-        """
+        """Register the scale of `x` as a buffer of a graph, and return the node that reads it, before x; an MXError
+        before the first finite value."""
         if not self.is_known:
             raise self._error(x.name)
         value = self.value(x.name).clone()

@@ -20,11 +20,11 @@ from pt2mx.pt2e.optimize.losses import call_with_batch
 from pt2mx.pt2e.optimize.matmul_views import without_padding
 from pt2mx.pt2e.optimize.observers import (
     FEWEST_COLUMNS,
+    MOST_COLUMNS,
     MXHessianObserver,
     MXIndexObserver,
     Size,
     bytes_of_sums,
-    columns_within,
 )
 from pt2mx.pt2e.optimize.targets import WeightTarget
 
@@ -44,7 +44,7 @@ def padding_mask_of(model: GraphModule, name: str) -> Node:
     if name not in inputs:
         raise MXError(f"padding_mask={name!r} is no input of the model: {nearest(str(name), list(inputs))}")
     node = inputs[name]
-    if not is_padding_mask(node):
+    if not _is_padding_mask(node):
         raise MXError(
             f"padding_mask={name!r} is {dtype_of(node)} of shape {shape_of(node)}: it must be (batch, sequence), "
             "booleans or integers, zero where there is padding"
@@ -52,16 +52,17 @@ def padding_mask_of(model: GraphModule, name: str) -> Node:
     return node
 
 
-def is_padding_mask(node: Node) -> bool:
-    """Return True for (batch, sequence) booleans or integers."""
+def _is_padding_mask(node: Node) -> bool:
     dtype = dtype_of(node)
     return dtype is not None and not dtype.is_floating_point and len(shape_of(node) or ()) == 2
 
 
 def named_padding_mask(model: GraphModule) -> str | None:
     """Return the name of the input that is a padding mask, by its name and type; None if there is none."""
-    inputs = model.graph.find_nodes(op="placeholder")
-    return next((node.name for node in inputs if node.name == "attention_mask" and is_padding_mask(node)), None)
+    for node in model.graph.find_nodes(op="placeholder"):
+        if node.name == "attention_mask" and _is_padding_mask(node):
+            return node.name
+    return None
 
 
 class Calibration(NamedTuple):
@@ -90,24 +91,25 @@ def observe(
     calibration = Calibration({}, {})
     for target in targets:
         for consumer in target.consumers:
-            if consumer.indices is not None and consumer.node not in calibration.rows:
-                calibration.rows[consumer.node] = MXIndexObserver(target.value.shape[0])
-                observed.add(calibration.rows[consumer.node], _unpadded(consumer.indices, mask), consumer.node)
-            if (matmul := consumer.matmul) is None or not target.value.numel():
+            node, matmul = consumer.node, consumer.matmul
+            if consumer.indices is not None and node not in calibration.rows:
+                calibration.rows[node] = MXIndexObserver(target.value.shape[0])
+                observed.add(calibration.rows[node], _unpadded(consumer.indices, mask), node)
+            if matmul is None or not target.value.numel():
                 continue
-            if mask is not None and mask.graph is consumer.node.graph:
+            if mask is not None and mask.graph is node.graph:
                 matmul = without_padding(matmul, mask)
             line, block = target.value.shape[matmul.view.axis], consumer.spec.block_size
             read = matmul.source, *matmul.extra_inputs
             # if the graph writes the tensor between two consumers, they read different values
-            owner = None if written.isdisjoint(read) else consumer.node
+            owner = None if written.isdisjoint(read) else node
             key = (read, matmul.view.rows, line, block, owner)
             if key not in shared:
                 shared[key] = MXHessianObserver(matmul.view.rows, line, block)
                 groups, _, k = matmul.view.to_matrices(target.value.to("meta")).shape
                 sizes.append(Size(groups, k, line, block))
-                observed.add(shared[key], read, consumer.node)
-            calibration.inputs[consumer.node] = shared[key]
+                observed.add(shared[key], read, node)
+            calibration.inputs[node] = shared[key]
     _place(list(shared.values()), sizes, *_budgets(model))
     count = observed.run(batches)
     if not min_over_ranks(count, group):
@@ -121,9 +123,9 @@ def observe(
 
 
 def _unpadded(indices: Node, mask: Node | None) -> tuple[Node, ...]:
-    """Return the indices, and the mask that says which of them are padding."""
-    fits = mask is not None and mask.graph is indices.graph and str(shape_of(mask)) == str(shape_of(indices))
-    return (indices, mask) if mask is not None and fits else (indices,)
+    if mask is None or mask.graph is not indices.graph or str(shape_of(mask)) != str(shape_of(indices)):
+        return (indices,)
+    return indices, mask
 
 
 class _Observed:
@@ -131,22 +133,26 @@ class _Observed:
 
     def __init__(self, model: GraphModule) -> None:
         self.model = copy_sharing_tensors(model)
-        graphs = zip(graph_modules(model), graph_modules(self.model), strict=True)
-        pairs = [pair for old, new in graphs for pair in zip(old.graph.nodes, new.graph.nodes, strict=True)]
-        self.copies = dict(pairs)
+        self.copies: dict[Node, Node] = {}
+        for old, new in zip(graph_modules(model), graph_modules(self.model), strict=True):
+            self.copies.update(zip(old.graph.nodes, new.graph.nodes, strict=True))
         self.names: list[tuple[GraphModule, str]] = []
 
     def add(self, module: nn.Module, nodes: Iterable[Node], before: Node) -> None:
         """Call `module` on the values of `nodes`, just before the node `before`."""
-        graph, name = self.copies[before].graph, f"{_NAME}{len(self.names)}"
-        model_of(graph).add_submodule(name, module)
-        with graph.inserting_before(self.copies[before]):
-            graph.call_module(name, tuple(self.copies[node] for node in nodes))
-        self.names.append((model_of(graph), name))
+        place = self.copies[before]
+        owner, name = model_of(place.graph), f"{_NAME}{len(self.names)}"
+        owner.add_submodule(name, module)
+        with place.graph.inserting_before(place):
+            place.graph.call_module(name, tuple(map(self.copies.__getitem__, nodes)))
+        self.names.append((owner, name))
 
     def run(self, batches: Iterable[object]) -> int:
         """Run the batches, return how many there were, and delete the observer modules from the copy."""
-        self._drop_outputs()
+        # drop what no observer needs, such as the head of a language model, its largest matmul
+        output = self.model.graph.output_node()
+        output.args = torch.fx.map_arg(output.args, lambda node: None)
+        self.model.graph.eliminate_dead_code(_may_observe)
         for graph in graph_modules(self.model):
             graph.recompile()
         count = 0
@@ -157,12 +163,6 @@ class _Observed:
         for owner, name in self.names:
             owner.delete_submodule(name)
         return count
-
-    def _drop_outputs(self) -> None:
-        """Remove the nodes that no observer needs, such as the head of a language model, its largest matmul."""
-        (output,) = self.model.graph.find_nodes(op="output")
-        output.args = torch.fx.map_arg(output.args, lambda node: None)
-        self.model.graph.eliminate_dead_code(_may_observe)
 
 
 def _may_observe(node: Node) -> bool:
@@ -183,27 +183,22 @@ def _budgets(model: GraphModule) -> tuple[int, int]:
 
 
 def _place(observers: list[MXHessianObserver], sizes: list[Size], on_device: int, on_host: int) -> None:
-    """Choose the observers' columns so that their sums fit into memory.
+    """Choose the observers' columns, a power of two from 32 to 4,096, so that their sums fit into memory.
 
-    Sums that the device cannot hold go to the host.
+    Sums for which the device has no room left go to the host. With 32 columns they need not fit.
     """
-    columns = columns_within(on_device + on_host, sizes)
+    columns = MOST_COLUMNS
     while True:
-        needed = [bytes_of_sums(size, columns) for size in sizes]
-        moved = _without_room(needed, on_device) if on_host else set()
-        if sum(needed[i] for i in moved) <= on_host or columns <= FEWEST_COLUMNS:
+        room, moved = on_device, 0
+        for observer, size in zip(observers, sizes, strict=True):
+            needed = bytes_of_sums(size, columns)
+            observer.columns = columns
+            if needed <= room:
+                observer.home = None
+                room -= needed
+            else:
+                observer.home = torch.device("cpu")
+                moved += needed
+        if moved <= on_host or columns <= FEWEST_COLUMNS:
             break
         columns //= 2
-    for i, observer in enumerate(observers):
-        observer.columns, observer.home = columns, torch.device("cpu") if i in moved else None
-
-
-def _without_room(needed: list[int], room: int) -> set[int]:
-    """Return the indices of the sums that do not fit when they are placed one after the other."""
-    without = set()
-    for i, size in enumerate(needed):
-        if size > room:
-            without.add(i)
-        else:
-            room -= size
-    return without

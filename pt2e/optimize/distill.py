@@ -99,10 +99,13 @@ def distill(
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
     _check_slices(prepared, slices)
-    chosen = LOSSES.get(loss or "relative") if loss is None or isinstance(loss, str) else loss
+    chosen = "relative" if loss is None else loss
+    if isinstance(chosen, str):
+        chosen = LOSSES.get(chosen, chosen)
     if not callable(chosen):
         raise MXError(f"unknown loss {loss!r}: {nearest(str(loss), list(LOSSES))}; or give a function")
-    with _copied_tensors(models), torch.random.fork_rng(_devices(prepared)):
+    devices = {parameter.device for parameter in prepared.parameters() if parameter.is_cuda}
+    with _copied_tensors(models), torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed)
         _Distillation(models, float_program, batches, chosen, lr).run(epochs, seed, progress)
     return prepared
@@ -121,8 +124,8 @@ class _Distillation:
     ) -> None:
         self.models, self.float_program, self.batches, self.loss, self.lr = models, float_program, batches, loss, lr
         self.parameters = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
-        # float32 copies, because small steps would be lost in 16 bits
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
+        # in float32, because small steps would be lost in 16 bits; a float32 parameter is its own master
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
         self.optimizer = torch.optim.Adam(self.masters, lr)
 
     def run(self, epochs: int, seed: int, progress: bool) -> None:
@@ -133,9 +136,11 @@ class _Distillation:
         if not all(map(math.isfinite, before)):
             shown = ", ".join(map(str, before))
             raise MXError(f"the loss of the held-out batches is {shown} before training: look at inputs and outputs")
-        best, state = sum(before), _copied(self.models)
-        steps = epochs * len(train)
-        order = [train[i] for _ in range(epochs) for i in torch.randperm(len(train), generator=generator).tolist()]
+        best, state = sum(before), self._state()
+        order: list[int] = []
+        for _ in range(epochs):
+            order += (train[i] for i in torch.randperm(len(train), generator=generator).tolist())
+        steps = len(order)
         with tqdm(order, disable=not progress, file=sys.stderr) as bar:
             for step, i in enumerate(bar):
                 self.optimizer.param_groups[0]["lr"] = self.lr * (1 - step / steps)
@@ -145,15 +150,24 @@ class _Distillation:
                 error = sum(self._held_out_errors(held_out))
                 bar.set_postfix_str(f"held-out loss {error:.4g}")
                 if error < best:
-                    best, state = error, _copied(self.models)
+                    best, state = error, self._state()
         with torch.no_grad():
-            for tensor, value in zip(_tensors_of(self.models), state, strict=True):
+            for tensor, value in state.items():
                 tensor.copy_(value)
+
+    def _state(self) -> dict[Tensor, Tensor]:
+        state = {}
+        for model in self.models:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor not in state:
+                    state[tensor] = tensor.detach().clone()
+        return state
 
     @torch.enable_grad()
     def _step(self, batch: object) -> None:
         reference = self._reference(batch)
-        self._zero_grad()
+        for model in self.models:
+            model.zero_grad()
         for model in self.models:
             error = self._error(model, batch, reference)
             if not error.requires_grad:
@@ -162,14 +176,12 @@ class _Distillation:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
-        self._zero_grad()
+        self.optimizer.zero_grad()
+        for model in self.models:
+            model.zero_grad()
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 parameter.copy_(master)
-
-    def _zero_grad(self) -> None:
-        for model in self.models:
-            model.zero_grad()
 
     @torch.no_grad()
     def _reference(self, batch: object) -> object:
@@ -202,11 +214,11 @@ class _Distillation:
 
 def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
     """Raise an MXError unless the models train the same parameters."""
-    trained = {id(parameter) for parameter in prepared.parameters()}
+    trained = set(prepared.parameters())
     for model in slices:
         if model is prepared:
             raise MXError("slices holds the prepared model itself, whose loss counts already: leave it out")
-        if not {id(parameter) for parameter in model.parameters() if parameter.requires_grad} <= trained:
+        if not trained.issuperset(parameter for parameter in model.parameters() if parameter.requires_grad):
             raise MXError(
                 "a slice does not share its parameters with the prepared model: call prepare_qat_pt2e(exported, "
                 "quantizer, anchor=prepared) before distill"
@@ -217,11 +229,15 @@ def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
 def _copied_tensors(models: Sequence[GraphModule]) -> Iterator[None]:
     """Replace the parameters and buffers, which the exported model shares, with copies that the models share; restore
     them after an error."""
-    modules = [module for model in models for module in model.modules()]
-    dictionaries: list[dict[str, Any]] = [d for module in modules for d in (module._parameters, module._buffers)]
-    shared = [(d, name, tensor) for d in dictionaries for name, tensor in d.items() if tensor is not None]
-    written = set().union(*map(written_storages, models))
-    copies = replaced(list({id(tensor): tensor for _, _, tensor in shared}.values()), written, Tensor.clone)
+    shared: list[tuple[dict[str, Any], str, Tensor]] = []
+    written: set[int] = set()
+    tensors: dict[str, Any]
+    for model in models:
+        written |= written_storages(model)
+        for module in model.modules():
+            for tensors in (module._parameters, module._buffers):
+                shared += ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    copies = replaced(list(dict.fromkeys(tensor for *_, tensor in shared)), written, Tensor.clone)
     for tensors, name, tensor in shared:
         tensors[name] = copies[id(tensor)]
     try:
@@ -232,19 +248,5 @@ def _copied_tensors(models: Sequence[GraphModule]) -> Iterator[None]:
         raise
 
 
-def _tensors_of(models: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the parameters and buffers of models, shared ones once."""
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _copied(models: Sequence[nn.Module]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in _tensors_of(models)]
-
-
 def _quantizes(model: nn.Module) -> bool:
     return any(isinstance(module, MXFakeQuantize) and module.fake_quant_enabled for module in model.modules())
-
-
-def _devices(model: nn.Module) -> list[torch.device]:
-    return list({tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"})

@@ -51,8 +51,8 @@ def all_reduce_sums(
         counter.counts = counter.counts.to(device)
         dist.all_reduce(counter.counts, group=group)
     for observer in observers:
-        states: list[tuple[int, Tensor, list[torch.Size]]] = [(0, observer.counts, [])] * group.size()
         state = observer.count, observer.counts, [part.shape for part in observer.parts]
+        states = [state] * group.size()
         dist.all_gather_object(states, state, group=group)
         shapes = max((shapes for *_, shapes in states), key=len)
         if not shapes:
@@ -101,7 +101,6 @@ def share_work(
 
 
 def _is_small(target: WeightTarget) -> bool:
-    """Return whether one thread rounds a weight while others round other weights."""
     # threads do not inherit the inference mode, and cannot change its tensors
     return target.value.is_cpu and target.value.numel() <= _SMALL and not torch.is_inference_mode_enabled()
 
@@ -109,7 +108,6 @@ def _is_small(target: WeightTarget) -> bool:
 def _in_threads(
     targets: list[WeightTarget], work: Callable[[WeightTarget], Rounded]
 ) -> Iterable[tuple[WeightTarget, Rounded]]:
-    """Yield the result of `work` for each weight, in order; each thread handles one weight at a time."""
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -5,7 +5,7 @@ The caller changes the weight at once. A new node of the graph changes the input
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -24,18 +24,12 @@ BITS = 8
 InputObservers = dict[Node, MXHessianObserver]
 
 
-def first_node(nodes: Iterable[Node]) -> Node:
-    """Return the first of these nodes in execution order."""
-    candidates = set(nodes)
-    return next(node for node in next(iter(candidates)).graph.nodes if node in candidates)
-
-
 def insert_operator(consumers: Sequence[tuple[Node, int]], operator: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Insert a call of `operator` before the first consumer, and make all consumers read the result.
 
     Each consumer comes with the position of the argument to replace; it may still read the source elsewhere, as a bias.
     """
-    first = first_node(consumer for consumer, _ in consumers)
+    first = min(consumer for consumer, _ in consumers)  # in execution order
     with first.graph.inserting_before(first):
         new = first.graph.call_function(operator, args)
     new.meta.update({key: first.meta[key] for key in PROVENANCE_KEYS if key in first.meta})
@@ -50,8 +44,11 @@ def fixed_nodes(model: GraphModule) -> set[Node]:
     These are nodes in memory that the graph writes, and subgraph placeholders whose operand differs between calls:
     changing a subgraph for one weight would also change the matmuls of another.
     """
-    written = written_in(model)
-    return written | {node for node, operands in captured_operands(model).items() if len(set(map(id, operands))) > 1}
+    fixed = set(written_in(model))
+    for node, operands in captured_operands(model).items():
+        if any(operand is not operands[0] for operand in operands):
+            fixed.add(node)
+    return fixed
 
 
 def transformable_matmuls(target: WeightTarget, fixed: set[Node]) -> list[Matmul]:
@@ -59,11 +56,14 @@ def transformable_matmuls(target: WeightTarget, fixed: set[Node]) -> list[Matmul
 
     This requires that the columns are the last dimension of each input, and that nothing else uses the weight.
     """
-    matmuls = [consumer.matmul for consumer in target.consumers if consumer.matmul is not None]
-    if len(matmuls) < len(target.consumers) or not has_no_other_users(target) or reason_not_rounded(target):
+    if not has_no_other_users(target) or reason_not_rounded(target):
         return []
-    if any(not columns_are_last(p) or p.source in fixed for p in matmuls):
-        return []
-    if any(consumer.weight in fixed for consumer in target.consumers):
-        return []
-    return matmuls if len({p.view.axis for p in matmuls}) == 1 else []
+    matmuls: list[Matmul] = []
+    for consumer in target.consumers:
+        matmul = consumer.matmul
+        if matmul is None or not columns_are_last(matmul) or matmul.source in fixed or consumer.weight in fixed:
+            return []
+        if matmuls and matmul.view.axis != matmuls[0].view.axis:
+            return []
+        matmuls.append(matmul)
+    return matmuls

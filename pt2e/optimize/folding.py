@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import args_of, dtype_of, named_args, shape_of, tensor_of
+from pt2mx.fx.graph.node import args_of, attribute_of, dtype_of, named_args, shape_of, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.ops.checks import HIGH_PRECISION
 
@@ -42,11 +42,11 @@ class Folder:
 
     def __init__(self, model: GraphModule, in_place: bool = False) -> None:
         self.model, self.in_place, self.written = model, in_place, written_nodes(model.graph)
-        values = {node: id(_tensor(model, node)) for node in model.graph.find_nodes(op="get_attr")}
+        values = {node: id(attribute_of(model, node)) for node in model.graph.find_nodes(op="get_attr")}
         reads: Counter[int] = Counter()
         for node, value in values.items():
             reads[value] += _reads(node)
-        #: parameter node -> number of reads of the parameter, under any name
+        #: parameter node -> number of reads of the parameter, under any name; folding replaces the parameter
         self.reads = {node: reads[value] for node, value in values.items()}
 
     def fold(self, node: Node, factor: Tensor) -> list[str]:
@@ -57,44 +57,50 @@ class Folder:
         shape = shape_of(node)
         if shape is None or node in self.written:
             return []
-        edits = self._edits(Scaled(node, factor.reshape((1,) * (len(shape) - 1) + factor.shape)))
-        scaled: list[tuple[Tensor, Tensor]] = []
-        for parameter, change in edits or []:
+        edits = self._edits(node, factor.reshape((1,) * (len(shape) - 1) + factor.shape)) or []
+        changes: list[tuple[Tensor, Tensor]] = []
+        for parameter, change in edits:
             value = tensor_of(self.model, parameter)
-            new = _scaled(value, change)
-            if new is None:
+            scaled = _scaled(value, change)
+            if scaled is None:
                 return []
-            scaled.append((value, new))
-        for value, new in scaled:
-            replace_tensor(self.model, value, new, self.in_place)
-        return [str(parameter.target) for parameter, _ in edits or []]
+            changes.append((value, scaled))
+        for value, scaled in changes:
+            replace_tensor(self.model, value, scaled, self.in_place)
+        return [str(parameter.target) for parameter, _ in edits]
 
-    def _edits(self, scaled: Scaled) -> list[Scaled] | None:
+    def _edits(self, node: Node, factor: Tensor) -> list[Scaled] | None:
         """Return the parameters to scale instead of a node; None where that is impossible."""
-        node, factor = scaled
         if node in self.written:
             return None
         if node.op == "get_attr":
             return self._parameter(node, factor)
-        if not _broadcasts(factor, shape_of(node) or ()):
+        if node.target not in _WAYS or not _broadcasts(factor, shape_of(node) or ()):
             return None
-        for way in _WAYS[node.target](node, factor) if node.target in _WAYS else []:
-            if any(_reads(part.node) != 1 for part in way if part.node.op != "get_attr"):
-                continue
-            parts = [self._edits(part) for part in way]
-            if all(edits is not None for edits in parts):
-                return [edit for edits in parts for edit in edits or []]
+        for way in _WAYS[node.target](node, factor):
+            edits = self._edits_of_all(way)
+            if edits is not None:
+                return edits
         return None
 
+    def _edits_of_all(self, way: list[Scaled]) -> list[Scaled] | None:
+        edits: list[Scaled] = []
+        for node, factor in way:
+            found = self._edits(node, factor) if node.op == "get_attr" or _reads(node) == 1 else None
+            if found is None:
+                return None
+            edits += found
+        return edits
+
     def _parameter(self, node: Node, factor: Tensor) -> list[Scaled] | None:
-        value = _tensor(self.model, node)
-        if value is None or not value.is_floating_point() or self.reads.get(node) != 1:
+        value = attribute_of(self.model, node)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or self.reads.get(node) != 1:
             return None
-        if factor.shape[: max(factor.dim() - value.dim(), 0)].numel() != 1:
+        while factor.dim() > value.dim() and len(factor) == 1:
+            factor = factor.squeeze(0)
+        if factor.dim() > value.dim() or not _broadcasts(factor, value.shape[value.dim() - factor.dim() :]):
             return None
-        factor = factor.reshape(factor.shape[-value.dim() :]) if value.dim() else factor.reshape(())
-        fits = all(f in (1, v) for f, v in zip(reversed(factor.shape), reversed(value.shape), strict=False))
-        return [Scaled(node, factor)] if fits else None
+        return [Scaled(node, factor)]
 
 
 def _scaled(value: Tensor, factor: Tensor) -> Tensor | None:
@@ -105,17 +111,11 @@ def _scaled(value: Tensor, factor: Tensor) -> Tensor | None:
     """
     scaled = value * factor.to(value.dtype)
     lost = (scaled.double() / factor.double() - value.double()).abs()
-    shared = [i - factor.dim() for i, n in enumerate(factor.shape) if n == 1]  # dimensions with one factor
-    shared = [*range(-value.dim(), -factor.dim()), *shared]
-    lost, largest = (x.amax(shared) if shared else x for x in (lost, value.double().abs()))
+    largest = value.double().abs()
+    one_factor = [i for i in range(-value.dim(), 0) if i < -factor.dim() or factor.shape[i] == 1]
+    if one_factor:
+        lost, largest = lost.amax(one_factor), largest.amax(one_factor)
     return scaled if bool((lost <= torch.finfo(value.dtype).eps ** 2 * largest).all()) else None
-
-
-def _tensor(model: GraphModule, node: Node) -> Tensor | None:
-    try:
-        return tensor_of(model, node)
-    except TypeError:  # a subgraph
-        return None
 
 
 def _reads(node: Node) -> int:
@@ -143,8 +143,11 @@ def _dropout(node: Node, factor: Tensor) -> _Ways:
 
 
 def _view(node: Node, factor: Tensor) -> _Ways:
+    """Scale the argument, if trailing dimensions of it hold the dimensions of the factor."""
     before, after = shape_of(node.all_input_nodes[0]) or (), shape_of(node) or ()
-    first = next((i for i, n in enumerate(factor.shape) if n != 1), factor.dim())
+    first = 0
+    while first < factor.dim() and factor.shape[first] == 1:
+        first += 1
     tail = _static(after[first:])
     for i in range(len(before) + 1):
         same = _static(before[i:])
@@ -166,8 +169,8 @@ def _transpose(node: Node, factor: Tensor) -> _Ways:
 
 def _permute(node: Node, factor: Tensor) -> _Ways:
     source, dims = args_of(node)
-    order = [dim % factor.dim() for dim in dims]
-    return [[Scaled(source, factor.permute([order.index(i) for i in range(len(order))]))]]
+    inverse = torch.tensor(dims).remainder(factor.dim()).argsort()
+    return [[Scaled(source, factor.permute(inverse.tolist()))]]
 
 
 def _mul(node: Node, factor: Tensor) -> _Ways:
@@ -182,10 +185,13 @@ def _mul(node: Node, factor: Tensor) -> _Ways:
 def _norm(node: Node, factor: Tensor) -> _Ways:
     args = named_args(node)
     dims = len(args["normalized_shape"])
-    parameters = [args["weight"], *([args["bias"]] if args.get("bias") is not None else [])]
     if args["weight"] is None or factor.shape[:-dims].numel() != 1:
         return []
-    return [[Scaled(parameter, factor.reshape(factor.shape[-dims:])) for parameter in parameters]]
+    factor = factor.reshape(factor.shape[-dims:])
+    way = [Scaled(args["weight"], factor)]
+    if args.get("bias") is not None:
+        way.append(Scaled(args["bias"], factor))
+    return [way]
 
 
 def _rows(node: Node, factor: Tensor) -> _Ways:
@@ -206,7 +212,10 @@ def _weight_and_bias(weight: Node, shape: tuple[int, int], bias: Node | None, fa
     if weight.op != "get_attr" or factor.numel() != factor.shape[-1]:
         return []
     vector = factor.reshape(-1)
-    return [[Scaled(weight, vector.reshape(shape)), *([] if bias is None else [Scaled(bias, vector)])]]
+    way = [Scaled(weight, vector.reshape(shape))]
+    if bias is not None:
+        way.append(Scaled(bias, vector))
+    return [way]
 
 
 def _attention(node: Node, factor: Tensor) -> _Ways:

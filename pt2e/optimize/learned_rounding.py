@@ -15,7 +15,7 @@ from tqdm import tqdm
 from pt2mx import ops
 from pt2mx.algorithms.block_scales import BlockScales, nearest_scales
 from pt2mx.algorithms.learned_rounding import LatentWeight
-from pt2mx.errors import MXError
+from pt2mx.algorithms.options import LearnedRounding
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import FakeQuantize, tensor_of
@@ -54,12 +54,9 @@ def learn_rounding(
     original: GraphModule,
     quantizer: Quantizer,
     batches: Sequence[object],
-    *,
-    steps: int = 200,
-    lr: float | None = None,
-    seed: int = 0,
+    options: LearnedRounding,
+    scales: dict[Node, BlockScales],
     progress: bool = False,
-    scales: dict[Node, BlockScales] | None = None,
 ) -> list[LearnedBlock]:
     """Learn better roundings by signed gradient descent (Cheng et al., arXiv:2309.05516), starting from the current
     ones.
@@ -71,70 +68,86 @@ def learn_rounding(
         model: an exported graph, its weights rounded or not. It is changed.
         original: the same graph with float weights.
         quantizer: decides what is quantized, activations included.
-        batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not.
-        steps: maximum number of steps per segment, each on one batch.
-        lr: size of the first step, in units of the distance between neighbouring values of the format; it decays to
-            zero. None: 1 / steps, which moves a value by at most half a distance in total.
-        seed: seed for the choice of held-out batches, and the order of the others.
-        progress: True shows a bar with the name of each segment.
+        batches: as `pt2mx.optimize` takes them. One of eight is held out; a single one is not. A step is a batch.
+        options: how many steps a segment takes at most, and the seed for the choice of held-out batches and the order
+            of the others.
         scales: the scales of rounded weights that do not follow from their values, by the first consumer. It gets those
-            of the weights that change; needed for formats whose scales have a significand.
+            of the weights that change.
 
     Returns:
         The segments that have changed. A weight does not change if several segments use it, if no known matmul uses it,
         or if its segment uses memory that the graph writes.
-
-    Raises:
-        MXError: without batches, and for steps or a rate that are not positive.
     """
     check_batches(batches)
-    if steps < 1 or not (lr is None or lr > 0):
-        raise MXError(f"learned rounding takes steps and a rate above 0, not steps={steps} and lr={lr}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     train, held_out = hold_out(len(batches), generator)
     blocks, targets, written = module_blocks(model), weight_targets(model, quantizer), written_nodes(model.graph)
     float_blocks = module_blocks(original)
-    originals = [(consumer, target) for target in weight_targets(original, quantizer) for consumer in target.consumers]
-    floats = {
-        consumer.node.name: target.value for consumer, target in originals if consumer.node.graph is original.graph
-    }
+    floats = {}
+    for target in weight_targets(original, quantizer):
+        for consumer in target.consumers:
+            if consumer.node.graph is original.graph:
+                floats[consumer.node.name] = target.value.detach()
     quantized = [(node, tensor, spec) for node, tensor, _, spec in quantized_inputs(model, quantizer)]
-    memory = {node: tensor_of(model, node) for node in model.graph.find_nodes(op="get_attr") if node in written}
-    values = [
-        {**placeholder_values(model, batch), **{node: tensor.clone() for node, tensor in memory.items()}}
-        for batch in batches
-    ]
+    values = [placeholder_values(model, batch) for batch in batches]
+    for node in model.graph.find_nodes(op="get_attr"):
+        if node in written:
+            for known in values:
+                known[node] = tensor_of(model, node).clone()
     learned = []
     with tqdm(blocks, disable=not progress, file=sys.stderr) as bar:
         for i, block in enumerate(bar):
             bar.set_postfix_str(block.name)
             nodes = set(block.nodes)
-            used = [target for target in targets if any(consumer.node in nodes for consumer in target.consumers)]
             inputs = [[known[node] for node in block.inputs] for known in values]
             with torch.no_grad():
                 float_block, _ = float_blocks[i].copy(original)
                 references = [float_block(*arguments) for arguments in inputs]
-            chosen = [] if nodes & written else [target for target in used if _is_learnable(target, nodes)]
-            if chosen:
-                run = _with_weights(model, block, chosen, [q for q in quantized if q[0] in nodes])
-                known = [_scales_of(target, scales or {}) for target in chosen]
-                weights = [
-                    _latent(target, floats[_consumer_in(target, nodes)].detach(), one)
-                    for target, one in zip(chosen, known, strict=True)
-                ]
-                training = _Training(
-                    run, weights, [target.value.dtype for target in chosen], inputs, references, held_out
-                )
-                before, after, best = training.run(_order(train, generator), steps, lr or 1 / steps)
+            weights = []
+            for target in targets:
+                if _is_learnable(target, nodes) and not nodes & written:
+                    exact = floats[target.consumers[0].node.name]
+                    weights.append(_trained(target, exact, scales))
+            if weights:
+                run = _with_weights(model, block, weights, quantized)
+                training = _Training(run, weights, inputs, references, held_out)
+                before, after, best = training.run(_order(train, generator), options.steps)
                 if best:
-                    for target, value, one in zip(chosen, best, known, strict=True):
-                        set_weight(model, target, value)
-                        if one is not None and scales is not None:
-                            scales[target.consumers[0].node] = one
-                    learned.append(LearnedBlock(block.name, tuple(target.name for target in chosen), before, after))
+                    for weight, value in zip(weights, best, strict=True):
+                        set_weight(model, weight.target, value)
+                        if weight.scales is not None:
+                            scales[weight.target.consumers[0].node] = weight.scales
+                    names = tuple(weight.target.name for weight in weights)
+                    learned.append(LearnedBlock(block.name, names, before, after))
             _advance(values, block, references, blocks[i + 1 :])
     model.recompile()
     return learned
+
+
+@dataclass
+class _Weight:
+    """A weight in training, and its scales if they do not follow from its values."""
+
+    target: WeightTarget
+    latent: LatentWeight
+    scales: BlockScales | None
+
+    def stored(self) -> Tensor:
+        """Return the weight as it will be stored."""
+        values = self.latent.values().to(self.target.value.dtype)
+        return fake_quantize_mx(values, self.latent.spec) if self.scales is None else values
+
+
+def _trained(target: WeightTarget, exact: Tensor, scales: Mapping[Node, BlockScales]) -> _Weight:
+    """Return a weight to train from its current value; without known scales from those of nearest rounding."""
+    spec, value = target.consumers[0].spec, target.value.detach()
+    if spec.has_power_of_two_scale:
+        return _Weight(target, LatentWeight(exact, fake_quantize_mx(value, spec), spec), None)
+    known = scales.get(target.consumers[0].node)
+    if known is None:
+        known = nearest_scales(value, spec, shared_tensor_scale(target, scales))
+    of_values = known.of_values(value.shape[spec.axis])
+    return _Weight(target, LatentWeight(exact, known.round(value), spec, of_values), known)
 
 
 def _advance(values: list[dict[Node, Any]], block: ModuleBlock, outputs: list[Any], later: list[ModuleBlock]) -> None:
@@ -151,19 +164,21 @@ class _Training:
     """The weights of a segment in training; `inputs` and `references` hold an entry for each batch."""
 
     block: GraphModule
-    weights: list[LatentWeight]
-    dtypes: list[torch.dtype]
+    weights: list[_Weight]
     inputs: list[list[Any]]
     references: list[Any]
     held_out: list[int]
 
-    def run(self, order: Iterator[int], steps: int, lr: float) -> tuple[float, float, list[Tensor]]:
-        """Return the held-out error before and after, and the best weights; no weights where none are better."""
+    def run(self, order: Iterator[int], steps: int) -> tuple[float, float, list[Tensor]]:
+        """Return the held-out error before and after, and the best weights; no weights where none are better.
+
+        The rate decays to zero, and moves a value by at most half the distance to its neighbour in total.
+        """
         before = best = self._held_out_error()
         best_values: list[Tensor] = []
         misses = 0
         for step in range(steps):
-            self._step(next(order), lr * (1 - step / steps))
+            self._step(next(order), 1 / steps * (1 - step / steps))
             if (step + 1) % max(steps // _EVALUATIONS, 1) and step + 1 < steps:
                 continue
             error = self._held_out_error()
@@ -183,7 +198,7 @@ class _Training:
         gradients = torch.autograd.grad(loss * LOSS_SCALE, values, allow_unused=True)
         for weight, gradient in zip(self.weights, gradients, strict=True):
             if gradient is not None:
-                weight.descend(gradient, rate)
+                weight.latent.descend(gradient, rate)
 
     @torch.no_grad()
     def _held_out_error(self) -> float:
@@ -192,30 +207,7 @@ class _Training:
         return float(torch.stack(errors).mean())
 
     def _values(self) -> list[Tensor]:
-        """Return the weights as they will be stored."""
-        pairs = zip(self.weights, self.dtypes, strict=True)
-        return [_stored(weight.values().to(dtype), weight.spec) for weight, dtype in pairs]
-
-
-def _stored(values: Tensor, spec: MXSpec) -> Tensor:
-    return fake_quantize_mx(values, spec) if spec.has_power_of_two_scale else values
-
-
-def _scales_of(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> BlockScales | None:
-    """Return the scales of a weight that do not follow from its rounded values, by default of nearest rounding;
-    None if they follow."""
-    spec = target.consumers[0].spec
-    if spec.has_power_of_two_scale:
-        return None
-    known = scales.get(target.consumers[0].node)
-    return known or nearest_scales(target.value.detach(), spec, shared_tensor_scale(target, scales))
-
-
-def _latent(target: WeightTarget, exact: Tensor, scales: BlockScales | None) -> LatentWeight:
-    spec, value = target.consumers[0].spec, target.value.detach()
-    if scales is None:
-        return LatentWeight(exact, fake_quantize_mx(value, spec), spec)
-    return LatentWeight(exact, scales.round(value), spec, scales.of_values(value.shape[spec.axis]))
+        return [weight.stored() for weight in self.weights]
 
 
 def _is_learnable(target: WeightTarget, nodes: set[Node]) -> bool:
@@ -223,30 +215,26 @@ def _is_learnable(target: WeightTarget, nodes: set[Node]) -> bool:
     return local and not reason_not_rounded(target)
 
 
-def _consumer_in(target: WeightTarget, nodes: set[Node]) -> str:
-    return next(consumer.node.name for consumer in target.consumers if consumer.node in nodes)
-
-
 def _with_weights(
-    model: GraphModule, block: ModuleBlock, targets: list[WeightTarget], quantized: Sequence[_Quantized]
+    model: GraphModule, block: ModuleBlock, weights: list[_Weight], quantized: Sequence[_Quantized]
 ) -> GraphModule:
-    """Return the segment as a graph that takes the weights of `targets` and its inputs as arguments.
+    """Return the segment as a graph that takes the weights and its inputs as arguments.
 
     Everything else that is quantized is fake-quantized in the graph.
     """
     run, copies = block.copy(model)
-    first = next(iter(run.graph.nodes))
+    nodes, first = set(block.nodes), next(iter(run.graph.nodes))
     trained = set()
-    for i, target in enumerate(targets):
+    for i, weight in enumerate(weights):
         with run.graph.inserting_before(first):
             argument = run.graph.placeholder(f"weight_{i}")
-        for consumer in target.consumers:
+        for consumer in weight.target.consumers:
             if consumer.node in copies:
                 copies[consumer.node].replace_input_with(copies[consumer.weight], argument)
                 trained.add((consumer.node, consumer.weight))
     made: dict[tuple[Node, MXSpec], Node] = {}
     for node, tensor, spec in quantized:
-        if (node, tensor) in trained or node not in copies:  # unused nodes have no copy
+        if (node, tensor) in trained or node not in nodes or node not in copies:  # unused nodes have no copy
             continue
         if (tensor, spec) not in made:
             with run.graph.inserting_before(copies[node]):

@@ -37,7 +37,6 @@ LOSSES: dict[str, Callable[[object, object], Tensor]] = {"relative": relative_er
 
 
 def _mean(loss: Callable[[Tensor, Tensor], Tensor], outputs: object, references: object) -> Tensor:
-    """Return the mean loss of all float tensors."""
     pairs = zip(pytree.tree_leaves(outputs), pytree.tree_leaves(references), strict=True)
     losses = [loss(y, r) for y, r in pairs if isinstance(r, Tensor) and r.is_floating_point() and r.numel()]
     if not losses:

@@ -40,7 +40,7 @@ class Matrices:
     def inverse(self, matrices: Tensor, shape: torch.Size) -> Tensor:
         """Return (groups, rows, columns) as the tensor of that shape."""
         x = matrices.reshape([shape[i] for i in self._order])
-        return x.permute([self._order.index(i) for i in range(x.dim())]).contiguous()
+        return x.permute(torch.tensor(self._order).argsort().tolist()).contiguous()
 
     @property
     def columns_last(self) -> bool:
@@ -64,7 +64,8 @@ class Contraction(NamedTuple):
         labels, other = (self.first, self.second) if factor == 0 else (self.second, self.first)
         groups = [label for label in self.first if label in self.second and label not in self.reduced]
         rows = [label for label in labels if label not in other]
-        return Matrices(*(tuple(map(labels.index, part)) for part in (groups, rows, self.reduced)))
+        position = labels.index
+        return Matrices(tuple(map(position, groups)), tuple(map(position, rows)), tuple(map(position, self.reduced)))
 
 
 def contraction_of(node: Node, first: Shape, second: Shape) -> Contraction | None:
@@ -72,12 +73,16 @@ def contraction_of(node: Node, first: Shape, second: Shape) -> Contraction | Non
 
     None for other operators, and if the operator broadcasts a dimension within a label.
     """
-    contraction = _CONTRACTIONS[node.target](node, first, second) if node.target in _CONTRACTIONS else None
+    if node.target not in _CONTRACTIONS:
+        return None
+    contraction = _CONTRACTIONS[node.target](node, first, second)
     if contraction is None:
         return None
     sizes = dict(zip(contraction.second, second, strict=True))
-    fits = all(sizes.get(label, size) == size for label, size in zip(contraction.first, first, strict=True))
-    return contraction if fits else None
+    for label, size in zip(contraction.first, first, strict=True):
+        if sizes.get(label, size) != size:
+            return None
+    return contraction
 
 
 def _matmul(node: Node, first: Shape, second: Shape) -> Contraction:
@@ -89,9 +94,11 @@ def _matmul(node: Node, first: Shape, second: Shape) -> Contraction:
 
 def _batch(shape: Shape, other: Shape) -> Labels:
     """Return the labels of dimensions that are matched from the right; a broadcast dimension has its own label."""
-    numbers = range(len(shape), 0, -1)
-    broadcast = [size == 1 and other[-i:][:1] != (1,) for i, size in zip(numbers, shape, strict=True)]
-    return tuple(f"broadcast {i}" if alone else i for i, alone in zip(numbers, broadcast, strict=True))
+    labels: list[Hashable] = []
+    for i in range(len(shape), 0, -1):
+        broadcast = shape[-i] == 1 and (i > len(other) or other[-i] != 1)
+        labels.append(f"broadcast {i}" if broadcast else i)
+    return tuple(labels)
 
 
 def _sum_of_matmuls(node: Node, first: Shape, second: Shape) -> Contraction:
@@ -101,27 +108,31 @@ def _sum_of_matmuls(node: Node, first: Shape, second: Shape) -> Contraction:
 
 def _inner(node: Node, first: Shape, second: Shape) -> Contraction:
     """(..., k) x (..., k), also x @ W.T."""
-    left, right = (tuple((side, i) for i in range(len(shape) - 1)) for side, shape in enumerate((first, second)))
+    left = [("first", i) for i in range(len(first) - 1)]
+    right = [("second", i) for i in range(len(second) - 1)]
     return Contraction((*left, "k"), (*right, "k"), ("k",))
 
 
 def _tensordot(node: Node, first: Shape, second: Shape) -> Contraction | None:
-    pairs = [(i % len(first), j % len(second)) for i, j in zip(*args_of(node)[2:4], strict=True)]
     right: list[Hashable] = [("second", j) for j in range(len(second))]
-    for i, j in pairs:
-        right[j] = i
-    return Contraction(tuple(range(len(first))), tuple(right), tuple(i for i, _ in pairs)) if pairs else None
+    reduced: list[Hashable] = []
+    for i, j in zip(*args_of(node)[2:4], strict=True):
+        reduced.append(i % len(first))
+        right[j] = i % len(first)
+    return Contraction(tuple(range(len(first))), tuple(right), tuple(reduced)) if reduced else None
 
 
 def _einsum(node: Node, first: Shape, second: Shape) -> Contraction | None:
     if einsum_axes(node) is None:
         return None
     terms, arrow, output = args_of(node)[0].replace(" ", "").partition("->")
-    left, right = (_expanded(term, shape) for term, shape in zip(terms.split(","), (first, second), strict=True))
-    reduced = tuple(label for label in left if label in right and isinstance(label, str) and label not in output)
-    kept = {label for label in (*left, *right) if label not in reduced}
-    summed = arrow and not all(isinstance(label, int) or label in output for label in kept)
-    return None if summed else Contraction(left, right, reduced)
+    left_term, right_term = terms.split(",")
+    left, right = _expanded(left_term, first), _expanded(right_term, second)
+    summed = [label for label in (*left, *right) if isinstance(label, str) and label not in output]
+    reduced = tuple(label for label in left if label in right and label in summed)
+    if arrow and not set(summed) <= set(reduced):  # it sums over a dimension of one factor
+        return None
+    return Contraction(left, right, reduced)
 
 
 def _expanded(term: str, shape: Shape) -> Labels:

@@ -76,13 +76,17 @@ def matmul_of(node: Node, weight: Node) -> Matmul | None:
     """Return the matmul of a node with a weight, or with rows gathered from it; None if its input rows are unknown."""
     name = operator_name(called(node))
     operands = operands_of(node)[:2] if name in OPERANDS else ()
-    for side, other in ((1, 0), (0, 1)) if len(operands) == 2 else ():
-        source = argument_of(node, operands[other])
+    if len(operands) < 2:
+        return None
+    for side in (1, 0):
+        other = operands[1 - side]
+        source = argument_of(node, other)
         if source is None or operand_node(node, operands[side]) is not weight:
             continue
-        if (made := _MAKERS.get(name, _contraction)(node, weight, side)) is not None:
+        made = _MAKERS.get(name, _contraction)(node, weight, side)
+        if made is not None:
             view, extra_inputs = made
-            return Matmul(source, operands[other], view, extra_inputs)
+            return Matmul(source, other, view, extra_inputs)
     return None
 
 
@@ -92,7 +96,8 @@ def same_matrices(views: Iterable[MatmulView], shape: torch.Size) -> bool:
     if len(functions) < 2:
         return True
     numbers = torch.arange(shape.numel()).reshape(shape)
-    return all(torch.equal(function(numbers), functions[0](numbers)) for function in functions)
+    first = functions[0](numbers)
+    return all(torch.equal(function(numbers), first) for function in functions[1:])
 
 
 def columns_are_last(matmul: Matmul) -> bool:
@@ -149,8 +154,9 @@ _View = tuple[MatmulView, tuple[Node, ...]]
 
 def _contraction(node: Node, weight: Node, side: int) -> _View | None:
     operands = operands_of(node)[:2]
-    shapes = [shape_of(argument_of(node, operand)) or () for operand in operands]
-    if (contraction := contraction_of(node, *shapes)) is None:
+    first, second = (shape_of(argument_of(node, operand)) or () for operand in operands)
+    contraction = contraction_of(node, first, second)
+    if contraction is None:
         return None
     matrices, rows = contraction.matrices(side), contraction.matrices(1 - side)
     view = MatmulView(matrices.columns[-1], matrices, matrices.inverse, rows, rows.columns_last)
@@ -167,9 +173,9 @@ def _contraction(node: Node, weight: Node, side: int) -> _View | None:
 
 def _grouped(node: Node, weight: Node, side: int) -> _View | None:
     """x: (rows, K), W: (experts, K, N)."""
+    x, w = args_of(node)[:2]
     ends = named_args(node)["offs"]
-    ranks = [len(shape_of(args_of(node)[i]) or ()) for i in (0, 1)]
-    if side != 1 or ranks != [2, 3] or not isinstance(ends, Node):
+    if side != 1 or len(shape_of(x) or ()) != 2 or len(shape_of(w) or ()) != 3 or not isinstance(ends, Node):
         return None
     matrices = Matrices((0,), (2,), (1,))
     return MatmulView(1, matrices, matrices.inverse, _rows_by_expert, columns_last=True, experts=True), (ends,)
@@ -218,7 +224,7 @@ def im2col(x: Tensor, groups: int, taps: tuple[int, ...], arguments: dict[str, A
         arguments: stride, padding and dilation.
     """
     dims = len(taps)
-    stride, dilation = (_each(arguments[name], dims) for name in ("stride", "dilation"))
+    stride, dilation = _each(arguments["stride"], dims), _each(arguments["dilation"], dims)
     x = x if x.dim() == dims + 2 else x.unsqueeze(0)
     x = pad(x, _padding(arguments["padding"], taps, dilation))
     for i in range(dims):
@@ -239,26 +245,32 @@ def im2col_transposed(x: Tensor, taps: tuple[int, ...], arguments: dict[str, Any
     A transposed convolution is a convolution of its input with zeros inserted between the values.
     """
     dims = len(taps)
-    names = ("stride", "padding", "dilation", "output_padding")
-    stride, padding, dilation, output_padding = (_each(arguments[name], dims) for name in names)
+    stride, dilation = _each(arguments["stride"], dims), _each(arguments["dilation"], dims)
+    padding, output_padding = _each(arguments["padding"], dims), _each(arguments["output_padding"], dims)
     x = x if x.dim() == dims + 2 else x.unsqueeze(0)
-    spread = x.new_zeros(*x.shape[:2], *((n - 1) * s + 1 for n, s in zip(x.shape[2:], stride, strict=True)))
-    every: tuple[Any, ...] = (..., *(slice(None, None, s) for s in stride))
+    sizes: list[int] = []
+    sides: list[int] = []
+    every: tuple[Any, ...] = (...,)
+    for i, size in enumerate(x.shape[2:]):
+        sizes.append((size - 1) * stride[i] + 1)
+        every = (*every, slice(None, None, stride[i]))
+        side = dilation[i] * (taps[i] - 1) - padding[i]
+        sides = [side, side + output_padding[i], *sides]  # `pad` takes the last dimension first
+    spread = x.new_zeros(*x.shape[:2], *sizes)
     spread[every] = x
-    sides = [d * (k - 1) - p for d, k, p in zip(dilation, taps, padding, strict=True)]
-    pairs = [(side, side + extra) for side, extra in zip(sides, output_padding, strict=True)]
-    spread = pad(spread, [side for pair in reversed(pairs) for side in pair])
-    return im2col(spread, 1, taps, {"stride": [1], "padding": [0], "dilation": dilation})
+    return im2col(pad(spread, sides), 1, taps, {"stride": [1], "padding": [0], "dilation": dilation})
 
 
 def _padding(padding: Any, taps: tuple[int, ...], dilation: list[int]) -> list[int]:
     """Return the arguments of `pad`, from the last dimension on."""
-    if isinstance(padding, str):
-        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, taps, strict=True)]
-        sides = [(total // 2, total - total // 2) for total in totals]
-    else:
-        sides = [(p, p) for p in _each(padding, len(taps))]
-    return [side for pair in reversed(sides) for side in pair]
+    sides: list[int] = []
+    for i, size in enumerate(taps):
+        total = dilation[i] * (size - 1) if padding == "same" else 0
+        before, after = total // 2, total - total // 2
+        if not isinstance(padding, str):
+            before = after = _each(padding, len(taps))[i]
+        sides = [before, after, *sides]
+    return sides
 
 
 def _each(values: list[int], dims: int) -> list[int]:

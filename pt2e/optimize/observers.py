@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 #: most rows that one batch adds, sampled evenly; a convolution has a row for each position of its result
 ROWS = 8192
 #: most columns of a part; the Hessian ignores correlations between columns of different parts
-_COLUMNS = 4096
+MOST_COLUMNS = 4096
 #: fewest columns of a part, however small the memory
 FEWEST_COLUMNS = 32
 #: columns of the strips in which a CPU computes the upper triangle of sums; an accelerator computes both triangles
@@ -40,21 +40,8 @@ class MXHessianObserver(nn.Module):
             all arguments of the observer.
         line: columns of a line. Blocks do not cross lines, and a part holds whole lines where it can.
         block: columns of a block; a part holds whole blocks.
-        columns: largest number of columns of a part; None: 4,096.
+        columns: largest number of columns of a part.
         home: the device for `parts`, such as the host if an accelerator lacks memory; None: the tensor's device.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e.optimize.observers import MXHessianObserver
-        >>> observer = MXHessianObserver(lambda x: x.unsqueeze(0), line=2)
-        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> observer(x) is x
-        True
-        >>> observer.parts[0]  # x.T @ x
-        tensor([[[10., 14.],
-                 [14., 20.]]])
-        >>> observer.count, observer.amax
-        (2, tensor([[3., 4.]]))
     """
 
     def __init__(
@@ -62,13 +49,12 @@ class MXHessianObserver(nn.Module):
         rows: Callable[..., Rows],
         line: int,
         block: int = 32,
-        columns: int | None = None,
+        columns: int = MOST_COLUMNS,
         home: torch.device | None = None,
     ) -> None:
         super().__init__()
         self._is_impure = True  # torch.fx keeps its call although nothing uses the result
-        self.rows, self.line, self.block, self.home = rows, line, block, home
-        self.columns = _COLUMNS if columns is None else columns
+        self.rows, self.line, self.block, self.columns, self.home = rows, line, block, columns, home
         self.count = 0
         self.counts = torch.zeros(0, dtype=torch.int64)
         self._parts: list[Tensor] = []
@@ -92,29 +78,27 @@ class MXHessianObserver(nn.Module):
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor:
         rows_of_groups = self.rows(x.detach(), *extra_inputs)
         groups = [rows_of_groups] if isinstance(rows_of_groups, Tensor) else rows_of_groups
-        if any(rows.shape[1] for rows in groups):
-            first = 0
-            amax = self._initialized(sum(map(len, groups)), groups[0])
-            for rows in groups:
+        amax, first = self.amax, 0
+        for rows in groups:
+            if rows.shape[1]:
+                amax = self._initialized(sum(map(len, groups)), rows) if amax is None else amax
                 self._add(rows, amax, slice(first, first + len(rows)))
-                first += len(rows)
+            first += len(rows)
         return x
 
     def _initialized(self, groups: int, rows: Tensor) -> Tensor:
-        """Return `amax`; the first call creates the sums."""
-        if self.amax is None:
-            k, device = rows.shape[2], rows.device
-            size = part_size(k, self.line, self.block, self.columns)
-            widths = [min(size, k - first) for first in range(0, k, size)]
-            self.parts = [torch.zeros(groups, width, width, device=self.home or device) for width in widths]
-            self.amax = torch.zeros(groups, k, device=device)
-            self.counts = torch.zeros(groups, dtype=torch.int64)
+        """Create the sums, and return `amax`."""
+        k, device = rows.shape[2], rows.device
+        size = part_size(k, self.line, self.block, self.columns)
+        self.parts = []
+        for first in range(0, k, size):
+            width = min(size, k - first)
+            self._parts.append(torch.zeros(groups, width, width, device=self.home or device))
+        self.counts = torch.zeros(groups, dtype=torch.int64)
+        self.amax = torch.zeros(groups, k, device=device)
         return self.amax
 
     def _add(self, rows: Tensor, amax: Tensor, groups: slice) -> None:
-        """Add the rows of some of the groups."""
-        if rows.shape[1] == 0:
-            return
         if rows.shape[1] > ROWS:
             rows = rows[:, sample(rows.shape[1], rows.device)]
         rows = rows.float()
@@ -134,14 +118,8 @@ class MXHessianObserver(nn.Module):
         self.counts[groups] += rows.shape[1]
         self.count += rows.shape[1]
 
-    def mean_squares(self) -> Tensor:
-        """Return the mean square of each column, (groups, K)."""
-        squares = torch.cat([part.diagonal(dim1=1, dim2=2) for part in self.parts], 1)
-        return squares / self.counts.clamp(min=1).unsqueeze(1).to(squares.device)
-
 
 def _strips(k: int) -> list[slice]:
-    """Return the columns of each strip."""
     return [slice(first, first + _STRIP) for first in range(0, k, _STRIP)]
 
 
@@ -175,7 +153,12 @@ def part_size(k: int, line: int, block: int, columns: int) -> int:
         return columns // line * line
     whole = min(block, line)
     size = max(columns // whole, 1) * whole
-    return size if k == line else next((n for n in range(size, 0, -whole) if line % n == 0), line)
+    if k == line:
+        return size
+    for n in range(size, 0, -whole):
+        if line % n == 0:
+            return n
+    return line
 
 
 def with_mean_expert(parts: Sequence[Tensor], counts: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -195,35 +178,13 @@ def bytes_of_sums(size: Size, columns: int) -> int:
     return 4 * size.groups * (count * part**2 + remainder**2)
 
 
-def columns_within(budget: int, sizes: Iterable[Size]) -> int:
-    """Return the largest number of columns of a part with which all sums fit into `budget` bytes.
-
-    The number is a power of two from 32 to 4,096; it is 32 even if that does not fit.
-    """
-    sizes = list(sizes)
-    columns = _COLUMNS
-    while columns > FEWEST_COLUMNS and sum(bytes_of_sums(size, columns) for size in sizes) > budget:
-        columns //= 2
-    return columns
-
-
 class MXIndexObserver(nn.Module):
     """Count how often each embedding row is looked up during calibration, and pass the indices through.
 
-    `counts` is (rows,) int64, on the device of the indices.
+    `counts` is (rows,) int64, on the device of the indices. Indices where a mask is zero do not count.
 
     Args:
         rows: number of rows of the table.
-
-    Example:
-        >>> import torch
-        >>> from pt2mx.pt2e.optimize.observers import MXIndexObserver
-        >>> observer = MXIndexObserver(rows=4)
-        >>> ids, mask = torch.tensor([[1, 3, 0]]), torch.tensor([[1, 1, 0]])
-        >>> observer(ids, mask) is ids
-        True
-        >>> observer.counts
-        tensor([0, 1, 0, 1])
     """
 
     def __init__(self, rows: int) -> None:

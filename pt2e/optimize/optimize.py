@@ -112,9 +112,13 @@ def optimize(
         True
     """
     chosen = _selected_algorithms(preset, algorithms, quantizer)
-    if (in_place or group) and any(isinstance(one, LearnedRounding) for one in chosen):
+    learned = None
+    for algorithm in chosen:
+        if isinstance(algorithm, LearnedRounding):
+            learned = algorithm
+    if learned is not None and (in_place or group):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
-    wide = None if anchor is None else checked_anchor(anchor, chosen)
+    anchor_spec = None if anchor is None else checked_anchor(anchor, chosen)
     if isinstance(batches, Tensor | dict) or not isinstance(batches, Iterable):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
@@ -122,32 +126,23 @@ def optimize(
     result = generate_code(to_annotate(model))
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
-    if wide is not None:
+    if anchor_spec is not None:
         for target in targets:
             for consumer in target.consumers:
-                check_sliceable(target.name, consumer.spec, wide)
+                check_sliceable(target.name, consumer.spec, anchor_spec)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
-    learned = next((one for one in chosen if isinstance(one, LearnedRounding)), None)
-    batches = batches if learned is None else list(batches)
-    calibration = observe(result, targets, batches, mask, group) if look_at_inputs(chosen) else Calibration({}, {})
+    kept = batches if learned is None else list(batches)
+    calibration = observe(result, targets, kept, mask, group) if look_at_inputs(chosen) else Calibration({}, {})
     targets = _transform(result, targets, quantizer, calibration, chosen)
-    original = None if learned is None else copy_sharing_tensors(result)
+    original = result if learned is None else copy_sharing_tensors(result)
     scales: dict[Node, BlockScales] = {}
-    reports = _round(result, targets, chosen, progress, group, scales, wide)
+    reports = _round(result, targets, chosen, progress, group, scales, anchor_spec)
     round_siblings(result, targets, scales)
-    if learned is not None and original is not None:
-        blocks = learn_rounding(
-            result,
-            original,
-            quantizer,
-            list(batches),
-            steps=learned.steps,
-            seed=learned.seed,
-            progress=progress,
-            scales=scales,
-        )
+    if learned is not None:
+        blocks = learn_rounding(result, original, quantizer, list(kept), learned, scales, progress)
         round_siblings(result, weight_targets(result, quantizer), scales)
-        _report_learned(reports, targets, {w for block in blocks for w in block.weights}, result, quantizer)
+        names = set().union(*(block.weights for block in blocks))
+        _report_learned(reports, targets, names, result, quantizer)
     merge_equal_operands(result)
     if scales:
         pack_weights(result, weight_targets(result, quantizer), scales)
@@ -169,19 +164,21 @@ def _transform(
     """Smooth and rotate the matmuls of `model`, and return its weights with the observers of their inputs."""
     smoothed: dict[Node, str] = {}
     in_place = any(target.in_place for target in targets)
-    for one in algorithms:
-        if isinstance(one, Smoothing):
-            smoothed = smooth_matmuls(model, targets, calibration.inputs, one)
+    for algorithm in algorithms:
+        if isinstance(algorithm, Smoothing):
+            smoothed = smooth_matmuls(model, targets, calibration.inputs, algorithm)
             targets = weight_targets(model, quantizer, in_place)
-        elif isinstance(one, Rotation):
-            rotate_matmuls(model, targets, calibration.inputs, one)
-            if one.attention:
-                rotate_attention(model, quantizer, one)
+        elif isinstance(algorithm, Rotation):
+            rotate_matmuls(model, targets, calibration.inputs, algorithm)
+            if algorithm.attention:
+                rotate_attention(model, quantizer, algorithm)
             targets = weight_targets(model, quantizer, in_place)
     for target in targets:
-        observed = [c for c in target.consumers if c.node in calibration.inputs]
-        target.inputs = [(c.matmul.view, calibration.inputs[c.node]) for c in observed if c.matmul]
-        target.rows = [calibration.rows[c.node] for c in target.consumers if c.node in calibration.rows]
+        for consumer in target.consumers:
+            if consumer.matmul is not None and consumer.node in calibration.inputs:
+                target.inputs.append((consumer.matmul.view, calibration.inputs[consumer.node]))
+            if consumer.node in calibration.rows:
+                target.rows.append(calibration.rows[consumer.node])
         target.smoothed = smoothed.get(target.consumers[0].node, "")
     return targets
 
@@ -223,11 +220,15 @@ def _report_learned(
     quantizer: Quantizer,
 ) -> None:
     """Update the reports of weights whose rounding was learned."""
-    now = {consumer.node: target for target in weight_targets(result, quantizer) for consumer in target.consumers}
+    changed = {}
+    for target in weight_targets(result, quantizer):
+        if target.name in learned:
+            changed[target.consumers[0].node] = target.value.detach()
     for i, target in enumerate(targets):
-        if (changed := now[target.consumers[0].node]).name in learned:
-            algorithm = ", ".join([*filter(None, [reports[i].algorithm]), "learned_rounding"])
-            value, spec = changed.value.detach(), target.consumers[0].spec
+        value, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
+        if value is not None:
+            before = reports[i].algorithm
+            algorithm = f"{before}, learned_rounding" if before else "learned_rounding"
             exact = fake_quantize_mx(value, spec) if spec.has_power_of_two_scale else value
             (after,) = rounding_errors(target, exact)
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
@@ -246,5 +247,8 @@ def _selected_algorithms(preset: str | None, algorithms: object, quantizer: Quan
         raise MXError(f"preset={preset!r} and algorithms say the same: give one of them")
     if preset is not None and not isinstance(preset, str):
         raise MXError(f"unknown preset {preset!r}: {nearest(str(preset), list(PRESETS))}")
-    of_recipe = getattr(quantizer, "algorithms", None) or "balanced"
-    return chosen_algorithms(next(one for one in (preset, algorithms, of_recipe) if one is not None))
+    if preset is not None:
+        return chosen_algorithms(preset)
+    if algorithms is not None:
+        return chosen_algorithms(algorithms)
+    return chosen_algorithms(getattr(quantizer, "algorithms", None) or "balanced")

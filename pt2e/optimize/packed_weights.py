@@ -22,15 +22,11 @@ from pt2mx.pt2e.optimize.targets import WeightTarget, reason_not_rounded, set_we
 
 
 def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mapping[Node, BlockScales]) -> None:
-    """Replace weights by `dequantize_mx` of buffers, named as by `fold_weights`.
-
-    Args:
-        model: the graph. It is changed.
-        targets: its weights, whose values are multiples of their scales.
-        scales: the scales of a weight, by its first consumer; others stay.
-    """
+    """Replace the weights that have `scales`, by their first consumer, by `dequantize_mx` of buffers, named as by
+    `fold_weights`. Changes `model`."""
     for target in targets:
-        if (known := scales.get(target.consumers[0].node)) is not None:
+        known = scales.get(target.consumers[0].node)
+        if known is not None:
             packed = _dequantize(model, target, known)
             for node in target.equal:
                 node.replace_all_uses_with(packed)
@@ -38,12 +34,7 @@ def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mappin
 
 def round_siblings(model: GraphModule, targets: list[WeightTarget], scales: dict[Node, BlockScales]) -> None:
     """Round to nearest the siblings of weights with known scales that have none, so that all keep one tensor scale.
-
-    Args:
-        model: the graph. It is changed.
-        targets: its weights.
-        scales: as in `pack_weights`; it gets the scales of these siblings.
-    """
+    Changes `model`; `scales`, as in `pack_weights`, gets theirs."""
     for target in targets:
         first, known = target.consumers[0].node, _known_siblings(target, scales)
         if known and first not in scales and not reason_not_rounded(target):
@@ -61,8 +52,7 @@ def shared_tensor_scale(target: WeightTarget, scales: Mapping[Node, BlockScales]
 
 
 def _known_siblings(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> list[BlockScales]:
-    firsts = [sibling.consumers[0].node for sibling in target.siblings]
-    return [scales[first] for first in firsts if first in scales]
+    return [scales[s.consumers[0].node] for s in target.siblings if s.consumers[0].node in scales]
 
 
 def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -> Node:
@@ -71,7 +61,7 @@ def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -
     if scales.tensor_scale is not None:
         parts["tensor_scale"] = scales.tensor_scale.clone()  # siblings have the same
     nodes = {}
-    with model.graph.inserting_before(next(node for node in model.graph.nodes if node in target.equal)):
+    with model.graph.inserting_before(min(target.equal)):
         for name, part in parts.items():
             nodes[name] = model.graph.get_attr(register_buffer(model, f"{target.name}_{name}", part))
             nodes[name].meta["val"] = part

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms import Rotation
-from pt2mx.fx.graph.higher_order_ops import graph_modules, written_in
+from pt2mx.fx.graph.higher_order_ops import written_in
 from pt2mx.fx.graph.node import args_of, dtype_of, shape_of
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
@@ -44,22 +44,23 @@ def rotate_matmuls(model: GraphModule, targets: list[WeightTarget], inputs: Inpu
     # weak keys free an observer after its last consumer, so that only one sum exists twice at a time
     seen: WeakKeyDictionary[MXHessianObserver, dict[int, MXHessianObserver]] = WeakKeyDictionary()
     for target in targets:
-        if size := _size(target, fixed, inputs, options):
-            value = hadamard(target.value, size, target.consumers[0].spec.axis)
-            if not value.isfinite().all() or not all(
-                _fits_rotated(consumer, inputs, size) for consumer in target.consumers
-            ):
-                continue
-            set_weight(model, target, value)
-            for consumer in target.consumers:
-                if consumer.matmul is not None:
-                    rotated.setdefault((consumer.matmul.source, size), []).append(
-                        (consumer.node, consumer.matmul.position)
-                    )
-                if (observer := inputs.get(consumer.node)) is not None:
-                    by_size = seen.setdefault(observer, {})
-                    by_size[size] = by_size.get(size) or _rotated(observer, size)
-                    inputs[consumer.node] = by_size[size]
+        size = _size(target, fixed, inputs, options)
+        if not size or not all(_fits_rotated(consumer, inputs, size) for consumer in target.consumers):
+            continue
+        value = hadamard(target.value, size, target.consumers[0].spec.axis)
+        if not value.isfinite().all():
+            continue
+        set_weight(model, target, value)
+        for consumer in target.consumers:
+            if consumer.matmul is not None:
+                readers = rotated.setdefault((consumer.matmul.source, size), [])
+                readers.append((consumer.node, consumer.matmul.position))
+            observer = inputs.get(consumer.node)
+            if observer is not None:
+                by_size = seen.setdefault(observer, {})
+                if size not in by_size:
+                    by_size[size] = _rotated(observer, size)
+                inputs[consumer.node] = by_size[size]
     for (source, size), consumers in rotated.items():
         insert_operator(consumers, hadamard, (source, size, -1))
 
@@ -70,14 +71,18 @@ def rotate_attention(model: GraphModule, quantizer: Quantizer, options: Rotation
     Changes `model`.
     """
     written = written_in(model)
-    quantized = {(n, tensor): spec for n, tensor, role, spec in quantized_inputs(model, quantizer) if role != "weight"}
-    for node in [node for graph in graph_modules(model) for node in graph.graph.nodes]:
-        factors = list(zip(args_of(node), _TWO_FACTORS.get(node.target, ()), strict=False))
-        specs = [spec for x, _ in factors if (spec := quantized.get((node, x))) is not None]
-        lengths = {_length(x, axis, quantized.get((node, x))) for x, axis in factors if x not in written}
-        length = lengths.pop() if len(lengths) == 1 else 0
-        size = min((_largest(length, options, spec) for spec in specs), default=0)
-        if size and len({x for x, _ in factors} - written) == 2:
+    specs: dict[Node, dict[Node, MXSpec]] = {}
+    for node, tensor, role, spec in quantized_inputs(model, quantizer):
+        if role != "weight" and node.target in _TWO_FACTORS:
+            specs.setdefault(node, {})[tensor] = spec
+    for node, of_inputs in specs.items():
+        factors = list(zip(args_of(node), _TWO_FACTORS[node.target], strict=False))
+        lengths = {_length(x, axis, of_inputs.get(x)) for x, axis in factors}
+        length = lengths.pop()
+        if not length or lengths or len({x for x, _ in factors} - written) != 2:
+            continue
+        size = min(_largest(length, options, of_inputs[x]) for x, _ in factors)
+        if size:
             for i, (x, axis) in enumerate(factors):
                 insert_operator([(node, i)], hadamard, (x, size, axis))
 
@@ -101,17 +106,17 @@ def _length(x: Node, axis: int, spec: MXSpec | None) -> int:
 
 def _size(target: WeightTarget, fixed: set[Node], inputs: InputObservers, options: Rotation) -> int:
     """Return how many values of a weight are rotated together; 0 for a weight that is not rotated."""
-    matmuls = transformable_matmuls(target, fixed)
-    if not matmuls or target.consumers[0].spec.element.bits >= BITS:
+    matmuls, spec = transformable_matmuls(target, fixed), target.consumers[0].spec
+    if not matmuls or spec.element.bits >= BITS or spec.axis != matmuls[0].view.axis:
         return 0
-    if any(p.source.target is hadamard for p in matmuls):  # a second rotation would undo the first
+    if any(matmul.source.target is hadamard for matmul in matmuls):  # a second rotation would undo the first
         return 0
-    axis = matmuls[0].view.axis
-    if {consumer.spec.axis for consumer in target.consumers} != {axis}:
-        return 0
-    size = _largest(target.value.shape[axis], options, target.consumers[0].spec)
-    parts = [part for consumer in target.consumers if consumer.node in inputs for part in inputs[consumer.node].parts]
-    return size if size and all(part.shape[-1] % size == 0 for part in parts) else 0
+    size = _largest(target.value.shape[spec.axis], options, spec)
+    for consumer in target.consumers:
+        observer = inputs.get(consumer.node)
+        if size and observer is not None and any(part.shape[-1] % size for part in observer.parts):
+            return 0
+    return size
 
 
 def _fits_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool:

@@ -29,8 +29,8 @@ _EVEN, _LEAST_SQUARES = "even", "mse"
 #: values of the groups that are rounded together, and of their Hessians
 _VALUES_AT_ONCE = 1 << 20
 
-#: a part of the columns of each tensor, (groups, N, K'), the Hessians of their inputs, their numbers of rows -> the
-#: rounded part
+#: Hessians of a part of the columns, (groups, K', K'), numbers of rows, (groups,), the part of each tensor,
+#: (groups, N, K') -> the rounded part
 _RoundPart = Callable[..., Tensor]
 
 
@@ -46,29 +46,31 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm], anchor: 
     if reason := reason_not_rounded(target):
         same = all(consumer.spec == spec for consumer in target.consumers)
         return None, None, _report(target, spec if same else None, reason=reason)
-    chosen = {type(one): one for one in algorithms}
-    by_gptq, by_scales = chosen.get(GPTQ), chosen.get(ScaleSearch)
-    reason = _reason_without_inputs(target, spec) if by_gptq else "GPTQ is not chosen"
+    by_gptq, by_scales = None, None
+    for algorithm in algorithms:
+        if isinstance(algorithm, GPTQ):
+            by_gptq = algorithm
+        elif isinstance(algorithm, ScaleSearch):
+            by_scales = algorithm
+    unguided = _reason_without_inputs(target, spec)
+    reason = unguided if by_gptq else "GPTQ is not chosen"
     if reason and by_scales is None:
         kept = None if anchor is None else _nested(target, fake_quantize_mx(value, spec), spec, anchor, None)
         return kept, None, _report(target, spec, reason=f"{reason}, and no search of scales")
-    options = by_gptq if isinstance(by_gptq, GPTQ) and not reason else None
-    by_inputs = isinstance(by_scales, ScaleSearch) and by_scales.by_inputs and not _reason_without_inputs(target, spec)
-    scales: BlockScales | None = None
-    if spec.has_power_of_two_scale:
-        rounded = _round_to_powers(target, value, spec, options, by_inputs)
-    else:
-        rounded, scales = _round_with_scales(target, value, spec, options, by_inputs)
+    if reason:
+        by_gptq = None
+    by_inputs = by_scales is not None and by_scales.by_inputs and not unguided
+    rounded, scales = _round(target, spec, by_gptq, by_inputs)
     t = None if target.amax is None else tensor_scale_mx(target.amax, spec)
     nearest = fake_quantize_mx(value, spec, tensor_scale=t)
     before, after = rounding_errors(target, nearest, rounded)
     if not after < before:
         tried = f"{reason}; scales of least error gain" if reason else "gptq gains"
-        kept = None if anchor is None else _nested(target, nearest, spec, anchor, options)
+        kept = None if anchor is None else _nested(target, nearest, spec, anchor, by_gptq)
         return kept, None, _report(target, spec, "", before, before, f"{tried} nothing over rounding to nearest")
     if anchor is not None:
-        rounded = _nested(target, rounded, spec, anchor, options)
-    return rounded, scales, _report(target, spec, "gptq" if options else "scales", before, after, reason)
+        rounded = _nested(target, rounded, spec, anchor, by_gptq)
+    return rounded, scales, _report(target, spec, "gptq" if by_gptq else "scales", before, after, reason)
 
 
 def _nested(target: WeightTarget, rounded: Tensor, spec: MXSpec, anchor: MXSpec, by_gptq: GPTQ | None) -> Tensor:
@@ -76,41 +78,30 @@ def _nested(target: WeightTarget, rounded: Tensor, spec: MXSpec, anchor: MXSpec,
     anchor = anchor.replace(axis=spec.axis)
     value, even = target.value.detach(), anchor.replace(scale_mode=_EVEN)
     bounds = cell_bounds(rounded, spec, value, even)
-    if by_gptq is None:
-        values = value.float().clamp(*bounds)
-    else:
-        by_scales, length = _gptq_with_scales(even, by_gptq), _line(target)
-
-        def round_part(part: Tensor, low: Tensor, high: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
-            return by_scales(part, _scales(part, even, length), hessians, counts, (low, high))
-
-        values = _round_by_parts(target, round_part, value, *bounds)
+    values = value.float().clamp(*bounds) if by_gptq is None else _by_gptq(target, even, by_gptq, bounds=bounds)
     return keep_slices(values.to(value.dtype), rounded, spec, anchor)
 
 
-def _round_to_powers(
-    target: WeightTarget, value: Tensor, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
-) -> Tensor:
-    """Return a weight rounded with scales that are powers of two, which follow from the result."""
-    if by_gptq is not None:
-        rounded = _round_by_parts(target, _gptq(target, spec, by_gptq), value)
-    elif by_inputs:
-        rounded = _round_by_parts(target, _weighted_scales(target, spec), value)
-    else:
-        rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
-    return fake_quantize_mx(rounded.to(value.dtype), spec)  # as it will be stored
-
-
-def _round_with_scales(
-    target: WeightTarget, value: Tensor, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
-) -> tuple[Tensor, BlockScales]:
-    """Return a weight rounded with scales that have a significand, and the scales."""
-    importance = _importance(target, value) if by_gptq or by_inputs else None
+def _round(
+    target: WeightTarget, spec: MXSpec, by_gptq: GPTQ | None, by_inputs: bool
+) -> tuple[Tensor, BlockScales | None]:
+    """Return a rounded weight, and its scales if they have a significand; powers of two follow from the result."""
+    value = target.value.detach()
+    if spec.has_power_of_two_scale:
+        even = spec.replace(scale_mode=_EVEN)
+        if by_gptq is not None:
+            rounded = _by_gptq(target, even, by_gptq)
+        elif by_inputs:
+            rounded = _by_weighted_scales(target, even)
+        else:
+            rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
+        return fake_quantize_mx(rounded.to(value.dtype), spec), None  # as it will be stored
+    importance = _round_by_parts(target, _importance) if by_gptq or by_inputs else None
     scales = choose_scales(value, spec, importance, target.amax)
     if by_gptq is None:
         return scales.round(value).to(value.dtype), scales
     multipliers = scales.of_values(value.shape[spec.axis])
-    return _round_by_parts(target, _gptq_with_scales(spec, by_gptq), value, multipliers).to(value.dtype), scales
+    return _by_gptq(target, spec, by_gptq, multipliers).to(value.dtype), scales
 
 
 def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
@@ -128,92 +119,94 @@ def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
     return ""
 
 
-def _importance(target: WeightTarget, value: Tensor) -> Tensor:
-    """Return the mean square of the input that meets each value, up to a factor."""
-    return _round_by_parts(target, _diagonal, value)
-
-
-def _diagonal(part: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
-    return hessians.diagonal(dim1=1, dim2=2).unsqueeze(1).expand_as(part)
-
-
-def _round_by_parts(target: WeightTarget, round_part: _RoundPart, value: Tensor, *others: Tensor) -> Tensor:
+def _round_by_parts(target: WeightTarget, round_part: _RoundPart, *others: Tensor) -> Tensor:
     """Return the results of `round_part` for the parts of a weight and of other tensors of its shape."""
     view, _ = target.inputs[0]
-    tensors, hessians = [view.to_matrices(tensor.float()) for tensor in (value, *others)], _hessians(target)
+    value, hessians = target.value.detach(), _hessians(target)
     counts = torch.stack([observer.counts for observer in _observers_of(target)]).sum(0)
     if view.experts:
         hessians, counts = with_mean_expert(hessians, counts)
+    tensors = [view.to_matrices(tensor.float()) for tensor in (value, *others)]
     groups, n, k = tensors[0].shape
-    at_once, widths = max(_VALUES_AT_ONCE // (max(n, k) * k), 1), [part.shape[-1] for part in hessians]
-    rounded = []
-    for some in torch.arange(groups).split(at_once):
-        matrices = [tensor[some].split(widths, 2) for tensor in tensors]
-        parts = zip(*matrices, (part[some] for part in hessians), strict=True)
-        rounded.append(torch.cat([round_part(*part, counts[some].to(value.device)) for part in parts], 2))
-    return view.from_matrices(torch.cat(rounded), value.shape)
+    widths = [hessian.shape[-1] for hessian in hessians]
+    rounded = tensors[0].new_empty(groups, n, k)
+    for some in torch.arange(groups).split(max(_VALUES_AT_ONCE // (max(n, k) * k), 1)):
+        # indices copy the values, which a part may overwrite
+        parts = zip(*(tensor[some].split(widths, 2) for tensor in tensors), strict=True)
+        first = 0
+        for hessian, part in zip(hessians, parts, strict=True):
+            last = first + hessian.shape[-1]
+            rounded[some, :, first:last] = round_part(hessian[some], counts[some].to(value.device), *part)
+            first = last
+    return view.from_matrices(rounded, value.shape)
 
 
-def _gptq(target: WeightTarget, spec: MXSpec, options: GPTQ) -> _RoundPart:
-    """Return a function that rounds by GPTQ, with fixed scales."""
-    even, length = spec.replace(scale_mode=_EVEN), _line(target)
-    by_scales = _gptq_with_scales(even, options)
-
-    def round_part(part: Tensor, hessians: Tensor, counts: Tensor) -> Tensor:
-        return by_scales(part, _scales(part, even, length), hessians, counts)
-
-    return round_part
+def _importance(hessians: Tensor, counts: Tensor, part: Tensor) -> Tensor:
+    """Return the mean square of the input that meets each value, up to a factor."""
+    return hessians.diagonal(dim1=1, dim2=2).unsqueeze(1).expand_as(part)
 
 
-def _scales(part: Tensor, spec: MXSpec, length: int) -> Tensor:
-    """Return the scale of each value, (groups, N, K)."""
-    line = min(length, part.shape[2])
-    exponents = block_exponents(part.flatten(0, 1), spec, line=line)
-    return scales_of_values(exponents, part.shape[2], spec, line).view_as(part)
-
-
-def _gptq_with_scales(spec: MXSpec, options: GPTQ) -> _RoundPart:
-    """Return a function that rounds by GPTQ.
+def _by_gptq(
+    target: WeightTarget, spec: MXSpec, options: GPTQ, scales: Tensor | None = None, bounds: Sequence[Tensor] = ()
+) -> Tensor:
+    """Return a weight rounded by GPTQ with fixed scales, or with powers of two by the mode of `spec`.
 
     With few rows of input GPTQ needs more damping, or it fits their noise. Error on other random inputs than in
     calibration, relative to rounding to nearest (FP4, 256 columns): with 64 rows 0.9 to 1.1 with this damping and 1.7
     to 2.3 without; with 4,096 rows 0.52 with it and 0.51 without.
     """
 
-    def round_part(
-        part: Tensor, scales: Tensor, hessians: Tensor, counts: Tensor, bounds: Sequence[Tensor] = ()
+    def with_scales(
+        hessians: Tensor, counts: Tensor, part: Tensor, scales: Tensor, bounds: Sequence[Tensor] = ()
     ) -> Tensor:
         damping = options.damping + options.damping_of_few * part.shape[2] / counts
         return gptq_of_groups(part, hessians, spec, scales, damping, options.act_order, bounds)
 
-    return round_part
+    def with_powers(hessians: Tensor, counts: Tensor, part: Tensor, *bounds: Tensor) -> Tensor:
+        line = _line(target, part)
+        exponents = block_exponents(part.flatten(0, 1), spec, line=line)
+        powers = scales_of_values(exponents, part.shape[2], spec, line).view_as(part)
+        return with_scales(hessians, counts, part, powers, bounds)
+
+    if scales is None:
+        return _round_by_parts(target, with_powers, *bounds)
+    return _round_by_parts(target, with_scales, scales)
 
 
-def _weighted_scales(target: WeightTarget, spec: MXSpec) -> _RoundPart:
-    even, length = spec.replace(scale_mode=_EVEN), _line(target)
+def _by_weighted_scales(target: WeightTarget, spec: MXSpec) -> Tensor:
+    """Return a weight rounded with the powers of two of least squared error, weighted by the input of each value."""
 
-    def round_matrix(matrix: Tensor, hessian: Tensor) -> Tensor:
-        line = min(length, matrix.shape[1])
-        exponents = block_exponents(matrix, even, importance=hessian.diagonal(), line=line)
-        return round_to_blocks(matrix, exponents, even, line=line)
+    def round_part(hessians: Tensor, counts: Tensor, part: Tensor) -> Tensor:
+        line = _line(target, part)
+        rounded = []
+        for matrix, hessian in zip(part, hessians, strict=True):
+            exponents = block_exponents(matrix, spec, importance=hessian.diagonal(), line=line)
+            rounded.append(round_to_blocks(matrix, exponents, spec, line=line))
+        return torch.stack(rounded)
 
-    return lambda part, hessians, counts: torch.stack(list(map(round_matrix, part, hessians)))
+    return _round_by_parts(target, round_part)
 
 
-def _line(target: WeightTarget) -> int:
-    """Return the number of columns after which blocks restart."""
-    return target.value.shape[target.inputs[0][0].axis]
+def _line(target: WeightTarget, part: Tensor) -> int:
+    """Return the number of columns after which the blocks of a part restart."""
+    view, _ = target.inputs[0]
+    return min(target.value.shape[view.axis], part.shape[2])
 
 
 def _hessians(target: WeightTarget) -> list[Tensor]:
     """Return the sums over all inputs of the weight, for each part of its columns, (groups, K', K')."""
-    device, every = target.value.device, [observer.parts for observer in _observers_of(target)]
-    return [sum((part.to(device) for part in parts[1:]), parts[0].to(device)) for parts in zip(*every, strict=True)]
+    sums: list[Tensor] = []
+    for observer in _observers_of(target):
+        parts = [part.to(target.value.device) for part in observer.parts]
+        sums = list(map(torch.add, sums, parts)) if sums else parts
+    return sums
 
 
 def _observers_of(target: WeightTarget) -> list[MXHessianObserver]:
     """Return the distinct observers of the weight's inputs that saw rows; none if their sums cannot be added."""
-    return list(dict.fromkeys(observer for _, observer in target.inputs if observer.count and _same_views(target)))
+    if not _same_views(target):
+        return []
+    return list(dict.fromkeys(observer for _, observer in target.inputs if observer.count))
 
 
 def _same_views(target: WeightTarget) -> bool:
@@ -227,23 +220,29 @@ def rounding_errors(target: WeightTarget, *roundings: Tensor) -> list[float]:
     The error is measured on the matmuls with the observed inputs; for an embedding, on its rows weighted by how often
     they were read; otherwise on the weight itself.
     """
-    value = target.value.detach()
+    value = target.value.detach().float()
     hessians = _hessians(target)
-    peaks = [_peak(part) for part in hessians]
-    hessians = [part / max(peaks) for part in hessians] if all(map(isfinite, peaks)) else []
-    unit = _peak(value.float())
-    reads = sum((observer.counts.to(value.device) for observer in target.rows), torch.zeros(1, device=value.device))
+    peaks = [_peak(hessian) for hessian in hessians]
+    hessians = [hessian / max(peaks) for hessian in hessians] if all(map(isfinite, peaks)) else []
+    unit = _peak(value)
+    reads = torch.zeros(1, device=value.device)
+    for observer in target.rows:
+        reads = reads + observer.counts.to(value.device)
 
     def energy(tensor: Tensor) -> float:
-        if not hessians:
-            rows = tensor.square().flatten(1).sum(1, dtype=torch.float64) if tensor.dim() > 1 else tensor.square()
-            return float((rows * reads).sum() if reads.any() else rows.sum(dtype=torch.float64))
-        matrices = target.inputs[0][0].to_matrices(tensor)
-        parts = zip(matrices.split(hessians[0].shape[-1], 2), hessians, strict=True)
-        return sum(float(((part @ h) * part).sum(dtype=torch.float64)) for part, h in parts)
+        if hessians:
+            parts = target.inputs[0][0].to_matrices(tensor).split(hessians[0].shape[-1], 2)
+            total = 0.0
+            for part, hessian in zip(parts, hessians, strict=True):
+                total += float(((part @ hessian) * part).sum(dtype=torch.float64))
+            return total
+        rows = tensor.square()
+        if tensor.dim() > 1:
+            rows = rows.flatten(1).sum(1, dtype=torch.float64)
+        return float((rows * reads).sum() if reads.any() else rows.sum(dtype=torch.float64))
 
-    whole = energy(value.float() / unit)
-    return [energy((value.float() - one.float()) / unit) / whole if whole else 0.0 for one in roundings]
+    whole = energy(value / unit)
+    return [energy((value - rounded.float()) / unit) / whole if whole else 0.0 for rounded in roundings]
 
 
 def _peak(values: Tensor) -> float:
@@ -261,6 +260,8 @@ def _report(
     after: float = nan,
     reason: str = "",
 ) -> WeightReport:
-    sources = [consumer.matmul.source for consumer in target.consumers if consumer.matmul is not None]
-    rotated = max((args_of(source)[1] for source in sources if source.target is hadamard), default=0)
+    rotated = 0
+    for consumer in target.consumers:
+        if consumer.matmul is not None and consumer.matmul.source.target is hadamard:
+            rotated = max(rotated, args_of(consumer.matmul.source)[1])
     return WeightReport(target.name, target.modules, spec, algorithm, target.smoothed, rotated, before, after, reason)

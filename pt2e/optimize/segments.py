@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.constants import constant_nodes
@@ -59,10 +58,13 @@ def module_blocks(model: GraphModule) -> list[ModuleBlock]:
     for name, first, last in _spans(order):
         nodes = order[first:last]
         members = set(nodes)
-        read = dict.fromkeys(n for node in nodes if node.users for n in node.all_input_nodes)
-        inputs = [n for n in read if n not in members and n not in constants]
-        outputs = [node for node in nodes if any(user not in members for user in node.users)]
-        blocks.append(ModuleBlock(name, nodes, inputs, outputs))
+        outputs = [node for node in nodes if not members.issuperset(node.users)]
+        inputs: dict[Node, None] = {}
+        for node in nodes:
+            if node.users:
+                inputs.update(dict.fromkeys(node.all_input_nodes))
+        inside = members | constants
+        blocks.append(ModuleBlock(name, nodes, [node for node in inputs if node not in inside], outputs))
     return blocks
 
 
@@ -87,10 +89,13 @@ def _spans(order: list[Node]) -> list[tuple[str, int, int]]:
             names = dict.fromkeys((*before.split(", "), name))
             spans.append((", ".join(names), begin, max(end, last)))
         else:
-            spans += [("", end, first)] if first > end else []
+            if first > end:
+                spans.append(("", end, first))
             spans.append((name, first, last))
         end = max(end, last)
-    return [*spans, ("", end, len(order))] if end < len(order) else spans
+    if end < len(order):
+        spans.append(("", end, len(order)))
+    return spans
 
 
 def _repeated(order: list[Node]) -> set[str]:
@@ -101,34 +106,27 @@ def _repeated(order: list[Node]) -> set[str]:
             parent, _, number = name.rpartition(".")
             if number.isdigit():
                 kinds.setdefault((parent, kind), set()).add(name)
-    return {name for names in kinds.values() if len(names) > 1 for name in names}
+    return set().union(*(names for names in kinds.values() if len(names) > 1))
 
 
-class _Reached(Exception):
-    """Raised to end a call as soon as its inputs are known."""
+class _Inputs(Exception):
+    """The inputs of a call; it ends the call as soon as they are known."""
 
 
-class _Inputs(nn.Module):
-    """Store the inputs of a call, and end it."""
-
-    values: tuple[Any, ...] = ()
-
-    def forward(self, *values: Any) -> None:
-        self.values = values
-        raise _Reached
+def _end(*inputs: Any) -> None:
+    raise _Inputs(*inputs)
 
 
 def placeholder_values(model: GraphModule, batch: object) -> dict[Node, Any]:
     """Return the value of each placeholder for a batch."""
-    placeholders = model.graph.find_nodes(op="placeholder")
-    copied, inputs = copy_sharing_tensors(model), _Inputs()
-    copied.add_submodule("inputs_of_batch", inputs)
-    ends = copied.graph.find_nodes(op="placeholder")
-    with copied.graph.inserting_after(ends[-1]):
-        copied.graph.call_module("inputs_of_batch", tuple(ends))
+    copied = copy_sharing_tensors(model)
+    placeholders = copied.graph.find_nodes(op="placeholder")
+    with copied.graph.inserting_after(placeholders[-1]):
+        copied.graph.call_function(_end, tuple(placeholders))
     copied.recompile()
+    values: tuple[Any, ...] = ()
     try:
         call_with_batch(copied, batch)
-    except _Reached:
-        pass
-    return dict(zip(placeholders, inputs.values, strict=True))
+    except _Inputs as inputs:
+        values = inputs.args
+    return dict(zip(model.graph.find_nodes(op="placeholder"), values, strict=True))

@@ -78,20 +78,14 @@ def slice_program(program: ExportedProgram, quantizer: MXQuantizer) -> ExportedP
 
 
 def slice_graph(graph: GraphModule, quantizer: MXQuantizer) -> GraphModule:
-    """Return the converted graph for a narrower recipe; `slice_program` says how.
-
-    Args:
-        graph: the converted graph, which does not change.
-        quantizer: the recipe.
-
-    Raises:
-        MXError: as `slice_program`.
-    """
-    _check_graph(graph)
+    """Return the converted graph for a narrower recipe, as `slice_program` does; `graph` does not change."""
     graph = copy_sharing_tensors(graph)  # the program shares its subgraphs
-    for node in (node for one in graph_modules(graph) for node in one.graph.nodes):
-        for key in _OF_RECIPE:
-            node.meta.pop(key, None)
+    for module in graph_modules(graph):
+        for node in module.graph.nodes:
+            if node.target in PACKED_MATMULS or node.target is ops.fake_quantize_mx:
+                raise MXError("the program is lowered: slice the one that it was lowered from, then lower the result")
+            for key in _OF_RECIPE:
+                node.meta.pop(key, None)
     anchors = decode_weights(graph)
     if not anchors:
         raise MXError("the program holds no packed weights: quantize the model with an 8-bit recipe, such as mxint8")
@@ -100,12 +94,6 @@ def slice_graph(graph: GraphModule, quantizer: MXQuantizer) -> GraphModule:
     converted = convert_pt2e(prepared)
     encode_unchanged(converted, anchors)
     return converted
-
-
-def _check_graph(graph: GraphModule) -> None:
-    lowered = {*PACKED_MATMULS, ops.fake_quantize_mx}
-    if any(node.target in lowered for one in graph_modules(graph) for node in one.graph.nodes):
-        raise MXError("the program is lowered: slice the one that it was lowered from, then lower the result")
 
 
 def _check_recipe(prepared: GraphModule, anchors: Mapping[str, DecodedWeight]) -> None:
@@ -117,5 +105,5 @@ def _check_recipe(prepared: GraphModule, anchors: Mapping[str, DecodedWeight]) -
             sliced = True
     if not sliced:
         raise MXError("the recipe selects no packed weight of the program: no weight would change")
-    if any(isinstance(one, MXObserver) and one.static_scale is not None for one in prepared.modules()):
+    if any(isinstance(module, MXObserver) and module.static_scale is not None for module in prepared.modules()):
         raise MXError("static tensor scales need calibration: give the recipe tensor_scale: dynamic")

@@ -23,12 +23,11 @@ from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.equivalent_transforms import (
     BITS,
     InputObservers,
-    first_node,
     insert_operator,
     transformable_matmuls,
 )
 from pt2mx.pt2e.optimize.folding import Folder
-from pt2mx.pt2e.optimize.matmul_views import Matmul
+from pt2mx.pt2e.optimize.matmul_views import MatmulView
 from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, set_weight
 
@@ -36,7 +35,7 @@ from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, set_weight
 _MIN_EXPONENT, _MAX_EXPONENT = -4, 10
 #: inputs may be so many times as large as in calibration before they overflow
 _HEADROOM = 16
-_Pair = tuple[WeightTarget, Matmul]
+_Weight = tuple[WeightTarget, MatmulView]
 
 
 @torch.no_grad()
@@ -50,41 +49,47 @@ def smooth_matmuls(
     """
     written, folder = written_nodes(model.graph), Folder(model, any(target.in_place for target in targets))
     where: dict[Node, str] = {}
-    for source, pairs in _by_source(targets, written, options).items():
-        consumers = [consumer for target, _ in pairs for consumer in target.consumers]
-        exponents = (
-            _exponents(model, pairs, inputs[consumers[0].node], options) if _were_observed(consumers, inputs) else None
-        )
+    for source, smoothed in _by_source(targets, written, options).items():
+        consumers: list[Consumer] = []
+        for target, _ in smoothed:
+            consumers += target.consumers
+        exponents = _exponents(model, source, smoothed, inputs, options)
         if exponents is None or not exponents.any():
             continue
         factor = torch.exp2(exponents)
-        for target, matmul in pairs:
+        for target, view in smoothed:
             target.value = evaluate(model, target.node)  # folding an earlier factor may have changed it
-            matrices = matmul.view.to_matrices(target.value) * factor.to(target.value.dtype)
-            set_weight(model, target, matmul.view.from_matrices(matrices, target.value.shape))
-        sole_users = set(source.users) == {consumer.node for consumer in consumers} and all(map(_reads_once, consumers))
+            matrices = view.to_matrices(target.value) * factor.to(target.value.dtype)
+            set_weight(model, target, view.from_matrices(matrices, target.value.shape))
+        # a user that reads the source twice has it as a bias, too
+        sole_users = set(source.users) == {consumer.node for consumer in consumers}
+        sole_users = sole_users and all(list(user.args).count(source) == 1 for user in source.users)
         folded = folder.fold(source, 1 / factor) if sole_users else []
         if not folded:
             _divide(model, source, factor, consumers)
-        smoothed: dict[int, MXHessianObserver] = {}
+        divided: dict[MXHessianObserver, MXHessianObserver] = {}
         for consumer in consumers:
             observer = inputs[consumer.node]
-            inputs[consumer.node] = smoothed.setdefault(id(observer), _divided(observer, factor))
+            if observer not in divided:
+                divided[observer] = _divided(observer, factor)
+            inputs[consumer.node] = divided[observer]
             where[consumer.node] = ", ".join(folded) or "div"
     return where
 
 
-def _by_source(targets: list[WeightTarget], written: set[Node], options: Smoothing) -> dict[Node, list[_Pair]]:
+def _by_source(targets: list[WeightTarget], written: set[Node], options: Smoothing) -> dict[Node, list[_Weight]]:
     """Group the weights whose matmuls all read one tensor by that tensor."""
-    by_source: dict[Node, list[_Pair]] = {}
+    by_source: dict[Node, list[_Weight]] = {}
     for target in targets:
         if any(consumer.node.graph is not target.node.graph for consumer in target.consumers):
             continue  # exported subgraphs have no buffers, which a `div` would need
         matmuls = transformable_matmuls(target, written)
         sources = {matmul.source for matmul in matmuls}
-        if len(sources) == 1 and all(_gains(consumer, options) for consumer in target.consumers):
-            by_source.setdefault(sources.pop(), []).append((target, matmuls[0]))
-    return {source: pairs for source, pairs in by_source.items() if source.target is not hadamard}
+        if len(sources) != 1 or not all(_gains(consumer, options) for consumer in target.consumers):
+            continue
+        if matmuls[0].source.target is not hadamard:
+            by_source.setdefault(matmuls[0].source, []).append((target, matmuls[0].view))
+    return by_source
 
 
 def _gains(consumer: Consumer, options: Smoothing) -> bool:
@@ -93,26 +98,33 @@ def _gains(consumer: Consumer, options: Smoothing) -> bool:
     return consumer.activation.element.bits < BITS
 
 
-def _were_observed(consumers: list[Consumer], inputs: InputObservers) -> bool:
-    observers = [inputs.get(consumer.node) for consumer in consumers]
-    return all(one is not None and one.amax is not None and len(one.amax) == 1 for one in observers)
-
-
-def _exponents(model: GraphModule, pairs: list[_Pair], seen: MXHessianObserver, options: Smoothing) -> Tensor | None:
-    """Return the exponents of the factors for the weights' columns, (K,) float32 integers."""
-    if seen.amax is None or not seen.amax.isfinite().all():
+def _exponents(
+    model: GraphModule, source: Node, weights: list[_Weight], inputs: InputObservers, options: Smoothing
+) -> Tensor | None:
+    """Return the exponents of the factors for the weights' columns, (K,) float32 integers; None without factors."""
+    largest: list[Tensor] = []
+    power = 0.0  # of the weights in a factor: they have none where no input is quantized
+    for target, _ in weights:
+        for consumer in target.consumers:
+            observer = inputs.get(consumer.node)
+            if observer is None or observer.amax is None or len(observer.amax) != 1:
+                return None
+            largest.append(observer.amax[0])
+            power = power if consumer.activation is None else 1.0
+    if not largest[0].isfinite().all():
         return None
-    values = [(evaluate(model, target.node), matmul.view) for target, matmul in pairs]
-    columns = torch.stack([view.to_matrices(value).float().abs().amax((0, 1)) for value, view in values])
-    weight, x = columns.amax(0), seen.amax[0].float()
-    power = 0.0 if all(consumer.activation is None for target, _ in pairs for consumer in target.consumers) else 1.0
+    values = [evaluate(model, target.node) for target, _ in weights]
+    columns = torch.stack(
+        [view.to_matrices(value).float().abs().amax((0, 1)) for value, (_, view) in zip(values, weights, strict=True)]
+    )
+    weight, x = columns.amax(0), largest[0].float()
     log = options.strength * x.log2() - power * (1 - options.strength) * weight.log2()
     used = (x > 0) & (weight > 0)
     if not used.any():
         return None
     exponents = torch.where(used, log - log[used].median(), 0.0).round().clamp(_MIN_EXPONENT, _MAX_EXPONENT)
-    kept = keeps_bits(x, -exponents, pairs[0][1].source.meta["val"].dtype)
-    kept &= keeps_bits(columns, exponents, values[0][0].dtype).all(0)
+    kept = keeps_bits(x, -exponents, source.meta["val"].dtype)
+    kept &= keeps_bits(columns, exponents, values[0].dtype).all(0)
     return torch.where(kept, exponents, 0.0)
 
 
@@ -128,24 +140,19 @@ def keeps_bits(largest: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _divided(observer: MXHessianObserver, factor: Tensor) -> MXHessianObserver:
-    """Return the observer of an input divided by a factor, (K,)."""
     divided = copy.copy(observer)
-    parts = zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True)
-    divided.parts = [part / (f[:, None] * f).to(part.device) for part, f in parts]
+    divided.parts = []
+    for part, f in zip(observer.parts, factor.split(observer.parts[0].shape[-1]), strict=True):
+        divided.parts.append(part / (f[:, None] * f).to(part.device))
     divided.amax = None if observer.amax is None else observer.amax / factor
     return divided
-
-
-def _reads_once(consumer: Consumer) -> bool:
-    """Return True if the matmul reads its input only once, not as a bias too."""
-    return consumer.matmul is not None and list(consumer.node.args).count(consumer.matmul.source) == 1
 
 
 def _divide(model: GraphModule, source: Node, factor: Tensor, consumers: list[Consumer]) -> None:
     """Divide the source by a factor for these consumers. It inserts a `div`, because a `mul` could itself be
     quantized."""
     value = factor.to(source.meta["val"].dtype)
-    with model.graph.inserting_before(first_node(consumer.node for consumer in consumers)):
+    with model.graph.inserting_before(min(consumer.node for consumer in consumers)):
         buffer = model.graph.get_attr(register_buffer(model, f"{source.name}_smoothing", value))
     buffer.meta["val"] = source.meta["val"].new_empty(value.shape)
     positions = [(consumer.node, consumer.matmul.position) for consumer in consumers if consumer.matmul is not None]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
@@ -62,7 +62,9 @@ class Consumer:
     @property
     def indices(self) -> Node | None:
         """Return the row indices that an embedding reads; None for other operators."""
-        indices = named_args(self.node)["indices"] if OPERANDS.get(operator_name(self.node.target)) is ROWS else None
+        if OPERANDS.get(operator_name(self.node.target)) is not ROWS:
+            return None
+        indices = named_args(self.node)["indices"]
         return indices if isinstance(indices, Node) else None
 
     @property
@@ -81,7 +83,8 @@ class WeightTarget:
         node: the constant node of the outermost graph that is quantized.
         value: the tensor.
         equal: all constant nodes of that value.
-        subgraphs: the subgraphs of the model.
+        placeholders: the placeholders of subgraphs to which some call passes the weight.
+        calls: all nodes of the model that call a subgraph.
         consumers: the operators that quantize the weight.
         inputs: for each matmul its view of the weight, and the observer of its input.
         rows: the observers of embedding indices.
@@ -95,7 +98,8 @@ class WeightTarget:
     node: Node
     value: Tensor
     equal: list[Node]
-    subgraphs: Subgraphs
+    placeholders: list[Node]
+    calls: set[Node]
     consumers: list[Consumer] = field(default_factory=list)
     inputs: list[tuple[MatmulView, MXHessianObserver]] = field(default_factory=list)
     rows: list[MXIndexObserver] = field(default_factory=list)
@@ -110,14 +114,6 @@ class WeightTarget:
         return ", ".join(dict.fromkeys(module_name(consumer.node) for consumer in self.consumers))
 
 
-@dataclass(frozen=True)
-class Subgraphs:
-    """The subgraphs of a model: the operands behind each placeholder, and the nodes that call a subgraph."""
-
-    operands: dict[Node, list[object]]
-    calls: set[Node]
-
-
 def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = False) -> list[WeightTarget]:
     """Find the weights that `quantizer` quantizes in `model`, each once however many operators use it.
 
@@ -125,40 +121,48 @@ def weight_targets(model: GraphModule, quantizer: Quantizer, in_place: bool = Fa
     subgraph computes are skipped: call `hoist_constants` first, which moves the computation to the outer graph.
     """
     mark_constants(model)
-    graphs = graph_modules(model)
-    subgraphs = Subgraphs(captured_operands(model), {call.node for graph in graphs for call in hop_calls(graph)})
     equal = first_equal(model, constant_nodes(model.graph))
-    constants = {node for graph in graphs for node in constant_nodes(graph.graph)}
+    operands = captured_operands(model)
+    constants: set[Node] = set()
+    calls: set[Node] = set()
+    for graph in graph_modules(model):
+        constants |= constant_nodes(graph.graph)
+        calls.update(call.node for call in hop_calls(graph))
     targets: dict[Node, WeightTarget] = {}
     inputs = list(quantized_inputs(model, quantizer))
     specs = {(node, tensor): spec for node, tensor, _, spec in inputs}
     for node, tensor, role, spec in inputs:
         if role != "weight" or tensor not in constants:  # the model computes this weight at run time
             continue
-        operands = subgraphs.operands.get(tensor, [tensor])  # one for each call of the subgraph
-        for first in dict.fromkeys(equal[x] for x in operands if isinstance(x, Node) and x in equal):
+        matmul = matmul_of(node, tensor)
+        activation = None if matmul is None else specs.get((node, matmul.source))
+        consumer = Consumer(node, tensor, spec, matmul, activation)
+        passed = operands.get(tensor, [tensor])  # one for each call of the subgraph
+        for first in dict.fromkeys(equal[x] for x in passed if isinstance(x, Node) and x in equal):
             if first not in targets:
                 same = [n for n, other in equal.items() if other is first]
-                targets[first] = WeightTarget(
-                    root_name(first), first, evaluate(model, first), same, subgraphs, in_place=in_place
-                )
-            matmul = matmul_of(node, tensor)
-            activation = None if matmul is None else specs.get((node, matmul.source))
-            targets[first].consumers.append(Consumer(node, tensor, spec, matmul, activation))
+                places = [n for n, passed in operands.items() if not set(same).isdisjoint(passed)]
+                value = evaluate(model, first)
+                targets[first] = WeightTarget(root_name(first), first, value, same, places, calls, in_place=in_place)
+            targets[first].consumers.append(consumer)
     _find_siblings(targets)
     return list(targets.values())
 
 
 def _find_siblings(targets: dict[Node, WeightTarget]) -> None:
     """Set the siblings of each weight, as `share_tensor_scales` finds them in a prepared graph."""
-    consumers = [(first, consumer) for first, target in targets.items() for consumer in target.consumers]
-    keys = [(sibling_key(c.node, c.weight), c.spec, first) for first, c in consumers if c.spec.has_tensor_scale]
-    for first, group in connected(((key, spec), first) for key, spec, first in keys if key is not None).items():
+    pairs = []
+    for first, target in targets.items():
+        for consumer in target.consumers:
+            key = sibling_key(consumer.node, consumer.weight) if consumer.spec.has_tensor_scale else None
+            if key is not None:
+                pairs.append(((key, consumer.spec), first))
+    for first, group in connected(pairs).items():
         if len(group) > 1 and first is group[0]:
-            siblings = [targets[one] for one in group]
-            amax = shared_amax(one.value for one in siblings)
-            for one in siblings:
-                one.siblings, one.amax = siblings, amax
+            siblings = [targets[node] for node in group]
+            amax = shared_amax(sibling.value for sibling in siblings)
+            for sibling in siblings:
+                sibling.siblings, sibling.amax = siblings, amax
 
 
 def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple[Node, Node, str, MXSpec]]:
@@ -172,19 +176,19 @@ def quantized_inputs(model: GraphModule, quantizer: Quantizer) -> Iterator[tuple
         warnings.simplefilter("ignore")  # prepare gives the same warnings
         annotated = torchao_pt2e.annotate(annotated, quantizer)
     for original, copy in zip(graph_modules(model), graph_modules(annotated), strict=True):
-        yield from _quantized_in(copy.graph, {node.name: node for node in original.graph.nodes})
-
-
-def _quantized_in(graph: Graph, nodes: dict[str, Node]) -> Iterator[tuple[Node, Node, str, MXSpec]]:
-    constants = constant_nodes(graph)
-    for node in quantizable_operators(graph):
-        if CONFIG_KEY in node.meta:
-            for gather in (gather_of(node, operand) for operand in operands_of(node)):
+        nodes = {node.name: node for node in original.graph.nodes}
+        constants = constant_nodes(copy.graph)
+        for node in quantizable_operators(copy.graph):
+            if CONFIG_KEY not in node.meta:
+                continue
+            for operand in operands_of(node):
+                gather = gather_of(node, operand)
                 if gather is not None:  # `plan_operator` skips annotated gathers
                     gather.meta.pop(Q_ANNOTATION_KEY, None)
-            for (tensor, _), (role, spec) in plan_operator(node, node.meta[CONFIG_KEY], constants).inputs.items():
-                name = tensor.name if tensor.name in nodes else tensor.all_input_nodes[0].name  # behind an alias
-                yield nodes[node.name], nodes[name], role, spec
+            plan = plan_operator(node, node.meta[CONFIG_KEY], constants)
+            for (tensor, _), (role, spec) in plan.inputs.items():
+                original_tensor = nodes.get(tensor.name) or nodes[tensor.all_input_nodes[0].name]  # behind an alias
+                yield nodes[node.name], original_tensor, role, spec
 
 
 def reason_not_rounded(target: WeightTarget) -> str:
@@ -196,42 +200,34 @@ def reason_not_rounded(target: WeightTarget) -> str:
         return f"a subgraph quantizes it, and {spec.scale_format} scales are stored in the outer graph"
     if any(consumer.spec != spec for consumer in target.consumers):
         return "its operators quantize it in different ways"
-    if unstable := [mode for mode in (spec.scale_mode, spec.rounding) if mode in _UNSTABLE]:
-        return f"{unstable[0]} would quantize rounded values to others"
+    for mode in (spec.scale_mode, spec.rounding):
+        if mode in _UNSTABLE:
+            return f"{mode} would quantize rounded values to others"
     if not target.value.numel():
         return "it is empty"
     if not target.value.isfinite().all():
         return "it holds an Inf or a NaN"
-    reads, consumers = _reads(target), Counter(consumer.argument_of for consumer in target.consumers)
-    if any(reads[consumer] > count for consumer, count in consumers.items()):
+    readers = _high_precision_readers(target)
+    if any(consumer.argument_of in readers for consumer in target.consumers):
         return "an operator quantizes it and also reads it in high precision"
-    others = {user for node in _placeholders_of(target) for user in node.users}
-    others -= consumers.keys() | target.subgraphs.calls
-    if others and _is_used_in_subgraph(target):
+    if _is_used_in_subgraph(target) and any(reader.graph is not target.node.graph for reader in readers):
         return "a subgraph also reads it in high precision"
     return ""
 
 
 def has_no_other_users(target: WeightTarget) -> bool:
     """Return True if only the quantized consumers use the parameter or buffer."""
-    consumers = Counter(consumer.argument_of for consumer in target.consumers)
-    alone = all(n <= consumers[user] for user, n in _reads(target).items() if user not in target.subgraphs.calls)
-    return target.node.op == "get_attr" and alone
+    return target.node.op == "get_attr" and not _high_precision_readers(target)
 
 
-def _placeholders_of(target: WeightTarget) -> list[Node]:
-    """Return the placeholders of subgraphs to which some call passes the weight."""
-    equal = set(target.equal)
-    return [node for node, operands in target.subgraphs.operands.items() if not equal.isdisjoint(operands)]
-
-
-def _reads(target: WeightTarget) -> Counter[Node]:
-    """Count how often each node reads a weight, under any name and in any subgraph."""
+def _high_precision_readers(target: WeightTarget) -> set[Node]:
+    """Return the nodes that read a weight more often than they quantize it, under any name and in any subgraph."""
     reads: Counter[Node] = Counter()
-    for node in (*target.equal, *_placeholders_of(target)):
+    for node in (*target.equal, *target.placeholders):
         for user in node.users:
             reads[user] += pytree.tree_leaves((user.args, user.kwargs)).count(node)
-    return reads
+    reads.subtract(consumer.argument_of for consumer in target.consumers)
+    return {reader for reader, count in reads.items() if count > 0} - target.calls
 
 
 def _is_used_in_subgraph(target: WeightTarget) -> bool:
@@ -252,7 +248,7 @@ def set_weight(model: GraphModule, target: WeightTarget, value: Tensor) -> None:
             if consumer.node.graph is model.graph:
                 consumer.argument_of.replace_input_with(consumer.weight, node)
         for same in target.equal if _is_used_in_subgraph(target) else ():
-            for call in target.subgraphs.calls & set(same.users):
+            for call in target.calls & set(same.users):
                 call.replace_input_with(same, node)
         return
     replace_tensor(model, target.value, value, target.in_place)

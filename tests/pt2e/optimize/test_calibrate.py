@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.optimize import calibrate, observers
+from pt2mx.pt2e.optimize import calibrate
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, Size
 from tests.optimized_models import W4, correlated, exported, quantized, rows
 
@@ -132,7 +132,7 @@ def test_few_inputs_do_not_teach_noise():
 
 
 def test_a_weight_in_parts(monkeypatch):
-    monkeypatch.setattr(observers, "_COLUMNS", 64)
+    monkeypatch.setattr(calibrate, "MOST_COLUMNS", 64)
     torch.manual_seed(0)
     model, x = nn.Linear(150, 16).eval(), correlated(512, 150)
     spec = pt2mx.MXSpec("mxfp4", 48)  # 48 columns a part: whole blocks

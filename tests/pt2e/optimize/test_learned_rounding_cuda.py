@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import pt2mx
+from pt2mx.algorithms import LearnedRounding
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 
@@ -25,7 +26,7 @@ def test_learned_rounding_and_distillation_of_a_model_on_a_gpu(dtype):
         return (pt2mx.convert_pt2e(prepared)(x).float() - expected).square().sum()
 
     learned = copy_sharing_tensors(exported)
-    (block,) = learn_rounding(learned, exported, QUANTIZER, batches, steps=60)
+    (block,) = learn_rounding(learned, exported, QUANTIZER, batches, LearnedRounding(steps=60), {})
     assert block.after < 0.9 * block.before
     nearest, rounded, trained = (pt2mx.prepare_qat_pt2e(graph, QUANTIZER) for graph in (exported, learned, learned))
     pt2mx.distill(trained, exported, batches, epochs=20, lr=3e-3)
