@@ -147,7 +147,7 @@ def tensor_scale_mx(x: Tensor, elem_dtype: object, scale_mode: str | None = None
     """
     check_tensors(x=x)
     spec = _spec(elem_dtype, scale_mode=scale_mode)
-    if not spec.scale_format.tensor:
+    if not spec.has_tensor_scale:
         raise MXError(f"{spec} has no tensor scale: {spec.scale_format} scales are all that it has")
     return TensorScale(x.detach(), spec).call()
 

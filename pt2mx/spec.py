@@ -13,6 +13,9 @@ from pt2mx.formats import FORMATS, ElementFormat, is_element, parse_element
 from pt2mx.modes import ROUNDINGS, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
+if TYPE_CHECKING:
+    import torch
+
 #: the block size of blocks as long as the row
 ROW = 2**63 - 1
 #: prefix of an element -> the scale format that it says, and the block size where none is named
@@ -201,6 +204,21 @@ class MXSpec:
     def has_operators(self) -> bool:
         """True if the operators with a scale format support this spec."""
         return (self.scale_exp_bits, self.scale_sig_bits) == (8, 0)
+
+    @property
+    def has_power_of_two_scale(self) -> bool:
+        """True for scales without a significand."""
+        return self.scale_format.is_power_of_two
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """True if the whole tensor has a scale too, in float32."""
+        return bool(self.scale_format.tensor)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of stored scales: uint8, or a float."""
+        return self.scale_format.dtype
 
     @property
     def scale_bits(self) -> int:

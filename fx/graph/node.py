@@ -205,6 +205,10 @@ class AttentionMX(OperatorCall, attention.AttentionMX[Node]):
     """A call of `attention_mx`."""
 
 
+class DecodingAttentionMX(OperatorCall, decoding.DecodingAttentionMX[Node]):
+    """A call of `decoding_attention_mx`."""
+
+
 class RotateQuantizeAndStore(OperatorCall, rope.RotateQuantizeAndStore[Node]):
     """A call of `rotate_quantize_and_store`."""
 

@@ -52,7 +52,7 @@ def insert_quantize_dequantize(
     """
     graph, value = x.graph, x.meta["val"]
     spec, created = from_front(spec, value), []
-    if spec.scale_format.tensor and tensor_scale is None:
+    if spec.has_tensor_scale and tensor_scale is None:
         with graph.inserting_after(x if amax is None else max(x, amax)):
             of_tensor = TensorScale(x if amax is None else amax, spec)
             tensor_scale = graph.call_function(ops.tensor_scale_mx, of_tensor.args)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
@@ -29,7 +28,6 @@ from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import dequantize_mx
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
-from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 #: operators whose results bfloat16 may represent
@@ -87,9 +85,7 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
 def is_quantized(x: Node) -> bool:
     """Return whether bfloat16 represents the values of a node."""
     quantization = _quantization(x)
-    if quantization is None or not quantization.has_plain_scale:
-        return False
-    return not ELEMENTS[quantization.element].is_wide
+    return quantization is not None and quantization.spec.has_plain_scale and not quantization.spec.element.is_wide
 
 
 def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | None:
@@ -108,24 +104,23 @@ def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
 def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
     """Return arguments with which `rotated_fake_quantize_mx` computes what a `fake_quantize_mx` computes, in bfloat16;
     None if it cannot. `dimensions`: the number of dimensions of the tensor."""
-    if quantization.axis not in (-1, dimensions - 1):
+    if quantization.spec.axis not in (-1, dimensions - 1):
         return None
-    if quantization.ste != "identity" or ROUNDINGS[quantization.rounding].random:
+    if quantization.ste != "identity" or ROUNDINGS[quantization.spec.rounding].random:
         return None
-    x, element, block_size, _, scale_mode, rounding = quantization.args[:6]
-    return x, 1, element, block_size, scale_mode, rounding, torch.bfloat16
+    return RotatedFakeQuantize(quantization.x, 1, quantization.spec, torch.bfloat16).args
 
 
 def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
     """Return whether matrix instructions support a matmul, and are faster than the kernel for its dtype."""
     *rows, k = shape_of(call.x) or (None,)
-    if not isinstance(k, int) or not call.has_plain_scale:
+    if not isinstance(k, int) or not call.spec.has_plain_scale:
         return False
-    quantization, weight = _quantization(call.x), MXSpec(call.element, call.block_size)
-    x = MXSpec(quantization.element, quantization.block_size) if quantization else None
+    quantization = _quantization(call.x)
+    x = quantization.spec if quantization else None
     known = [n for n in rows if isinstance(n, int)]
     count = math.prod(known) if len(known) == len(rows) else None
-    return supports("multiply quantized x in bfloat16", value_of(node), x, weight, count, k)
+    return supports("multiply quantized x in bfloat16", value_of(node), x, call.spec, count, k)
 
 
 @graph_pass((LinearMX, GroupedLinearMX), QUANTIZED)
@@ -167,12 +162,13 @@ def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     """Return whether bfloat16 represents every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
-    values = dequantize_mx(codes[small], scale[small], call.element, call.block_size, torch.float32, -1, length)
+    element, block_size = call.spec.element.name, call.spec.block_size
+    values = dequantize_mx(codes[small], scale[small], element, block_size, torch.float32, -1, length)
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
 def _runs_on_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
     value = value_of(node)
-    if value is None or value.dtype != torch.float32 or ELEMENTS[call.element].is_wide or not call.has_plain_scale:
+    if value is None or value.dtype != torch.float32 or call.spec.element.is_wide or not call.spec.has_plain_scale:
         return False
     return force or supports("multiply x and weights rounded to bfloat16", value)

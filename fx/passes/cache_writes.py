@@ -87,7 +87,8 @@ def _written(attention: Node, codes: Node, scale: Node) -> _Written | None:
     call = Quantize.of(quantize)
     if call is None or node_arg(scales) is not quantize or slots is not scale_slots:
         return None
-    is_plain = call.axis in (-1, 3) and call.seed is None and call.has_plain_scale and call.rounding != "stochastic"
+    spec = call.spec
+    is_plain = spec.axis in (-1, 3) and call.seed is None and spec.has_plain_scale and spec.rounding != "stochastic"
     return _Written(quantize, call, slots, writes) if is_plain else None  # type: ignore[arg-type]
 
 

@@ -109,12 +109,12 @@ def _convolution(node: Node) -> Convolution | None:
     x, weight = FakeQuantize.of(args["input"]), Dequantize.of(args["weight"])
     if x is None or weight is None or value is None:
         return None
-    if not (x.has_plain_scale and weight.has_plain_scale):
+    if not (x.spec.has_plain_scale and weight.spec.has_plain_scale):
         return None
     if value.dtype not in (torch.float32, torch.bfloat16) or args["groups"] != 1 or not _is_dense(value):
         return None
     rank, (_, channels, *kernel) = dimensions + 2, shape_of(args["weight"]) or ()
-    if len(shape_of(args["input"]) or ()) != rank or x.axis % rank != 1 or weight.axis % rank != 1:
+    if len(shape_of(args["input"]) or ()) != rank or x.spec.axis % rank != 1 or weight.spec.axis % rank != 1:
         return None
     quantization, spec = quantization_to_bfloat16(x.replace(spec=x.spec.replace(axis=-1)), rank), weight.spec
     if quantization is None or not is_quantized(args["input"]) or not isinstance(channels, int):
@@ -122,8 +122,7 @@ def _convolution(node: Node) -> Convolution | None:
     is_narrow = 4 * channels < 3 * (channels + -channels % _GROUP)
     if is_narrow and (value.dtype != torch.float32 or args["dilation"][-1] != 1):
         return None
-    of_x = MXSpec(x.element, x.block_size)
-    if not supports("convolve packed weights", value, of_x, spec, channels, kernel, is_narrow):
+    if not supports("convolve packed weights", value, x.spec, spec, channels, kernel, is_narrow):
         return None
     if is_narrow:
         quantization = None  # a kernel of its own is slower for rows of few values

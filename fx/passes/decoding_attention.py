@@ -3,20 +3,20 @@ RoPE's."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import insert_before, named_args, register_buffer, value_of
+from pt2mx.fx.graph.node import AttentionMX, DecodingAttentionMX, insert_before, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
-from pt2mx.ops.decoding import DecodingAttention, DecodingAttentionMX, stored
+from pt2mx.ops.decoding import DecodingAttention, stored
 
 aten = torch.ops.aten
 
@@ -24,37 +24,30 @@ aten = torch.ops.aten
 JOINED_SEQUENCES = 64
 
 _ATTENTION = aten.scaled_dot_product_attention.default
-_CODES = "key_data", "key_scale", "value_data", "value_scale", "elem_dtype_name", "block_size", "value_width"
-#: attention -> the operator of a step, and the arguments that both have before the counters
-_OPERATORS: dict[object, tuple[type[DecodingAttention[Any]] | type[DecodingAttentionMX[Any]], tuple[str, ...]]] = {
-    _ATTENTION: (DecodingAttention, ("query", "key", "value", "attn_mask", "scale")),
-    attention_mx: (DecodingAttentionMX, ("query", *_CODES, "mask", "scale")),
-}
+_Operator = DecodingAttention[Any] | DecodingAttentionMX
 
 
 class _Call(NamedTuple):
-    """An attention, the operator that replaces it and its arguments before and after the counters, and the queries,
-    keys and values (or their codes)."""
+    """An attention, the call that replaces it, and the same call of values."""
 
     node: Node
-    operator: OpOverload
-    args: tuple[Any, ...]
-    more: tuple[Any, ...]
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    operator: _Operator
+    values: Any
 
     @property
     def heads(self) -> Any:
         """The number of heads of the keys."""
-        return self.keys.shape[1]
+        values = self.values
+        keys = values.keys if isinstance(values, DecodingAttention) else values.key_data
+        return keys.shape[1]
 
     @property
     def has_kernel(self) -> bool:
         """True where a kernel supports the operator alone; of `attention_mx` a kernel may support codes."""
-        if self.operator is DecodingAttention.overload:
-            return supports("attend to new tokens", self.query, self.keys, self.values)
-        return supports("attend to codes of new tokens", self.query)
+        values = self.values
+        if isinstance(values, DecodingAttention):
+            return supports("attend to new tokens", values.query, values.keys, values.values)
+        return supports("attend to codes of new tokens", values.query)
 
 
 @graph_pass((_ATTENTION, attention_mx))
@@ -69,14 +62,15 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
     zeros = None
-    if everywhere or supports("count programs of attention", calls[0].query):
+    query = calls[0].values.query
+    if everywhere or supports("count programs of attention", query):
         most = JOINED_SEQUENCES * max(call.heads for call in calls)
-        counters = torch.zeros(most, dtype=torch.int32, device=calls[0].query.device)
+        counters = torch.zeros(most, dtype=torch.int32, device=query.device)
         name = register_buffer(model, "attention_zeros", counters)
         with model.graph.inserting_before(next(iter(model.graph.nodes))):
             zeros = model.graph.get_attr(name)
-    for node, operator, args, more, *_ in calls:
-        new = insert_before(node, operator, *args, zeros, *more)
+    for node, operator, _ in calls:
+        new = insert_before(node, operator.overload, *operator.replace(zeros=zeros).args)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
@@ -84,22 +78,32 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
 
 def _call(node: Node) -> _Call | None:
     """Return the call that replaces an attention; None for other nodes."""
-    if node.target not in _OPERATORS:
+    if node.target not in (_ATTENTION, attention_mx):
         return None
-    operator, names = _OPERATORS[node.target]
-    call = named_args(node)
-    args = tuple(call[name] for name in names)
-    values = [value_of(arg) if isinstance(arg, Node) else arg for arg in args]
-    is_unknown = any(isinstance(arg, Node) and value is None for arg, value in zip(args, values, strict=True))
-    if is_unknown or call.get("dropout_p") or call.get("is_causal") or call.get("key_tensor_scale"):
+    args = named_args(node)
+    if args.get("dropout_p") or args.get("is_causal") or args.get("key_tensor_scale"):
         return None
-    more = () if call.get("scale_format") is None else (call["scale_format"],)
+    call: _Operator
+    if node.target is _ATTENTION:
+        call = DecodingAttention(args["query"], args["key"], args["value"], args["attn_mask"], args["scale"], None)
+    else:
+        of_codes = AttentionMX.expect(node)
+        cache = of_codes.key_data, of_codes.key_scale, of_codes.value_data, of_codes.value_scale
+        shape = of_codes.spec, of_codes.value_width
+        call = DecodingAttentionMX(of_codes.query, *cache, *shape, of_codes.mask, of_codes.scale, None)
+    values = {}
+    for field in dataclasses.fields(call):
+        argument = getattr(call, field.name)
+        if isinstance(argument, Node):
+            values[field.name] = value_of(argument)
+            if values[field.name] is None:
+                return None
+    of_values = call.replace(**values)
     try:
-        operator.from_args(*values, None, *more).check()
+        of_values.check()
     except MXError:
         return None
-    tensors = *values[:2], values[names.index("value" if operator is DecodingAttention else "value_data")]
-    return _Call(node, operator.overload, args, more, *tensors)
+    return _Call(node, call, of_values)
 
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:

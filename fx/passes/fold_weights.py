@@ -190,7 +190,7 @@ def unpack_weights(model: GraphModule) -> None:
             constants.add(_use_plain_matmul(model, node, matmul, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
-            axis = call.axis % evaluate(model, call.codes).dim()
+            axis = call.spec.axis % evaluate(model, call.codes).dim()
             weight = call.replace(spec=call.spec.replace(axis=axis), length=None), shape_of(node) or call.length
             if weight not in buffers:
                 buffers[weight] = fold_constant(model, node, f"{root_name(node)}_unpacked")

@@ -8,7 +8,6 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
@@ -28,7 +27,7 @@ from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
+from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, QuantizeFP8Rows, mm_fp8_rows
 
 #: fewest rows of x, and fewest values of a weight, for which FP8 is faster than bfloat16. Time relative to bfloat16 on
 #: an H200: 0.82 for 2048 x 1024 x 1024, 1.3 for 2048 x 1536 x 384
@@ -57,7 +56,7 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
             continue
         if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
             continue
-        key = call.codes.target, call.scale.target, call.element
+        key = call.codes.target, call.scale.target, call.spec.element
         if key not in weights:
             weights[key] = _register_rows(model, call)
         if (names := weights[key]) is None:
@@ -79,13 +78,13 @@ def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, fo
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
         return False
-    if call.rotation or not {quantization.element, call.element} <= ROOMS.keys():
+    if call.rotation or not {quantization.spec.element.name, call.spec.element.name} <= ROOMS.keys():
         return False
-    if not (quantization.has_plain_scale and call.has_plain_scale):
+    if not (quantization.spec.has_plain_scale and call.spec.has_plain_scale):
         return False
-    if not quantization.block_size == call.block_size == BLOCK:
+    if not quantization.spec.block_size == call.spec.block_size == BLOCK:
         return False
-    if quantization.axis not in (-1, len(x) - 1) or ROUNDINGS[quantization.rounding].random:
+    if quantization.spec.axis not in (-1, len(x) - 1) or ROUNDINGS[quantization.spec.rounding].random:
         return False
     (*rows, k), n = x, weight[0]
     if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
@@ -101,7 +100,7 @@ def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, fo
 def _register_rows(model: GraphModule, call: LinearMX) -> tuple[str, str] | None:
     """Register buffers of a weight's FP8 rows and return their names; None if a row does not fit."""
     (k,) = (shape_of(call.x) or (0,))[-1:]
-    codes, scale = of_packed(tensor_of(model, call.codes), tensor_of(model, call.scale), ELEMENTS[call.element], int(k))
+    codes, scale = of_packed(tensor_of(model, call.codes), tensor_of(model, call.scale), call.spec.element, int(k))
     if bool((scale < 0).any()):
         return None
     return (
@@ -124,15 +123,16 @@ def _rows_of(x: Node, quantization: FakeQuantize, written: set[Node]) -> list[No
     A node in memory that the graph writes (`written`) is read only where the graph read it: elsewhere it may hold other
     values.
     """
-    quantize_args = quantization.element, quantization.scale_mode, quantization.rounding
     norm = norm_before(quantization.x, written)
     if norm is not None:
-        call = insert_before(norm.node, layer_norm_fp8_rows, *norm[1:], *quantize_args)
+        args = LayerNormFP8Rows(*norm[1:], quantization.spec).args
+        call = insert_before(norm.node, LayerNormFP8Rows.overload, *args)
         normed, *rows = (insert_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
         erase_unused(norm.node)
         return rows
     activation, source = activation_before(quantization.x, written)
-    call = insert_before(x, quantize_fp8_rows, source, *quantize_args, activation)
+    args = QuantizeFP8Rows(source, quantization.spec, activation).args
+    call = insert_before(x, QuantizeFP8Rows.overload, *args)
     return [insert_before(x, operator.getitem, call, i) for i in range(3)]

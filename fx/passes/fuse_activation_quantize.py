@@ -15,7 +15,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.formats import ELEMENTS
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
@@ -32,12 +31,11 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
+from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import attention_bfloat16, attention_mx, matmul_bfloat16
 from pt2mx.ops.fp8_rowwise import mm_fp8_rows
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.memory_format import contiguous_order, order_in_memory
-from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 #: fewest values for which a call is faster than Inductor's fused code, despite its overhead of 25 us
@@ -81,17 +79,18 @@ def fuse_activation_quantize(model: GraphModule) -> None:
         if call is None:
             continue
         dtype = getattr(call, "target_dtype", None)
-        quantize_args = call.element, call.block_size, call.scale_mode, call.rounding, dtype
         norm = norm_before(call.x, written)
         activation, source = activation_before(call.x, written)
         if norm is not None:
-            fused = insert_before(norm.node, layer_norm_fake_quantize_mx, *norm[1:], *quantize_args)
+            args = LayerNormFakeQuantize(*norm[1:], call.spec, dtype).args
+            fused = insert_before(norm.node, LayerNormFakeQuantize.overload, *args)
             normed, quantized = (insert_before(norm.node, operator.getitem, fused, i) for i in range(2))
             normed.meta.update(norm.node.meta)
             norm.node.replace_all_uses_with(normed)
             erase_unused(norm.node)
         elif activation != "none" or isinstance(call, FakeQuantize):
-            quantized = insert_before(node, activation_fake_quantize_mx, source, activation, *quantize_args)
+            args = ActivationFakeQuantize(source, activation, call.spec, dtype).args
+            quantized = insert_before(node, ActivationFakeQuantize.overload, *args)
         else:
             continue  # `rotated_fake_quantize_mx` is a call already
         quantized.meta.update({key: value for key, value in node.meta.items() if key != "val"})
@@ -149,13 +148,13 @@ def _fusible_quantization(node: Node) -> FakeQuantize | RotatedFakeQuantize | No
     if isinstance(call, RotatedFakeQuantize):
         stays = call.size > 1
     else:
-        stays = call.axis not in (-1, len(shape) - 1) or call.ste != "identity" or ROUNDINGS[call.rounding].random
-    if stays or ELEMENTS[call.element].is_wide or not call.has_plain_scale:
+        is_random = ROUNDINGS[call.spec.rounding].random
+        stays = call.spec.axis not in (-1, len(shape) - 1) or call.ste != "identity" or is_random
+    if stays or call.spec.element.is_wide or not call.spec.has_plain_scale:
         return None
     if order_in_memory(value) != contiguous_order(value):  # a quantization keeps this order, a fused call does not
         return None
-    spec = MXSpec(call.element, call.block_size, -1, call.scale_mode, call.rounding)
-    if not supports("quantize activations", value, spec):
+    if not supports("quantize activations", value, call.spec):
         return None
     return call if supports("quantize activations alone", value) or _is_of_kernel(call.x) else None
 

@@ -136,9 +136,9 @@ def merge_fake_quantize(model: GraphModule) -> None:
     groups: dict[FakeQuantize, list[Slice]] = defaultdict(list)
     for node, call in FakeQuantize.calls_in(model.graph):
         part = _part(node, call)
-        if part is None or not call.has_plain_scale or not written.isdisjoint((node, *part.views, part.source)):
+        if part is None or not call.spec.has_plain_scale or not written.isdisjoint((node, *part.views, part.source)):
             continue
-        if not ROUNDINGS[call.rounding].random and _only_matmuls_use(node):
+        if not ROUNDINGS[call.spec.rounding].random and _only_matmuls_use(node):
             groups[call.replace(x=part.source, spec=call.spec.replace(axis=-1))].append(part)
     for call, parts in groups.items():
         for run in _adjacent(parts):
@@ -152,15 +152,15 @@ def _part(quantize: Node, call: FakeQuantize) -> Slice | None:
     """
     node, shape = call.x, shape_of(call.x)
     views: list[Node] = []
-    if shape is None or call.axis % len(shape) != len(shape) - 1:
+    if shape is None or call.spec.axis % len(shape) != len(shape) - 1:
         return None
     while shape is not None and len(node.users) == 1:
         views.insert(0, node)
-        if not _is_whole(shape[-1], call.block_size):
+        if not _is_whole(shape[-1], call.spec.block_size):
             return None
         if node.target is aten.slice.Tensor:
             columns = _columns(node)
-            return Slice(quantize, views, *columns) if columns and columns[0] % call.block_size == 0 else None
+            return Slice(quantize, views, *columns) if columns and columns[0] % call.spec.block_size == 0 else None
         if not _keeps_last(node, shape):
             return None
         node = node_arg(node)

@@ -35,7 +35,7 @@ from pt2mx.fx.passes.convolution_epilogue import fuse_convolution
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.activations import activation_fake_quantize_mx
+from pt2mx.ops.activations import ActivationFakeQuantize
 from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.convolution import conv2d_mx
@@ -44,7 +44,7 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 
-_QUANTIZATIONS = (activation_fake_quantize_mx, RotatedFakeQuantize.overload, FakeQuantize.overload)
+_QUANTIZATIONS = (ActivationFakeQuantize.overload, RotatedFakeQuantize.overload, FakeQuantize.overload)
 _COPIES = (aten.contiguous.default, aten.clone.default)
 _MERGING = (aten.view.default, aten.reshape.default, aten.flatten.using_ints)
 
@@ -56,43 +56,38 @@ class Quantization(NamedTuple):
     node: Node
     source: Node
     activation: str
-    element: str
-    block_size: int
-    scale_mode: str
-    rounding: str
+    spec: MXSpec
     dtype: torch.dtype | None
 
     @property
     def fused_args(self) -> tuple[Any, ...]:
         """Return the arguments that come last in the fused operators."""
-        return self[3:]
-
-    @property
-    def spec(self) -> MXSpec:
-        """Return the spec of the quantization."""
-        return MXSpec(self.element, self.block_size, -1, self.scale_mode, self.rounding)
+        return ActivationFakeQuantize(self.source, self.activation, self.spec, self.dtype).args[2:]
 
     @classmethod
     def of(cls, node: Node) -> Quantization | None:
         """Return the quantization that a node computes; None for another node, or if its gradient is not the
         identity."""
-        if node.target is activation_fake_quantize_mx:
-            return cls(node, *named_args(node).values())
+        if node.target is ActivationFakeQuantize.overload:
+            activated: ActivationFakeQuantize[Node] = ActivationFakeQuantize.from_args(*named_args(node).values())
+            return cls(node, activated.x, activated.activation, activated.spec, activated.target_dtype)
         if (rotated := RotatedFakeQuantize.of(node)) is not None:
-            return cls(node, rotated.x, "none", *rotated.args[2:]) if rotated.size == 1 else None
+            return cls(node, rotated.x, "none", rotated.spec, rotated.target_dtype) if rotated.size == 1 else None
         call = FakeQuantize.of(node)
-        if call is None or call.axis not in (-1, len(shape_of(call.x) or ()) - 1):
+        if call is None or call.spec.axis not in (-1, len(shape_of(call.x) or ()) - 1):
             return None
-        if call.ste != "identity" or ROUNDINGS[call.rounding].random or not call.has_plain_scale:
+        if call.ste != "identity" or ROUNDINGS[call.spec.rounding].random or not call.spec.has_plain_scale:
             return None
-        return cls(node, call.x, "none", call.element, call.block_size, call.scale_mode, call.rounding, None)
+        return cls(node, call.x, "none", call.spec, None)
 
 
 #: the operator's node that can store quantized values, and a function that fuses the quantization into it
 _Fusion = tuple[Node, Callable[[], None]]
 
 
-@graph_pass((LinearMX, attention_bfloat16, conv2d_mx), (activation_fake_quantize_mx, RotatedFakeQuantize, FakeQuantize))
+@graph_pass(
+    (LinearMX, attention_bfloat16, conv2d_mx), (ActivationFakeQuantize.overload, RotatedFakeQuantize, FakeQuantize)
+)
 def fuse_quantize_epilogue(model: GraphModule) -> None:
     """Replace an operator and the quantization of its result by one operator.
 
@@ -115,15 +110,14 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
     """Fuse a quantization into a bfloat16 linear layer of many rows, where its kernel supports that."""
     quantized, matmul = quantization.node, quantization.source
     call = LinearMX.of(matmul)
-    if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized} or not call.has_plain_scale:
+    if call is None or FakeQuantize.of(quantized) or set(matmul.users) != {quantized} or not call.spec.has_plain_scale:
         return None
     k = (shape_of(call.x) or (None,))[-1]
     if not isinstance(k, int) or call.rotation or dtype_of(call.x) != torch.bfloat16:
         return None
-    weight = MXSpec(call.element, call.block_size)
     has_any_values = call.target_dtype is None  # `use_bf16_matmul` sets a dtype where x consists of integers
     use = "quantize the result of a matmul"
-    if not supports(use, value_of(matmul), quantization.spec, weight, k, has_any_values):
+    if not supports(use, value_of(matmul), quantization.spec, call.spec, k, has_any_values):
         return None
 
     def fuse() -> None:
@@ -146,7 +140,7 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
     if path is None or quantization.activation != "none" or writes.reach((quantized, *path)):
         return None
     attention, args = path[0], named_args(path[0])
-    if args["elem_dtype_name"] is not None or quantization.block_size != BLOCK:
+    if args["elem_dtype_name"] is not None or quantization.spec.block_size != BLOCK:
         return None
     if not supports("quantize the result of attention", value_of(attention), quantization.spec):
         return None

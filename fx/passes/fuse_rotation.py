@@ -6,10 +6,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, shape_of
+from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, RotatedFakeQuantize, shape_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 
 
 @graph_pass(Hadamard, (FakeQuantize, LinearMX))
@@ -23,21 +22,14 @@ def fuse_rotation(model: GraphModule) -> None:
     written = written_nodes(model.graph)
     for node, quantize in FakeQuantize.calls_in(model.graph):
         rotation = _rotation(quantize.x)
-        along_last = rotation is not None and quantize.axis in (-1, len(shape_of(quantize.x) or ()) - 1)
-        if rotation is None or not along_last or quantize.ste != "identity" or ROUNDINGS[quantize.rounding].random:
+        along_last = rotation is not None and quantize.spec.axis in (-1, len(shape_of(quantize.x) or ()) - 1)
+        if rotation is None or not along_last or quantize.ste != "identity" or ROUNDINGS[quantize.spec.rounding].random:
             continue
-        if not quantize.has_plain_scale:
+        if not quantize.spec.has_plain_scale:
             continue
-        args = (
-            rotation.x,
-            rotation.size,
-            quantize.element,
-            quantize.block_size,
-            quantize.scale_mode,
-            quantize.rounding,
-        )
+        args = RotatedFakeQuantize(rotation.x, rotation.size, quantize.spec).args
         with model.graph.inserting_before(quantize.x):
-            fused = model.graph.call_function(rotated_fake_quantize_mx, args)
+            fused = model.graph.call_function(RotatedFakeQuantize.overload, args)
         fused.meta.update(node.meta)
         node.replace_all_uses_with(fused)
         erase_unused(node)

@@ -95,7 +95,8 @@ def use_packed_weights(model: GraphModule) -> None:
             continue
         x, third = args_of(node)[matmul.x], argument(node, matmul.third)
         with model.graph.inserting_before(node):
-            args = (x, call.codes, call.scale, third, call.element, call.block_size, *matmul.others, *_scales(call))
+            blocks = call.spec.element.name, call.spec.block_size
+            args = (x, call.codes, call.scale, third, *blocks, *matmul.others, *_scales(call))
             packed = model.graph.call_function(matmul.packed, args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
@@ -104,7 +105,7 @@ def use_packed_weights(model: GraphModule) -> None:
 
 def _scales(call: Dequantize) -> tuple[object, ...]:
     """Return the arguments of a packed operator from its dtype on; none for scales that it has by default."""
-    return () if call.has_plain_scale else (None, *call.args[7:])
+    return () if call.spec.has_plain_scale else (None, *call.args[7:])
 
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
@@ -146,7 +147,7 @@ def _weight(node: Node) -> Weight | None:
     sizes = torch.empty(tuple(range(len(shape))), device="meta")  # each size is the number of its dimension
     for reordering in reversed(chain):
         sizes = function_of(reordering)(sizes, *reordering.args[1:], **reordering.kwargs)
-    return Weight(node, call.axis % len(shape), tuple(sizes.shape))
+    return Weight(node, call.spec.axis % len(shape), tuple(sizes.shape))
 
 
 def _matches_packed_operator(node: Node, matmul: Matmul, weight: Weight) -> bool:
@@ -213,7 +214,7 @@ def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | No
     shape, gathered = shape_of(dequantize), shape_of(gather)
     if shape is None or gathered is None or gather.kwargs:
         return None
-    axis = call.axis % len(shape)
+    axis = call.spec.axis % len(shape)
     keeps_blocks = axis != 0 and _GATHERS[operator_of(gather)](*gather.args[1:])
     return axis + len(gathered) - len(shape) if keeps_blocks else None
 

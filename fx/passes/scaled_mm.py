@@ -62,7 +62,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
         source = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
         if source not in scales:
             scales[source] = insert_before(node, swizzle_scale, call.scale)
-        elements = quantization.element, call.element
+        elements = quantization.spec.element.name, call.spec.element.name
         args = (*codes[call.x], call.codes, scales[source], call.bias, *elements, dtype_of(node))
         matmul = insert_before(node, scaled_mm_mx, *args)
         matmul.meta.update(node.meta)
@@ -90,13 +90,15 @@ def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
     """Return the form in which tensor cores multiply a quantized x with a weight; None if they do not support
     it."""
     shape = shape_of(call.x)
-    if shape is None or not call.block_size == quantization.block_size == BLOCK:
+    if shape is None or not call.spec.block_size == quantization.spec.block_size == BLOCK:
         return None
-    if not (quantization.has_plain_scale and call.has_plain_scale):
+    if not (quantization.spec.has_plain_scale and call.spec.has_plain_scale):
         return None
-    if ROUNDINGS[quantization.rounding].random:
+    if ROUNDINGS[quantization.spec.rounding].random:
         return None  # stochastic rounding must not draw twice, for other users and here
-    return FORMS.get((quantization.element, call.element)) if quantization.axis in (-1, len(shape) - 1) else None
+    if quantization.spec.axis not in (-1, len(shape) - 1):
+        return None
+    return FORMS.get((quantization.spec.element.name, call.spec.element.name))
 
 
 def _quantization(x: Node) -> Quantize | FakeQuantize | None:

@@ -114,7 +114,8 @@ def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node], eve
         return False
     if not _supports_mma_layout(call):
         return False
-    return everywhere or supports("multiply weights in the MMA layout", tensor_of(model, call.codes), call.element)
+    codes = tensor_of(model, call.codes)
+    return everywhere or supports("multiply weights in the MMA layout", codes, call.spec.element.name)
 
 
 def _supports_mma_layout(call: LinearMX) -> bool:
@@ -141,7 +142,7 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     with model.graph.inserting_before(node):
         read = [model.graph.get_attr(name) for name in names]
         of_tensor = () if call.tensor_scale is None else (call.tensor_scale,)
-        args = (call.x, *read, call.bias, call.element, rows, call.rotation, *of_tensor)
+        args = (call.x, *read, call.bias, call.spec.element.name, rows, call.rotation, *of_tensor)
         new = model.graph.call_function(linear.linear_mx_mma_layout, args)
     for buffer, old in zip(read, (call.codes, call.scale), strict=True):
         buffer.meta.update(old.meta)

@@ -51,7 +51,8 @@ def _float_weight(model: GraphModule, pair: Pair, element: str) -> Tensor:
     again = _quantize(weight, element, pair.spec.axis)
     if not torch.equal(again, weight):
         raise MXError(
-            f"{pair.name} does not quantize to itself by Circle's formulas: quantize it with {call.element}(floor)"
+            f"{pair.name} does not quantize to itself by Circle's formulas: quantize it with "
+            f"{call.spec.element.name}(floor)"
         )
     return weight
 

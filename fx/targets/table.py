@@ -111,7 +111,7 @@ def _check(target: str, row: Target, pair: Pair) -> None:
     elements = sorted(row.elements if pair.is_weight else row.activations)
     if not elements:
         _refuse(target, pair, f"has no operator for {kind}: quantize weights only (activation=None)")
-    if spec.element.name not in elements or not spec.scale_format.is_power_of_two or spec.block_rows > 1:
+    if spec.element.name not in elements or not spec.has_power_of_two_scale or spec.block_rows > 1:
         _refuse(target, pair, f"has {kind} of {', '.join(elements)} with E8M0 scales of one row")
     if row.block_sizes and spec.block_size not in row.block_sizes:
         _refuse(target, pair, f"has blocks of {', '.join(map(str, row.block_sizes))}")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints import compressed_tensors_config, modelopt_config, quark_config, read_only_configs
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -47,7 +49,7 @@ def write_fp8(modules: Mapping[str, Module]) -> dict[str, Any]:
         "modules_to_not_convert": unquantized(modules),
     }
     if forms - {"fp8_e4m3"}:  # as DeepSeek does
-        floats = any(spec_of(form).scale_format.name == "f32" for form in forms)
+        floats = any(spec_of(form).scale_dtype == torch.float32 for form in forms)
         config |= {"quant_method": "fp8", "fmt": "e4m3", **({} if floats else {"scale_fmt": "ue8m0"})}
     return config
 

@@ -235,7 +235,7 @@ def _in_layout(spec: MXSpec, layout: Layout) -> MXSpec:
     """Return a spec with the tensor scale as the layout has it: a factor or a divisor."""
     form = alike_form(format_of(spec), layout.stored)
     scale_format = spec.scale_format if form is None else spec_of(form).scale_format
-    return spec.replace(scale_format=scale_format) if spec.scale_format.tensor and scale_format.tensor else spec
+    return spec.replace(scale_format=scale_format) if spec.has_tensor_scale and scale_format.tensor else spec
 
 
 def _stated(layout: Layout, layer: nn.Module, inputs: MXSpec | None) -> MXSpec | None:
@@ -288,7 +288,7 @@ def _unfit(
     if entry.dtype not in HIGH_PRECISION:
         return f"it holds {entry.dtype}"
     layout.check(name, form)
-    if specs.activation is not None and specs.activation.scale_format.tensor:
+    if specs.activation is not None and specs.activation.has_tensor_scale:
         raise MXError(
             f"inputs of {name} in {specs.activation} need a calibrated tensor scale: take a recipe of weights, or "
             "pt2mx.quantize_language_model and save_checkpoint"

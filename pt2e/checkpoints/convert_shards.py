@@ -98,7 +98,7 @@ class ShardConverter:
         spec = self.plan.chosen.get(name)
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
-        tensor_scale = self._tensor_scale(name, spec) if spec.scale_format.tensor else None
+        tensor_scale = self._tensor_scale(name, spec) if spec.has_tensor_scale else None
         scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec, tensor_scale=tensor_scale)
         return self.plan.layout.to_tensors(name, format_of(spec), data, scale, tensor_scale)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError
-from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, value_of
+from pt2mx.kernels.float_scales import scale_values, steps_of
 from pt2mx.pt2e.models.weight_formats import PackedTensors, with_float_scales
 from pt2mx.spec import MXSpec
 
@@ -94,7 +94,5 @@ def _per_row(packed: PackedTensors, rows: int) -> PackedTensors:
 
 def _folded(packed: PackedTensors) -> PackedTensors:
     """Return the same codes with the tensor scale in their scales."""
-    scale = value_of(codes_of(packed.scale), packed.spec.scale_format)
-    return with_float_scales(
-        packed, TENSOR_SCALES[packed.spec.scale_format.tensor].apply(scale, packed.stated_tensor_scale)
-    )
+    scale = scale_values(packed.scale, packed.spec)
+    return with_float_scales(packed, steps_of(packed.spec).apply(scale, packed.stated_tensor_scale))

@@ -126,7 +126,7 @@ def _scheme(name: str, fields: Mapping[str, Any], weights_alone: bool) -> Scheme
             f"quant_algo {algorithm!r} of {name} in groups of {fields.get('group_size')}: expected {_MIXED}, {allowed}"
         )
     form, has_inputs, _ = _ALGORITHMS[algorithm]
-    has_inputs = has_inputs and not (weights_alone and spec_of(form).scale_format.tensor)
+    has_inputs = has_inputs and not (weights_alone and spec_of(form).has_tensor_scale)
     (mode,) = LAYOUTS["modelopt"].inputs.get(form, ("",))
     return Scheme(form, spec_of(form).replace(scale_mode=mode) if has_inputs else None)
 
@@ -155,5 +155,5 @@ def _group(algorithm: str) -> dict[str, Any]:
     arguments = {name: value for name, value in arguments.items() if name in ("num_bits", "type", "group_size")}
     group: dict[str, Any] = {"weights": {**arguments, "dynamic": False}}
     if has_inputs:
-        group["input_activations"] = {**arguments, "dynamic": not spec.scale_format.tensor}
+        group["input_activations"] = {**arguments, "dynamic": not spec.has_tensor_scale}
     return group

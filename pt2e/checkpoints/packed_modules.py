@@ -130,7 +130,8 @@ def fold_transposes(model: GraphModule) -> bool:
             value = tensor_of(model, attribute)
             replace_tensor(model, value, value.transpose(*swapped).contiguous())
             attribute.meta["val"] = attribute.meta["val"].transpose(*swapped).contiguous()
-        (axis,) = set(swapped) - {call.axis} if call.axis in swapped else {call.axis}
+        first, second = swapped
+        axis = {first: second, second: first}.get(call.spec.axis, call.spec.axis)
         node.update_arg(5, axis)
         set_value(node)
         for user in list(node.users):

@@ -33,7 +33,7 @@ def read_inputs(
         MXError: where the tensor scale is missing, or parts of a weight have different factors or scales.
     """
     modules = {part.rpartition(".")[0] for part in parts}
-    has_tensor_scale = inputs is not None and bool(inputs.scale_format.tensor)
+    has_tensor_scale = inputs is not None and inputs.has_tensor_scale
     if len(modules) > 1 and _EXPERT.search(next(iter(modules))):
         changed = [f"{module}.{suffix}" for module in sorted(modules) for suffix in (layout.pre_scale, layout.rotation)]
         if suffix := next((name for name in changed if name in tensors), ""):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.float_scales import TENSOR_SCALES, codes_of, has_each, value_of
+from pt2mx.kernels.float_scales import has_each, scale_values, steps_of
 from pt2mx.nv_scales import mx_to_nv_scales, nv_to_mx_scales
 from pt2mx.pt2e.models.layouts import Layout
 from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR, PackedTensors, format_of, spec_of
@@ -47,7 +47,7 @@ def tensor_scaled_inputs(inputs: MXSpec, layout: Layout) -> MXSpec | None:
     Returns:
         Its own format for the same elements and scales of blocks; None: it has none.
     """
-    form = alike_form(format_of(inputs), [one for one in layout.inputs if spec_of(one).scale_format.tensor])
+    form = alike_form(format_of(inputs), [one for one in layout.inputs if spec_of(one).has_tensor_scale])
     return None if form is None else spec_of(form).replace(scale_mode=layout.inputs[form][0])
 
 
@@ -115,7 +115,7 @@ def shared_factor(weights: Mapping[str, PackedTensors], form: str) -> Tensor | N
     Raises:
         MXError: where the scales of a weight do not fit.
     """
-    if not spec_of(form).scale_format.tensor or not all(one.spec.has_e8m0_scale for one in weights.values()):
+    if not spec_of(form).has_tensor_scale or not all(one.spec.has_e8m0_scale for one in weights.values()):
         return None
     recoded = (recode(name, packed, NVFP4, torch.float32) for name, packed in weights.items())
     return torch.stack([one.tensor_scale for one in recoded if one.tensor_scale is not None]).amax()
@@ -138,16 +138,16 @@ def _reciprocal(packed: PackedTensors, spec: MXSpec, dtype: torch.dtype) -> Pack
         MXError: where no such number gives equal values.
     """
     old = packed.stated_tensor_scale
-    scales = value_of(codes_of(packed.scale).unique(), spec.scale_format)
+    scales = scale_values(packed.scale.unique(), spec)
     codes = decode(torch.arange(8, dtype=torch.int32), spec.element)
 
-    def values(steps: str, tensor_scale: Tensor) -> Tensor:
-        return (codes * TENSOR_SCALES[steps].apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
+    def values(of: MXSpec, tensor_scale: Tensor) -> Tensor:
+        return (codes * steps_of(of).apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
 
-    expected = values(packed.spec.scale_format.tensor, old)
+    expected = values(packed.spec, old)
     nearest = old.reciprocal()
     infinity = torch.tensor(float("inf"))
     for candidate in (nearest, nearest.nextafter(infinity), nearest.nextafter(-infinity)):
-        if values(spec.scale_format.tensor, candidate).equal(expected):
+        if values(spec, candidate).equal(expected):
             return packed._replace(spec=spec, tensor_scale=candidate)
     raise MXError(f"no reciprocal of its tensor scale {old.item():g} gives equal values in {dtype}")

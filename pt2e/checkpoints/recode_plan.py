@@ -122,7 +122,7 @@ def _add(plan: RecodingPlan, part: str, parameter: str, scheme: Scheme, shapes: 
     if old.pre_scale and f"{module}.{old.pre_scale}" in shapes and old.pre_scale != new.pre_scale:
         raise MXError(f"{module}.{old.pre_scale} multiplies inputs, which {new.name} has no place for")
     inputs = scheme.inputs
-    if inputs is not None and inputs.scale_format.tensor:
+    if inputs is not None and inputs.has_tensor_scale:
         inputs = _inputs(plan, module, inputs, shapes)
     new.check_inputs(module, form, inputs)
     return Scheme(form, inputs)
@@ -176,7 +176,7 @@ def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, E
     if stated is None or name not in shapes:
         missing = f"the checkpoint holds no {name}" if stated else f"{new.name} has no place for {name}"
         raise MXError(f"{missing}, the tensor scale of inputs")
-    changes = stated.scale_format.tensor != inputs.scale_format.tensor
+    changes = stated.scale_format != inputs.scale_format
     shape = new.stored[format_of(stated)].tensor_scale_shape
     plan.input_scales[name] = f"{module}.{new.input_scale}", changes, shape
     return stated

@@ -122,7 +122,7 @@ class RecodingPlan(ConversionPlan):
             () float32, a power of two; None for other conversions.
         """
         weight, form, new = self.weights[codes]
-        if not (spec_of(form).has_e8m0_scale and spec_of(new).scale_format.tensor):
+        if not (spec_of(form).has_e8m0_scale and spec_of(new).has_tensor_scale):
             return None
         if weight in self.unit_scales:
             return torch.ones(())

@@ -202,7 +202,7 @@ def _takes(layout: Layout, user: WeightUser) -> bool:
 
 def _has_format(layout: Layout, user: WeightUser) -> bool:
     """Return whether a layout has the format of a weight, or for scales of a tensor one with the same values."""
-    form = alike_form(user.form, layout.stored) if user.spec.scale_format.tensor else user.form
+    form = alike_form(user.form, layout.stored) if user.spec.has_tensor_scale else user.form
     return form in layout.stored
 
 

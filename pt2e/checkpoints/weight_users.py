@@ -107,7 +107,7 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
 
 def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node]) -> WeightUser:
     to = Dequantize.expect(weight)
-    data, scale = (tensor_of(model, node).movedim(to.axis, -1) for node in (to.codes, to.scale))
+    data, scale = (tensor_of(model, node).movedim(to.spec.axis, -1) for node in (to.codes, to.scale))
     specs = list(map(spec_of_dequantize, inputs))
     for argument, spec in zip(inputs, specs, strict=True):
         if spec.axis % argument.meta["val"].dim() != argument.meta["val"].dim() - 1:

@@ -35,7 +35,7 @@ def check_sliceable(name: str, spec: MXSpec, anchor: MXSpec) -> None:
     powers of two, which follow from its own values."""
     check_narrower(name, spec, anchor)
     for one in (spec, anchor):
-        if not one.scale_format.is_power_of_two or one.block_rows > 1:
+        if not one.has_power_of_two_scale or one.block_rows > 1:
             raise MXError(f"{name} in {spec} is no slice of {anchor}: choose formats with E8M0 scales of one row")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,16 @@ from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
 #: matmuls and convolutions of lowered models, whose weight has its blocks along the last dimension
-_MATMULS = (
-    linear.linear_mx,
-    linear.grouped_linear_mx,
-    quantize_epilogue.linear_fake_quantize_mx,
-    convolution.conv2d_mx,
-    quantize_epilogue.conv2d_fake_quantize_mx,
-)
+_MATMULS: dict[object, Any] = {
+    operator.overload: operator
+    for operator in (
+        linear.LinearMX,
+        linear.GroupedLinearMX,
+        quantize_epilogue.LinearFakeQuantize,
+        convolution.Conv2dMX,
+        quantize_epilogue.Conv2dFakeQuantize,
+    )
+}
 #: matmuls whose weight is in the layout of a GPU's tensor cores
 _REORDERED = (linear.linear_mx_mma_layout, scaled_mm.scaled_mm_mx, fp8_rowwise.mm_fp8_rows)
 #: all operators that multiply with packed weights
@@ -181,16 +184,10 @@ def _read(node: Node) -> _Read | None:
         axis = call.spec.axis % rank - rank
         return _Read(call.codes, call.scale, spec_of_dequantize(node), axis, length, call.tensor_scale)
     if node.target in _MATMULS:
-        args = named_args(node)
-        spec = MXSpec(
-            args["elem_dtype_name"],
-            args["block_size"],
-            scale_format=args.get("scale_format") or "e8m0",
-            block_rows=args.get("block_rows") or 1,
-        )
-        k = (shape_of(args["x"]) or ())[-1]
+        matmul = _MATMULS[node.target].from_args(*named_args(node).values())
+        k = (shape_of(matmul.x) or ())[-1]
         length = k if isinstance(k, int) else None
-        return _Read(args["weight_data"], args["weight_scale"], spec, -1, length, args.get("tensor_scale"))
+        return _Read(matmul.codes, matmul.scale, matmul.spec, -1, length, getattr(matmul, "tensor_scale", None))
     return None
 
 
@@ -219,7 +216,7 @@ def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:
     """Return the bytes of the codes and scales of a tensor of this shape."""
     length = shape[spec.axis]
     rows = math.prod(shape) // length if length else 0
-    scales = MXStorage.of(shape, spec).num_blocks * spec.scale_bits // 8 + 4 * bool(spec.scale_format.tensor)
+    scales = MXStorage.of(shape, spec).num_blocks * spec.scale_bits // 8 + 4 * spec.has_tensor_scale
     return rows * packed_length(length, spec.element.bits) + scales
 
 

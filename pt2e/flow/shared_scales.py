@@ -36,7 +36,7 @@ def share_tensor_scales(model: GraphModule) -> None:
     observers: dict[Node, MXObserver] = {}  # by their calls
     for node in model.graph.find_nodes(op="call_module"):
         observer = model.get_submodule(str(node.target))
-        if isinstance(observer, MXObserver) and observer.static_scale is None and observer.spec.scale_format.tensor:
+        if isinstance(observer, MXObserver) and observer.static_scale is None and observer.spec.has_tensor_scale:
             observers[node] = observer
     if not observers:
         return

@@ -158,7 +158,7 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
     names = []
     for codes, scales, read in stored_weights(converted):
         scale = tensor_of(model_of(scales.graph), scales)
-        if not is_fake(scale) and bool(is_nan(scale, read.spec.scale_format).any()):
+        if not is_fake(scale) and bool(is_nan(scale, read.spec).any()):
             names.append(parameter_name(name_of(codes)))
     names += (str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")
     return list(dict.fromkeys(names))

@@ -49,7 +49,7 @@ class BlockType:
     def to_codes(self, name: str, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """blocks: (..., bytes of a row) uint8 -> codes, (..., bytes of K) uint8, and scales, (..., K / group) of the
         dtype of the scale format. A scale that means another number in the file raises an `MXError`."""
-        dtype = self.spec.scale_format.dtype
+        dtype = self.spec.scale_dtype
         split = self.groups * dtype.itemsize
         whole = blocks.unflatten(-1, (-1, split + self._code_bytes * self.groups))
         scale = whole[..., :split].flatten(-2).contiguous().view(dtype)

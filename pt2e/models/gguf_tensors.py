@@ -35,8 +35,8 @@ GGUF = Layout(
         row.form: Stored(
             f"_{row.name.lower()}",
             "_scale",
-            scale_dtype=row.spec.scale_format.dtype,
-            tensor_scale="_tensor_scale" if row.spec.scale_format.tensor else "",
+            scale_dtype=row.spec.scale_dtype,
+            tensor_scale="_tensor_scale" if row.spec.has_tensor_scale else "",
         )
         for row in BLOCK_TYPES.values()
     },
@@ -137,7 +137,7 @@ class GGUFTensors(StoredTensors):
             return self._values(source, self._blocks(source))
         row = self.packed[part]
         names = GGUF.names(part, row.form)
-        if name == names[-1] and row.spec.scale_format.tensor:
+        if name == names[-1] and row.spec.has_tensor_scale:
             return self._tensor_scale(source)
         return row.to_codes(source.name, self._blocks(source))[names.index(name)]
 

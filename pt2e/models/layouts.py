@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.float_scales import codes_of
+from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.models.weight_formats import (
     BLOCK,
     FP8_BLOCKS,
@@ -98,14 +98,14 @@ class Layout:
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
         check_last_blocks(weight, spec, data)
-        if bool((codes_of(scale) == spec.scale_format.nan).any()):
+        if bool(is_nan(scale, spec).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )
         codes = data.unflatten(-1, (scale.shape[-1], -1)) if stored.by_block else data.view(stored.dtype)
         scale = scale.view(stored.scale_dtype)
         tensors = [codes, scale.unsqueeze(-1).unsqueeze(-3) if stored.spread_scales else scale]
-        if spec.scale_format.tensor:
+        if spec.has_tensor_scale:
             if tensor_scale is None:
                 raise MXError(f"{weight} in {form} has no tensor scale, which {self.name} stores: give one")
             tensors.append(tensor_scale.reshape(stored.tensor_scale_shape))
@@ -125,7 +125,7 @@ class Layout:
         spec = self.spec_in(weight, form, tensors, block)
         data, scale, *others = (tensors[name] for name in names)
         scale = as_grid(scale, data.dim()) if stored.spread_scales else scale
-        scale_dtype = spec.scale_format.dtype
+        scale_dtype = spec.scale_dtype
         scale_dtypes = (scale_dtype,) if scale_dtype.is_floating_point else _BYTE_DTYPES
         for name, tensor, dtypes in ((names[0], data, _BYTE_DTYPES), (names[1], scale, scale_dtypes)):
             if tensor.dtype not in dtypes:
@@ -191,7 +191,7 @@ class Layout:
         their own scale mode, which the result has. It is the same spec where they take it, or have no such format.
         """
         modes = self.inputs.get(format_of(inputs), ())
-        if not modes or inputs.scale_mode in modes or inputs.scale_format.tensor:
+        if not modes or inputs.scale_mode in modes or inputs.has_tensor_scale:
             return inputs
         return inputs.replace(scale_mode=modes[0])
 

@@ -178,7 +178,7 @@ def check_scales(name: str, spec: MXSpec, data: Tensor, scale: Tensor) -> None:
 
     Integers may have any scale: GGUF's Q4_0 gives the largest value of a block the code -8, whatever its sign.
     """
-    if spec.scale_format.is_power_of_two or spec.element.is_int:
+    if spec.has_power_of_two_scale or spec.element.is_int:
         return
     value = scale if scale.dtype.is_floating_point else scale.view(torch.float8_e4m3fn).float()
     if bool((value.signbit() | value.isnan()).any()):

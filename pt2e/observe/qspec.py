@@ -79,7 +79,7 @@ def mx_qscheme(spec: MXSpec, ste: str = "identity", tensor_scale: str = "dynamic
     """Return the spec, the gradient estimator and the choice of the tensor scale as a tuple; torchao shares observers
     with equal tuples. The spec is a text: torchao makes dictionaries of dataclasses."""
     spec.check_operators()
-    return _TAG, str(spec), spec.axis, ste, tensor_scale if spec.scale_format.tensor else "dynamic"
+    return _TAG, str(spec), spec.axis, ste, tensor_scale if spec.has_tensor_scale else "dynamic"
 
 
 def spec_of_qscheme(qscheme: tuple) -> MXSpec:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pt2mx.kernels.float_scales import TENSOR_SCALES, TensorScale, value_of
+from pt2mx.kernels.float_scales import steps_of, value_of
 from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.pt2e.onnx.function import Function, Input, onnx
 from pt2mx.pt2e.onnx.rounding import round_to_element, ulp_of
@@ -83,9 +83,8 @@ def _divide(a: Any, b: Any) -> _Symbol:
 
 def _step(f: Function, spec: MXSpec, step: str, *operands: Input) -> str:
     """Return the result of a step of `TensorScale` for float32 values of the function, and constants."""
-    steps: TensorScale = TENSOR_SCALES[spec.scale_format.tensor]
     symbols = [_Symbol(f, value) if isinstance(value, str) else value for value in operands]
-    return getattr(steps, step)(*symbols, _divide).name
+    return getattr(steps_of(spec), step)(*symbols, _divide).name
 
 
 def tensor_scale(f: Function, x: str, spec: MXSpec, static: str = "") -> str:
@@ -124,7 +123,7 @@ def _round(f: Function, quotient: str, scale: ScaleFormat, up: bool) -> str:
 
 def times_tensor_scale(f: Function, scale: str, spec: MXSpec, t: Input) -> str:
     """Return what multiplies the codes of a block."""
-    return _step(f, spec, "apply", scale, t) if spec.scale_format.tensor else scale
+    return _step(f, spec, "apply", scale, t) if spec.has_tensor_scale else scale
 
 
 def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> str:
@@ -136,7 +135,7 @@ def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> st
 
 def stored_scale(f: Function, scale: str, spec: MXSpec) -> str:
     """scale: as pt2mx stores it -> float32."""
-    if spec.scale_format.dtype.is_floating_point:
+    if spec.scale_dtype.is_floating_point:
         return f.op("Cast", scale, to=_TYPE.FLOAT)
     return f.op("Gather", scale_table(spec.scale_format).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
 

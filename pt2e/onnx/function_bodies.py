@@ -58,8 +58,8 @@ def fake_quantize(
     f = Function(name + "_static" * static, inputs, [field.name for field in fields(FakeQuantizeMX)])
     x = f.op("Cast", "X", to=_TYPE.FLOAT) if casts else "X"
     values = blocks.split(f, x)
-    if not spec.scale_format.is_power_of_two:
-        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.scale_format.tensor else 1.0
+    if not spec.has_power_of_two_scale:
+        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.has_tensor_scale else 1.0
         scale, unit = float_scales(f, values, blocks, spec, t)
         v = in_units(f, values, scale, spec, t)
     else:
@@ -109,7 +109,7 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     padded = is_packed(element.bits) and length % group_of(element.bits)[0] > 0 and length > 0
     name = f"{DequantizeMX.op_type}.{element}_{scales_name(spec)}{_TYPE.DataType.Name(dtype).lower()}_{blocks.name}"
     name += f"_of{length}" * padded
-    inputs = ["codes", "scale", *["tensor_scale"] * bool(spec.scale_format.tensor)]
+    inputs = ["codes", "scale", *["tensor_scale"] * spec.has_tensor_scale]
     f = Function(name, inputs, [field.name for field in fields(DequantizeMX)])
     x = _decode(f, "codes", element, blocks)
     if padded:  # drop the codes that fill the last group
@@ -119,8 +119,8 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
         rows = f.op("Range", np.asarray(0), f.op("Squeeze", f.op("Shape", x, start=-2, end=-1)), np.asarray(1))
         scale = f.op("Gather", scale, f.op("Div", rows, [spec.block_rows]), axis=-2)
     scale = stored_scale(f, blocks.split_scale(f, scale), spec)
-    if not spec.scale_format.is_power_of_two:
-        t = f.op("Reshape", "tensor_scale", [1]) if spec.scale_format.tensor else 1.0
+    if not spec.has_power_of_two_scale:
+        t = f.op("Reshape", "tensor_scale", [1]) if spec.has_tensor_scale else 1.0
         scale = times_tensor_scale(f, scale, spec, t)
         if element.unit != 1:
             values = f.op("Mul", values, 1 / element.unit)
@@ -179,7 +179,7 @@ def _check(spec: MXSpec) -> None:
 def scales_name(spec: MXSpec) -> str:
     """Return the part of a function's name that says the scale format, empty for E8M0 of one row."""
     rows = "" if spec.block_rows == 1 else f"rows{spec.block_rows}_"
-    return rows if spec.scale_format.is_power_of_two else f"{spec.scale_format}_{rows}"
+    return rows if spec.has_power_of_two_scale else f"{spec.scale_format}_{rows}"
 
 
 def _decode(f: Function, codes: str, element: ElementFormat, blocks: Blocks) -> str:

@@ -24,7 +24,7 @@ the function becomes the node's `op_type`: one of the two above, a dot, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pt2mx.extras import import_extra
@@ -53,12 +53,21 @@ class MXNode:
     scale_format: str = field(default="e8m0", kw_only=True)
     block_rows: int = field(default=1, kw_only=True)
 
+    @classmethod
+    def for_spec(cls, spec: MXSpec, length: int, **more: Any) -> Self:
+        """Return the attributes that say a spec, whose axis is counted as nodes do."""
+        named = {**vars(spec), "element": spec.element.name, "scale_format": spec.scale_format.name}
+        return cls(**{name: named[name] for name in cls._of_spec()}, length=length, **more)
+
     @property
     def spec(self) -> MXSpec:
-        """Return the spec of the codes. It has no scale mode and rounding: the codes are rounded already."""
-        return MXSpec(
-            self.element, self.block_size, self.axis, scale_format=self.scale_format, block_rows=self.block_rows
-        )
+        """The spec. That of codes has no scale mode and rounding: they are rounded already."""
+        return MXSpec(**{name: getattr(self, name) for name in self._of_spec()})
+
+    @classmethod
+    def _of_spec(cls) -> list[str]:
+        """Return the names of the attributes that are fields of a spec."""
+        return [field.name for field in fields(cls) if field.name not in ("length", "dtype")]
 
     @classmethod
     def of(cls, node: onnx.NodeProto) -> Self | None:
@@ -80,10 +89,6 @@ class MXNode:
         helper = import_extra("onnx", "onnx").helper
         return helper.make_node(self.op_type, inputs, [output], name, domain=DOMAIN, **asdict(self))
 
-    def replace(self, **changes: object) -> Self:
-        """Return these attributes with some changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
-
 
 @dataclass(frozen=True)
 class FakeQuantizeMX(MXNode):
@@ -93,12 +98,6 @@ class FakeQuantizeMX(MXNode):
 
     scale_mode: str = "floor"
     rounding: str = "even"
-
-    @property
-    def spec(self) -> MXSpec:
-        """Return the spec that X is quantized to."""
-        blocks = self.element, self.block_size, self.axis, self.scale_mode, self.rounding
-        return MXSpec(*blocks, scale_format=self.scale_format, block_rows=self.block_rows)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pt2mx.kernels.elements import NAN_SCALE
-from pt2mx.kernels.float_scales import codes_of, value_of
+from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.modes import scale_modes
 from pt2mx.pt2e.onnx.block_scales import tensor_scale
@@ -209,8 +209,8 @@ def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
     f = Function(name + "_static" * static, inputs, [])
     x = f.op("Cast", "X", to=_TYPE.FLOAT)
     values = blocks.split(f, x)
-    if not spec.scale_format.is_power_of_two:
-        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.scale_format.tensor else 1.0
+    if not spec.has_power_of_two_scale:
+        t = tensor_scale(f, x, spec, inputs[-1] if static else "") if spec.has_tensor_scale else 1.0
         f.op("Squeeze", float_scales(f, values, blocks, spec, t)[1], [blocks.inner], output="Y")
         return f.proto(opset)
     _, unit = in_powers_of_two(f, values, blocks, spec)
@@ -242,7 +242,7 @@ class _NativeConstants:
         multiplied by it."""
         if tensor_scale:
             return self._native(name, (), _e4m3_scales)
-        if not attributes.spec.scale_format.is_power_of_two:
+        if not attributes.spec.has_power_of_two_scale:
             return self._native(name, (), lambda s: _float_scales(s, attributes))
         element = attributes.spec.element
         return self._native(name, (element.mantissa_bits,) if element.is_int else (), lambda s: _scales(s, attributes))
@@ -272,8 +272,8 @@ def _e4m3_scales(scales: Tensor) -> Any:
 
 
 def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
-    scale = attributes.spec.scale_format
-    return onnx.numpy_helper.from_array(value_of(codes_of(scales), scale).numpy())
+    """Return scales with a significand as float32."""
+    return onnx.numpy_helper.from_array(scale_values(scales, attributes.spec).numpy())
 
 
 def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:

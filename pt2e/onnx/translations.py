@@ -9,11 +9,14 @@ from typing import Any
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.packing import unpacked_length
+from pt2mx.ops import quantization
+from pt2mx.ops.operator import Operator
+from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.pt2e.onnx.files import OPSET
 from pt2mx.pt2e.onnx.function_bodies import body
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
+from pt2mx.spec import MXSpec
 
 onnx = import_extra("onnx", "onnx")
 onnx_ir = import_extra("onnx_ir", "onnx")
@@ -80,85 +83,62 @@ def translations(emit: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
         emit: called with a node and its inputs; returns the node's output.
     """
 
-    def fake_quantize(
-        x: Any,
-        element: str,
-        block_size: int,
-        axis: int = -1,
-        scale_mode: str = "floor",
-        rounding: str = "even",
-        seed: Any = None,
-        ste: str = "",
-        scale_format: str | None = None,
-        block_rows: int | None = None,
-        tensor_scale: Any = None,
-    ) -> Any:
-        axis, length = _along(x, axis)
-        node = FakeQuantizeMX(element, block_size, axis, length, scale_mode, rounding)
-        node = node.replace(scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
-        if tensor_scale is None or tensor_scale.meta.get(_SCALED) is x:
+    def fake_quantize(call: quantization.FakeQuantize[Any] | quantization.Quantize[Any]) -> Any:
+        x, t = call.x, call.tensor_scale
+        node = FakeQuantizeMX.for_spec(*_along(x, call.spec))
+        if t is None or t.meta.get(_SCALED) is x:
             return emit(node, x)
-        if _SCALED in tensor_scale.meta:
+        if _SCALED in t.meta:
             raise MXError(f"a tensor in {node.spec} has the scale of another tensor, for which ONNX has no node")
-        return emit(node, x, tensor_scale)
+        return emit(node, x, t)
 
-    def quantize(
-        x: Any,
-        element: str,
-        block_size: int,
-        axis: int = -1,
-        scale_mode: str = "floor",
-        rounding: str = "even",
-        seed: Any = None,
-        scale_format: str | None = None,
-        block_rows: int | None = None,
-        tensor_scale: Any = None,
-    ) -> Any:
+    def quantize(call: quantization.Quantize[Any]) -> Any:
         """Emit nothing, because no ONNX node returns codes: their dequantization becomes a fake quantization of x."""
         scale, codes = onnx_ir.Value(), onnx_ir.Value()
-        scales = scale_format, block_rows, tensor_scale
-        codes.meta[_QUANTIZED] = x, element, block_size, axis, scale_mode, rounding, None, "", *scales
+        codes.meta[_QUANTIZED] = call
         return scale, codes
 
-    def scale_of_tensor(x: Any, element: str, scale_mode: str, scale_format: str) -> Any:
+    def scale_of_tensor(call: TensorScale[Any]) -> Any:
         """Emit nothing: a node without a tensor scale computes it."""
         t = onnx_ir.Value()
-        t.meta[_SCALED] = x
+        t.meta[_SCALED] = call.x
         return t
 
-    def dequantize(
-        codes: Any,
-        scale: Any,
-        element: str,
-        block_size: int,
-        dtype: Any,
-        axis: int = -1,
-        length: Any = None,
-        scale_format: str | None = None,
-        block_rows: int | None = None,
-        tensor_scale: Any = None,
-    ) -> Any:
+    def dequantize(call: quantization.Dequantize[Any]) -> Any:
+        codes, t = call.codes, call.tensor_scale
         if _QUANTIZED in codes.meta:
-            return fake_quantize(*codes.meta[_QUANTIZED])
-        axis, size = _along(codes, axis)
+            return fake_quantize(codes.meta[_QUANTIZED])
+        spec, size = _along(codes, call.spec)
+        length = call.length
         if length is None:
-            length = -1 if size == -1 else unpacked_length(size, ELEMENTS[element].bits)
-        node = DequantizeMX(element, block_size, axis, length, int(dtype))
-        node = node.replace(scale_format=scale_format or "e8m0", block_rows=block_rows or 1)
-        return emit(node, codes, scale, *([] if tensor_scale is None else [tensor_scale]))
+            length = -1 if size == -1 else unpacked_length(size, spec.element.bits)
+        dtype: Any = call.dtype  # the exporter gives the type of ONNX
+        node = DequantizeMX.for_spec(spec, length, dtype=int(dtype))
+        return emit(node, codes, call.scale, *([] if t is None else [t]))
 
     return {
-        ops.fake_quantize_mx: fake_quantize,
-        ops.quantize_mx: quantize,
-        ops.dequantize_mx: dequantize,
-        ops.tensor_scale_mx: scale_of_tensor,
+        ops.fake_quantize_mx: _of_call(quantization.FakeQuantize, fake_quantize),
+        ops.quantize_mx: _of_call(quantization.Quantize, quantize),
+        ops.dequantize_mx: _of_call(quantization.Dequantize, dequantize),
+        ops.tensor_scale_mx: _of_call(TensorScale, scale_of_tensor),
     }
 
 
-def _along(x: Any, axis: int) -> tuple[int, int]:
-    """Return the axis as nodes count it, and the size along it, -1 if it is dynamic."""
+def _of_call(operator: type[Operator[Any]], translate: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function of an operator's arguments: `translate` of the call that they make."""
+    names = [argument.name for argument in operator.arguments]
+
+    def translation(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        return translate(operator.from_args(*[named.get(name) for name in names]))
+
+    return translation
+
+
+def _along(x: Any, spec: MXSpec) -> tuple[MXSpec, int]:
+    """Return the spec with its axis as nodes count it, and the size along it, -1 if it is dynamic."""
     if not x.shape:  # a scalar is treated as shape (1,)
-        return -1, 1
-    length = x.shape[axis]
-    axis %= len(x.shape)
-    return (-1 if axis == len(x.shape) - 1 else axis), length if isinstance(length, int) else -1
+        return spec.replace(axis=-1), 1
+    length, rank = x.shape[spec.axis], len(x.shape)
+    axis = spec.axis % rank
+    return spec.replace(axis=-1 if axis == rank - 1 else axis), length if isinstance(length, int) else -1

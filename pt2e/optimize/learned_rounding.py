@@ -141,7 +141,7 @@ class _Weight:
 def _trained(target: WeightTarget, exact: Tensor, scales: Mapping[Node, BlockScales]) -> _Weight:
     """Return a weight to train from its current value; without known scales from those of nearest rounding."""
     spec, value = target.consumers[0].spec, target.value.detach()
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         return _Weight(target, LatentWeight(exact, fake_quantize_mx(value, spec), spec), None)
     known = scales.get(target.consumers[0].node)
     if known is None:

@@ -229,7 +229,7 @@ def _report_learned(
         if value is not None:
             before = reports[i].algorithm
             algorithm = f"{before}, learned_rounding" if before else "learned_rounding"
-            exact = fake_quantize_mx(value, spec) if spec.scale_format.is_power_of_two else value
+            exact = fake_quantize_mx(value, spec) if spec.has_power_of_two_scale else value
             (after,) = rounding_errors(target, exact)
             reports[i] = replace(reports[i], algorithm=algorithm, after=after)
 

@@ -136,7 +136,7 @@ def _largest(values: int, options: Rotation, spec: MXSpec) -> int:
     """Return the largest power of two up to `options.size` that divides `values`; 0 if it is too small. Scales with a
     significand follow the values of their block closely, so that an outlier must not leave it."""
     size = min(options.size, values & -values)
-    if not spec.scale_format.is_power_of_two:
+    if not spec.has_power_of_two_scale:
         size = min(size, spec.block_size & -spec.block_size)
     return size if size >= _SMALLEST else 0
 

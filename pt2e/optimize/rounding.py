@@ -87,7 +87,7 @@ def _round(
 ) -> tuple[Tensor, BlockScales | None]:
     """Return a rounded weight, and its scales if they have a significand; powers of two follow from the result."""
     value = target.value.detach()
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         even = spec.replace(scale_mode=_EVEN)
         if by_gptq is not None:
             rounded = _by_gptq(target, even, by_gptq)

@@ -154,7 +154,7 @@ def _find_siblings(targets: dict[Node, WeightTarget]) -> None:
     pairs = []
     for first, target in targets.items():
         for consumer in target.consumers:
-            key = sibling_key(consumer.node, consumer.weight) if consumer.spec.scale_format.tensor else None
+            key = sibling_key(consumer.node, consumer.weight) if consumer.spec.has_tensor_scale else None
             if key is not None:
                 pairs.append(((key, consumer.spec), first))
     for first, group in connected(pairs).items():
@@ -197,7 +197,7 @@ def reason_not_rounded(target: WeightTarget) -> str:
     spec = target.consumers[0].spec
     if spec.block_rows > 1:
         return "its blocks have several rows"
-    if not spec.scale_format.is_power_of_two and _is_used_in_subgraph(target):
+    if not spec.has_power_of_two_scale and _is_used_in_subgraph(target):
         return f"a subgraph quantizes it, and {spec.scale_format} scales are stored in the outer graph"
     if any(consumer.spec != spec for consumer in target.consumers):
         return "its operators quantize it in different ways"

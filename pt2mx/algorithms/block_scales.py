@@ -102,6 +102,6 @@ def nearest_scales(weight: Tensor, spec: MXSpec, tensor_scale: Tensor | None = N
 
 
 def _tensor_scale(weight: Tensor, spec: MXSpec, amax: Tensor | None) -> Tensor | None:
-    if not spec.scale_format.tensor:
+    if not spec.has_tensor_scale:
         return None
     return tensor_scale_mx(weight if amax is None else amax, spec)

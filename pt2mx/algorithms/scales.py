@@ -48,7 +48,7 @@ def block_exponents(
         tensor([[0, 3]], dtype=torch.int32)
     """
     check_matrix(weight)
-    if not spec.scale_format.is_power_of_two:
+    if not spec.has_power_of_two_scale:
         raise MXError(f"{spec} has scales with a significand, not exponents: use pt2mx.algorithms.block_scales")
     if importance is not None and importance.shape != weight.shape[1:]:
         raise MXError(f"the importance of {weight.shape[1]} columns has the shape {tuple(importance.shape)}")

@@ -52,9 +52,9 @@ class MXStorage:
             rows = spec.row_axis(len(counts))
             counts[rows] = -(-counts[rows] // spec.block_rows)
         blocks = math.prod(counts)
-        scale_bits = blocks * spec.scale_bits + 32 * bool(spec.scale_format.tensor)
+        scale_bits = blocks * spec.scale_bits + 32 * spec.has_tensor_scale
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
-        if spec.scale_format.is_power_of_two:
+        if spec.has_power_of_two_scale:
             exponent, significand = spec.scale_exp_bits, spec.scale_sig_bits
         else:
             exponent, significand = spec.scale_format.grid.exponent_bits, spec.scale_format.grid.mantissa_bits

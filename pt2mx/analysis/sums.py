@@ -66,7 +66,7 @@ def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Tensor]:
     stored = _run("block_scales", x, spec, tensor_scale)
     exponent = exponent_bytes(stored, spec, tensor_scale)
-    is_power = spec.scale_format.is_power_of_two
+    is_power = spec.has_power_of_two_scale
     scale = _POWERS.to(x.device)[exponent] if is_power else multiplier_of(stored, spec, tensor_scale)
     names = ("nonfinite", "saturated", "flushed", "signal", "noise")
     sums = _run("error_sums", x, fake_quantize_mx(x, spec, tensor_scale=tensor_scale), scale, spec)
@@ -85,7 +85,7 @@ def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) ->
 
     `stored` are scales as `quantize_mx` gives them; `tensor_scale`, of formats that have one, multiplies them.
     """
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         return stored.to(torch.int64)
     scale = multiplier_of(stored, spec, tensor_scale)
     power = torch.frexp(scale).exponent.to(torch.int64) - 1
@@ -107,7 +107,7 @@ def _slices(x: Tensor, spec: MXSpec) -> list[Tensor]:
 
 def _tensor_scale(x: Tensor, spec: MXSpec) -> Tensor | None:
     """Return the tensor scale of x, whose slices would each have another; None for formats without one."""
-    return tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+    return tensor_scale_mx(x, spec) if spec.has_tensor_scale else None
 
 
 def quantization_noise(

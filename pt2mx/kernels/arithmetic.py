@@ -103,7 +103,7 @@ def fake_quantize(
 
 
 def _is_direct(spec: MXSpec) -> bool:
-    is_power = spec.scale_format.is_power_of_two and spec.scale_exp_bits == 8
+    is_power = spec.has_power_of_two_scale and spec.scale_exp_bits == 8
     return is_power and not SCALE_MODES[spec.scale_mode].searches and not ROUNDINGS[spec.rounding].directed
 
 

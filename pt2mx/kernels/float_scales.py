@@ -74,6 +74,11 @@ TENSOR_SCALES = {
 }
 
 
+def steps_of(spec: MXSpec) -> TensorScale:
+    """Return the steps with the tensor scale of a spec."""
+    return TENSOR_SCALES[spec.scale_format.tensor]
+
+
 @dataclass(frozen=True)
 class FloatScale:
     """Scales by their codes, as `BlockScale`."""
@@ -85,7 +90,7 @@ class FloatScale:
     prims: Prims
 
     def divide(self, values: Tensor) -> Tensor:
-        scale, steps, divide = self._value(), TENSOR_SCALES[self.spec.scale_format.tensor], self.prims.divide
+        scale, steps, divide = self._value(), steps_of(self.spec), self.prims.divide
         if FLOAT_SCALE_MODES[self.spec.scale_mode].reciprocal:
             v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale, divide))
         else:
@@ -117,7 +122,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     least, most = TENSOR_SCALE_RANGE
     finite = (amax < torch.inf) & (t >= least) & (t <= most)
     of_element = _constant(spec.element.max_normal / spec.element.unit, amax)
-    steps = TENSOR_SCALES[scale.tensor]
+    steps = steps_of(spec)
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, of_element, t, prims.divide)
     codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
     codes = [
@@ -145,14 +150,15 @@ def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tens
 
 def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims = elements) -> Tensor:
     """stored: scales -> the factors of the element's values, fp32; NaN for the scale NaN."""
-    scale, t = value_of(codes_of(stored), spec.scale_format), tensor_scale_of(tensor_scale, spec, stored)
-    factor, unit = TENSOR_SCALES[spec.scale_format.tensor].apply(scale, t, prims.divide), spec.element.unit
+    t = tensor_scale_of(tensor_scale, spec, stored)
+    factor, unit = steps_of(spec).apply(scale_values(stored, spec), t, prims.divide), spec.element.unit
     return factor if unit == 1 else factor / unit
 
 
-def is_nan(stored: Tensor, scale: ScaleFormat) -> Tensor:
+def is_nan(stored: Tensor, spec: MXSpec) -> Tensor:
     """stored: scales of any format -> whether each is NaN, bool. A code of E4M3 has a sign bit, which files of others
     may set."""
+    scale = spec.scale_format
     if scale.dtype.is_floating_point:
         return stored.isnan()
     return (stored & (1 << scale.grid.bits - 1) - 1) == scale.nan
@@ -163,7 +169,7 @@ def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     amax = finite_amax(x)
     room = FLOAT_SCALE_MODES[spec.scale_mode].tensor_room(spec.scale_format)
     largest = _constant(spec.element.max_normal / spec.element.unit * room, amax)
-    t = TENSOR_SCALES[spec.scale_format.tensor].of_amax(amax, largest, prims.divide)
+    t = steps_of(spec).of_amax(amax, largest, prims.divide)
     return torch.where(amax == 0, 1.0, t.clamp(*TENSOR_SCALE_RANGE))
 
 
@@ -192,6 +198,11 @@ def codes_of(stored: Tensor) -> Tensor:
         return stored.to(torch.int32)
     integer, used = _PATTERNS[stored.dtype.itemsize]
     return stored.view(integer).to(torch.int32) & used
+
+
+def scale_values(stored: Tensor, spec: MXSpec) -> Tensor:
+    """stored: scales of any format -> the scales in fp32."""
+    return value_of(codes_of(stored), spec.scale_format)
 
 
 def value_of(codes: Tensor, scale: ScaleFormat) -> Tensor:
@@ -224,7 +235,7 @@ def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor
 
 
 def _times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:
-    steps, unit = TENSOR_SCALES[spec.scale_format.tensor], spec.element.unit
+    steps, unit = steps_of(spec), spec.element.unit
     factor = prims.realize(steps.apply(scale, t, prims.divide))
     return (values if unit == 1 else values * (1 / unit)) * factor
 

@@ -27,7 +27,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
-#: `spec.scale_format.is_power_of_two` -> the module of its scales
+#: `spec.has_power_of_two_scale` -> the module of its scales
 _SCALES = {True: exponent_scales, False: float_scales}
 
 
@@ -81,7 +81,7 @@ def dequantize(
     if spec.block_rows > 1:
         scale = pad_axis(scale, spec.row_axis(scale.dim()), 1)
     scale = split_axis(scale, spec.axis, 1)  # (..., blocks, 1, ...), padded like the codes
-    times_stored = _SCALES[spec.scale_format.is_power_of_two].times_stored
+    times_stored = _SCALES[spec.has_power_of_two_scale].times_stored
     blocks = times_stored(blocks, scale, spec, tensor_scale, prims).to(dtype)
     return from_blocks(blocks, spec, codes.shape, prims)
 
@@ -105,7 +105,7 @@ def clip_gradient(
 
 
 def _scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> BlockScale:
-    return _SCALES[spec.scale_format.is_power_of_two].scale_of(blocks, spec, tensor_scale, prims)
+    return _SCALES[spec.has_power_of_two_scale].scale_of(blocks, spec, tensor_scale, prims)
 
 
 def _quantize_blocks(

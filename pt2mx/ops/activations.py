@@ -17,9 +17,9 @@ from torch.nn import functional
 from pt2mx.errors import MXError
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import ROWS, Activation, HasFormat
+from pt2mx.ops.arguments import ROWS, Activation
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
-from pt2mx.ops.operator import Format, T, operator
+from pt2mx.ops.operator import Format, Operator, T, operator
 from pt2mx.ops.quantization import FakeQuantize
 from pt2mx.spec import MXSpec
 
@@ -34,10 +34,11 @@ BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class QuantizesRows(HasFormat[T]):
+class QuantizesRows(Operator[T]):
     """An operator that quantizes what it computes in blocks along the last dimension."""
 
     __slots__ = ()
+    spec: MXSpec
     target_dtype: torch.dtype | None
 
     def fake_quantize(self, y: Tensor) -> Tensor:

@@ -9,9 +9,8 @@ import torch
 
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
-from pt2mx.ops.operator import As, Operator, T
+from pt2mx.ops.operator import As, T
 from pt2mx.scale_formats import SCALE_FORMATS
-from pt2mx.spec import MXSpec
 
 
 def choices(names: Iterable[str]) -> str:
@@ -66,44 +65,8 @@ CODES = {"element": Element, "block_size": BlockSize}
 ROWS = {**CODES, "scale_mode": ScaleMode, "rounding": PlainRounding}
 #: the arguments of scales, the last ones of an operator but for those of a whole tensor
 SCALES = {"scale_format": ScaleFormatName, "block_rows": BlockRows}
-
-
-class HasFormat(Operator[T]):
-    """An operator with a format, which is that of x, or of the codes that it takes."""
-
-    __slots__ = ()
-    spec: MXSpec
-
-    @property
-    def element(self) -> str:
-        """The name of the element."""
-        return self.spec.element.name
-
-    @property
-    def block_size(self) -> int:
-        """The values of a block along the axis."""
-        return self.spec.block_size
-
-    @property
-    def axis(self) -> int:
-        """The dimension along which blocks run, as it was written."""
-        return self.spec.axis
-
-    @property
-    def scale_mode(self) -> str:
-        """The rule by which a scale follows from the values of its block."""
-        return self.spec.scale_mode
-
-    @property
-    def rounding(self) -> str:
-        """The rounding of values to the grid of the element."""
-        return self.spec.rounding
-
-    @property
-    def has_plain_scale(self) -> bool:
-        """True for E8M0 scales of one row; the passes that fuse skip others."""
-        return self.spec.has_plain_scale
-
+#: of an operator that takes blocks of one row
+ROW_SCALES = {"scale_format": ScaleFormatName}
 
 VALUES = "(..., n, ...) float32, float16 or bfloat16 of any strides, n values along the axis"
 WEIGHT_CODES = "(N, bytes of K) uint8, packed along K, which is the axis"

@@ -17,10 +17,9 @@ from pt2mx.errors import MXError
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.arguments import (
     CODES,
+    ROW_SCALES,
     ROWS,
     TENSOR_SCALED,
-    HasFormat,
-    ScaleFormatName,
     TargetDtype,
 )
 from pt2mx.ops.checks import broadcasts, check_operands, check_packed, check_quantization
@@ -35,7 +34,7 @@ _ELEMENT = Annotated[str | None, As("elem_dtype_name"), "the element of the resu
 
 
 @operator("attention_mx", 2, "(B, heads, S, `value_width`) in the query's dtype")
-class AttentionMX(HasFormat[T]):
+class AttentionMX(Operator[T]):
     """`scaled_dot_product_attention` over a cache of codes: keys and values are `dequantize_mx` of theirs along the
     last dimension, in the query's dtype. Each key has the queries of as many heads as there are more of them. Sums are
     in float32, in any order; a query that sees no key gives zeros.
@@ -52,7 +51,7 @@ class AttentionMX(HasFormat[T]):
     key_scale: Annotated[T, "(B, heads of the keys, L, ceil(D / block_size)), as `quantize_mx` gives it"]
     value_data: Annotated[T, "(B, heads of the keys, L, bytes of `value_width`) uint8"]
     value_scale: Annotated[T, "(B, heads of the keys, L, ceil(`value_width` / block_size)), as of the keys"]
-    spec: Annotated[MXSpec, Format(CODES, {"scale": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format(CODES, {"scale": ROW_SCALES})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[
         T | None, "(B or 1, heads or 1, S, L) booleans, false where a key is hidden from a query; or None"

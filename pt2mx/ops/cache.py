@@ -9,15 +9,15 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.select import run_kernel
-from pt2mx.ops.arguments import ROWS, HasFormat
+from pt2mx.ops.arguments import ROWS
 from pt2mx.ops.checks import check_input, check_one_device, check_packed
-from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
+from pt2mx.ops.operator import COMPLIANT, As, Format, Operator, T, operator
 from pt2mx.ops.quantization import Quantize
 from pt2mx.spec import MXSpec
 
 
 @operator("store_mx", 1, {}, COMPLIANT, key="CompositeImplicitAutograd")
-class StoreMX(HasFormat[T]):
+class StoreMX(Operator[T]):
     """Quantize new keys and values along their last dimension, as `quantize_mx` does, and write their codes and scales
     into slots of a cache, as `index_copy_` does. `torch.compile` sees these operators.
 

@@ -79,12 +79,12 @@ def check_tensor_scale(
     """Raise `MXError` for a tensor scale that the scale format does not have, or of another dtype, shape or device than
     it has for the values or codes x. With `each` it may be one of each matrix of x, whose blocks lie in matrices."""
     if tensor_scale is None:
-        if required and spec.scale_format.tensor:
+        if required and spec.has_tensor_scale:
             raise MXError(
                 f"{spec} has a tensor scale: pass tensor_scale, for example tensor_scale_mx(x, {str(spec)!r})"
             )
         return
-    if not spec.scale_format.tensor:
+    if not spec.has_tensor_scale:
         raise MXError(f"{spec} has no tensor scale, but tensor_scale was passed: leave it out")
     shapes, text = [(), (1,)], "one float32 number"
     if each and x.dim() == 3 and spec.axis % 3:
@@ -130,7 +130,7 @@ def check_packed(
     if data.device != scale.device:
         raise MXError(f"data is on {data.device} and scale on {scale.device}: move one to the device of the other")
     spec = from_front(spec, data)
-    stored = spec.scale_format.dtype
+    stored = spec.scale_dtype
     if data.dtype != torch.uint8 or scale.dtype != stored:
         if spec.has_e8m0_scale:
             raise MXError(
@@ -140,7 +140,7 @@ def check_packed(
             f"codes of {spec} are {torch.uint8} and scales {stored}, not {data.dtype} and {scale.dtype}: pass what "
             "quantize_mx returns"
         )
-    if tensor_scale is not None or spec.scale_format.tensor:
+    if tensor_scale is not None or spec.has_tensor_scale:
         check_tensor_scale(spec, tensor_scale, data, each=True)
     if dtype not in HIGH_PRECISION:
         raise MXError(f"cannot dequantize to {dtype}: allowed are float32, float16 and bfloat16")

@@ -18,7 +18,7 @@ from pt2mx.errors import MXError
 from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.decoder_linear import GATE_ROWS, GATES, parts
 from pt2mx.kernels.gpu.mma_layout import ROWS, from_mma_layout
-from pt2mx.ops.arguments import CODES, Element, HasFormat, ScaleFormatName, choices
+from pt2mx.ops.arguments import CODES, ROW_SCALES, Element, choices
 from pt2mx.ops.attention import AttentionMX
 from pt2mx.ops.checks import HIGH_PRECISION, broadcasts, check_one_device
 from pt2mx.ops.linear import LinearMXMMALayout
@@ -210,7 +210,7 @@ class DecodingAttention(Operator[T]):
 
 
 @operator("decoding_attention_mx", 1, "(B, heads, S, `value_width`) in the query's dtype")
-class DecodingAttentionMX(HasFormat[T]):
+class DecodingAttentionMX(Operator[T]):
     """`attention_mx` of a few queries, without tensor scales. On an NVIDIA GPU several programs divide the slots.
 
     Example:
@@ -226,7 +226,7 @@ class DecodingAttentionMX(HasFormat[T]):
     key_scale: Annotated[T, _OF_ATTENTION]
     value_data: Annotated[T, _OF_ATTENTION]
     value_scale: Annotated[T, _OF_ATTENTION]
-    spec: Annotated[MXSpec, Format(CODES, {"zeros": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format(CODES, {"zeros": ROW_SCALES})]
     value_width: Annotated[int, "values of a head"]
     mask: Annotated[T | None, _OF_ATTENTION]
     scale: Annotated[float | None, "of the scores; None: D ** -0.5"]

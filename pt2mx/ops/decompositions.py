@@ -83,7 +83,7 @@ class _Decompositions:
 
     def fake_quantize(self, call: FakeQuantize[Tensor]) -> Tensor:
         spec, x, prims = call.check(), torch.atleast_1d(call.x), self.prims_for(call.x)
-        t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
+        t = scale_of_tensor(call, spec) if spec.has_tensor_scale else None
 
         def kernel(spec: MXSpec, x: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
             return (self.fake_quantize_blocks(x, spec, random, prims, t),)
@@ -95,7 +95,7 @@ class _Decompositions:
         spec, prims = call.check(), self.prims_for(call.x)
         operands, t = (
             (torch.atleast_1d(call.x), torch.atleast_1d(call.grad)),
-            scale_of_tensor(call, spec) if spec.scale_format.tensor else None,
+            scale_of_tensor(call, spec) if spec.has_tensor_scale else None,
         )
         (y,) = self._in_order(lambda spec, x, g: (reference.clip_gradient(g, x, spec, prims, t),), spec, *operands)
         return y if call.x.dim() else y.reshape(())

@@ -18,7 +18,7 @@ from pt2mx.kernels import fp8_rowwise
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS, E4M3, ROOMS, UNFIT
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, check_norm_parameters, layer_norm
-from pt2mx.ops.arguments import ROWS, Element, HasFormat, choices
+from pt2mx.ops.arguments import ROWS, Element, choices
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_input
 from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.spec import MXSpec
@@ -47,11 +47,12 @@ class _WithoutGradient(Operator[T]):
         raise MXError("no gradient passes FP8 rows: lower the model with unpack=False")
 
 
-class _MakesRows(_WithoutGradient[T], HasFormat[T]):
+class _MakesRows(_WithoutGradient[T]):
     """An operator that quantizes what it computes of x to FP8 rows."""
 
     __slots__ = ()
     x: T
+    spec: MXSpec
 
     def check(self) -> MXSpec:
         """Return the spec of x."""

@@ -23,7 +23,6 @@ from pt2mx.ops.arguments import (
     WEIGHT_CODES,
     WEIGHT_SCALE,
     Element,
-    HasFormat,
     Rotation,
     ScaleOfTensor,
     TargetDtype,
@@ -57,12 +56,13 @@ def check_weight(
         raise MXError(f"x of shape {tuple(x.shape)} times a weight of {tuple(codes.shape)} bytes: {error}") from None
 
 
-class PackedMatmul(HasFormat[T]):
+class PackedMatmul(Operator[T]):
     """A matmul of x with a weight that is packed along the dimension that the matmul reduces."""
 
     __slots__ = ()
     codes: T
     scale: T
+    spec: MXSpec
     tensor_scale: T | None
 
     def dequantization(self, dtype: torch.dtype, length: int) -> Dequantize[T]:

@@ -24,7 +24,6 @@ from pt2mx.ops.arguments import (
     VALUES,
     AnyScaleMode,
     Axis,
-    HasFormat,
     Rounding,
     ScaleOfTensor,
     Seed,
@@ -32,7 +31,7 @@ from pt2mx.ops.arguments import (
 )
 from pt2mx.ops.checks import STRAIGHT_THROUGH, check_input, check_packed, check_ste, check_tensor_scale
 from pt2mx.ops.memory_format import as_tuple, empty_in_format_of, has_one_order, with_memory_format_of
-from pt2mx.ops.operator import COMPLIANT, As, Format, T, operator
+from pt2mx.ops.operator import COMPLIANT, As, Format, Operator, T, operator
 from pt2mx.ops.stochastic import seed_of
 from pt2mx.ops.tensor_scale import TensorScale
 from pt2mx.spec import MXSpec
@@ -63,19 +62,20 @@ def _run_in_order(call: Any, tensors: tuple[str, ...], spec: MXSpec, *more: obje
     return with_memory_format_of(x, kernel, spec, *(getattr(call, name) for name in tensors))
 
 
-class Quantization(HasFormat[T]):
+class Quantization(Operator[T]):
     """An operator that quantizes x along an axis."""
 
     __slots__ = ()
     #: True where the tensor scale of x, computed here, would be lost
     returns_scales: ClassVar[bool] = False
     x: T
+    spec: MXSpec
     tensor_scale: T | None
 
     def check(self) -> MXSpec:
         """Return the spec, its axis counted from the front."""
         spec = check_input(self.x, self.spec)
-        if self.tensor_scale is not None or (self.returns_scales and spec.scale_format.tensor):
+        if self.tensor_scale is not None or (self.returns_scales and spec.has_tensor_scale):
             check_tensor_scale(spec, self.tensor_scale, self.x)
         return spec
 
@@ -91,7 +91,7 @@ def _for_kernel(call: Any, spec: MXSpec) -> Any:
     """Return a call that quantizes x with a dimension at least, the seed as a tensor, and the tensor scale of a format
     with one."""
     seed = seed_of(call.x, spec, call.seed)
-    t = scale_of_tensor(call, spec) if spec.scale_format.tensor else None
+    t = scale_of_tensor(call, spec) if spec.has_tensor_scale else None
     if call.x.dim() and seed is call.seed and t is call.tensor_scale:
         return call
     return call.replace(x=_row(call.x), seed=seed, tensor_scale=t)
@@ -139,7 +139,7 @@ class Quantize(Quantization[T]):
             scale_shape[rows] = new_size(-(-x.shape[rows] // spec.block_rows), x.shape[rows])
         size = packed_length(length, bits)
         data_shape = resized(x, spec.axis, new_size(size, length) if is_packed(bits) else size)
-        scale = empty_in_format_of(x, scale_shape, spec.scale_format.dtype)
+        scale = empty_in_format_of(x, scale_shape, spec.scale_dtype)
         return scale, empty_in_format_of(x, data_shape, torch.uint8)
 
     def remember(self, ctx: Any, outputs: tuple[Tensor, Tensor]) -> None:
@@ -153,7 +153,7 @@ class Quantize(Quantization[T]):
 
 
 @operator("dequantize_mx", 3, "(..., n, ...) in `target_dtype`", COMPLIANT)
-class Dequantize(HasFormat[T]):
+class Dequantize(Operator[T]):
     """The values of codes: in float32, exact for E8M0 scales, then cast with ties to even. The codes of E matrices may
     have `tensor_scale` (E,).
 
@@ -273,7 +273,7 @@ class FakeQuantize(Quantization[T]):
     COMPLIANT,
     saved=("x", "tensor_scale"),
 )
-class ClipGradient(HasFormat[T]):
+class ClipGradient(Operator[T]):
     """The gradient of `fake_quantize_mx` with `clipped`.
 
     Example:
@@ -299,7 +299,7 @@ class ClipGradient(HasFormat[T]):
                 f"grad of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} is no gradient of x of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-        t = scale_of_tensor(self, spec) if spec.scale_format.tensor else None
+        t = scale_of_tensor(self, spec) if spec.has_tensor_scale else None
         is_ready = bool(x.dim()) and t is self.tensor_scale
         call = self if is_ready else self.replace(grad=_row(grad), x=_row(x), tensor_scale=t)
         (y,) = _run_in_order(call, ("x", "grad"), spec)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.arguments import ROWS, AnyScaleMode, HasFormat, ScaleFormatName
+from pt2mx.ops.arguments import ROW_SCALES, ROWS, AnyScaleMode
 from pt2mx.ops.checks import broadcasts, check_input, check_one_device, check_packed
 from pt2mx.ops.operator import As, Format, Operator, T, operator
 from pt2mx.ops.quantization import Quantize
@@ -107,7 +107,7 @@ class RotateAndStore(_Rotation[T]):
 
 
 @operator("rotate_quantize_and_store", 1, "(B, heads, S, D) bfloat16, the rotated queries")
-class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
+class RotateQuantizeAndStore(_Rotation[T]):
     """`rotate_and_store` into a cache of codes: the rotated keys, rounded to bfloat16, and the values are quantized by
     `quantize_mx` along the last dimension, and their codes and scales are written.
 
@@ -132,7 +132,7 @@ class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
     slots: Annotated[T, _SLOTS]
     cos: Annotated[T, _FACTOR]
     sin: Annotated[T, "as `cos`"]
-    spec: Annotated[MXSpec, Format({**ROWS, "scale_mode": AnyScaleMode}, {"spec": {"scale_format": ScaleFormatName}})]
+    spec: Annotated[MXSpec, Format({**ROWS, "scale_mode": AnyScaleMode}, {"spec": ROW_SCALES})]
 
     def check(self) -> MXSpec:
         """Return the spec of keys and values."""
@@ -140,7 +140,7 @@ class RotateQuantizeAndStore(_Rotation[T], HasFormat[T]):
         spec = check_input(self.key, self.spec)
         if ROUNDINGS[spec.rounding].random:
             raise MXError(f"values are not rounded {spec.rounding!r} where they are stored: use quantize_mx of them")
-        if spec.scale_format.tensor:
+        if spec.has_tensor_scale:
             raise MXError(f"{spec} has a tensor scale, which new tokens would change: use a scale format without one")
         for new, data, scale in (
             (self.key, self.key_data, self.key_scale),

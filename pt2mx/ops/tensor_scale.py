@@ -38,7 +38,7 @@ class TensorScale(Operator[T]):
 
     def check(self) -> MXSpec:
         spec = check_input(self.x, self.spec.replace(axis=-1))
-        if not spec.scale_format.tensor:
+        if not spec.has_tensor_scale:
             raise MXError(f"{spec.scale_format} has no tensor scale: allowed are {TENSOR_SCALED}")
         return spec
 

@@ -245,7 +245,7 @@ class _ToMX(torch.autograd.Function):
         seed: int | None,
     ) -> MXTensor:
         spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format, block_rows)
-        if spec.scale_format.tensor and tensor_scale is None:
+        if spec.has_tensor_scale and tensor_scale is None:
             tensor_scale = tensor_scale_mx(x, spec)
         scale, qdata = quantize_mx(x, spec, seed=seed, tensor_scale=tensor_scale)
         # qdata has x's order, but tracing may know nothing of the symbols in its sizes; it knows x's sizes

@@ -6,8 +6,6 @@ are dequantized. Float constants that become unused are removed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from onnx import NodeProto, TensorProto, helper
 
 from pt2mx.errors import MXError
@@ -73,15 +71,7 @@ class Rewriter:
         shape = self._graph.shape(tensor)
         last = shape is not None and spec.axis in (-1, len(shape) - 1)
         length = None if shape is None else shape[spec.axis]
-        return FakeQuantizeMX(
-            spec.element.name,
-            spec.block_size,
-            -1 if last else spec.axis,
-            -1 if length is None else length,
-            spec.scale_mode,
-            spec.rounding,
-            **scale_attributes(spec),
-        )
+        return FakeQuantizeMX.for_spec(spec.replace(axis=-1) if last else spec, -1 if length is None else length)
 
     def _dequantized(self, source: Source, spec: MXSpec) -> str:
         constant = source.constant
@@ -123,7 +113,7 @@ class Rewriter:
         scale."""
         if (constant.name, spec) not in self._packed:
             values = as_torch(constant)
-            parts = {"tensor_scale": tensor_scale_mx(values, spec)} if spec.scale_format.tensor else {}
+            parts = {"tensor_scale": tensor_scale_mx(values, spec)} if spec.has_tensor_scale else {}
             scale, codes = quantize_mx(values, spec, tensor_scale=parts.get("tensor_scale"))
             names = []
             for suffix, values in {"codes": codes, "scale": scale, **parts}.items():
@@ -138,16 +128,5 @@ class Rewriter:
 
 def _dequantize(constant: TensorProto, spec: MXSpec) -> DequantizeMX:
     last = spec.axis == len(constant.dims) - 1
-    return DequantizeMX(
-        spec.element.name,
-        spec.block_size,
-        -1 if last else spec.axis,
-        constant.dims[spec.axis],
-        constant.data_type,
-        **scale_attributes(spec),
-    )
-
-
-def scale_attributes(spec: MXSpec) -> dict[str, Any]:
-    """Return the attributes of a node that say the scales of a spec."""
-    return {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}
+    length = constant.dims[spec.axis]
+    return DequantizeMX.for_spec(spec.replace(axis=-1) if last else spec, length, dtype=constant.data_type)

@@ -23,7 +23,7 @@ def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
     """Return the C++ decoder for rows of `k` values, and the block size; a row of one block is padded to whole
     groups."""
     block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
-    least = _GROUP if spec.scale_format.is_power_of_two else _GROUP // 2
+    least = _GROUP if spec.has_power_of_two_scale else _GROUP // 2
     return TABLE if block % least else _FORMATS.get(spec.element.name, TABLE), block
 
 

@@ -60,7 +60,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
     out = torch.empty((*x.shape[:-1], n), dtype=dtype, device="cpu")
     structure = call_of(x, call.codes, call.scale, call.bias, out, spec, isa)
     structure.rotation = call.rotation
-    if not spec.scale_format.is_power_of_two:
+    if not spec.has_power_of_two_scale:
         float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
         structure.float_scale = ctypes.addressof(float_scale)
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
@@ -187,7 +187,7 @@ def isa_for(spec: MXSpec, k: int) -> int:
     """Return the matrix instructions that multiply rows of `k` bfloat16 values by a weight; 0 for none. bfloat16
     represents codes times their scale, without the scale of the tensor, if both have few significant bits."""
     isa = _isa_of(spec, k)[0]
-    if spec.scale_format.is_power_of_two:
+    if spec.has_power_of_two_scale:
         return isa
     bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
     return isa & ~INT8 if bits <= _BFLOAT_BITS else 0
@@ -196,7 +196,7 @@ def isa_for(spec: MXSpec, k: int) -> int:
 def integer_isa_for(spec: MXSpec, k: int) -> int:
     """Return the instructions that multiply rows of `k` values, integers times a power of two a block, by a weight of
     such values; 0 for none."""
-    return _isa_of(spec, k)[1] if spec.scale_format.is_power_of_two else 0
+    return _isa_of(spec, k)[1] if spec.has_power_of_two_scale else 0
 
 
 def _isa_of(spec: MXSpec, k: int) -> tuple[int, int]:

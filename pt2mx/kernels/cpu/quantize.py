@@ -76,7 +76,7 @@ def _quantizer(
     structure = _call_of(_QUANTIZE, spec, x.dtype, x.shape, tensor_scale, seed=seed)
 
     def quantized(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-        scale = torch.empty(scale_shape, dtype=spec.scale_format.dtype, device="cpu")
+        scale = torch.empty(scale_shape, dtype=spec.scale_dtype, device="cpu")
         data = torch.empty(data_shape, dtype=torch.uint8, device="cpu")
         _run(structure, x, data, scale)
         return scale, data

@@ -66,7 +66,7 @@ def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | No
     bits = spec.element.bits if packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
-    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_format.dtype)
+    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_dtype)
     others: tuple[Tensor | None, ...] = (tensor_scale, call.seed)
     kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
     if _suits_bf16x2(x, spec):
@@ -110,7 +110,7 @@ def rotated_fake_quantize(call: RotatedFakeQuantize[Tensor], spec: MXSpec, dtype
     """x: (..., n) -> fake_quantize(rotate(x)) in `dtype`, blocks of both along the last dimension; scales without a
     tensor scale."""
     x, size, tiles, n = call.x, call.size, _ROTATED_FAKE_QUANTIZE, call.x.shape[-1]
-    if spec.scale_format.tensor or size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
+    if spec.has_tensor_scale or size > tiles[False].values or not _streams(x, spec) or not _holds(spec, n):
         return None
     x = x.contiguous()
     y = torch.empty_like(x)
@@ -168,7 +168,7 @@ def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
     """Return whether `bf16x2` supports x: its arithmetic, and that no end of a block, word or code group splits four
     values."""
     element, length = spec.element, x.shape[spec.axis]
-    if x.dtype != torch.bfloat16 or spec.rounding != "even" or not spec.scale_format.is_power_of_two:
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or not spec.has_power_of_two_scale:
         return False
     if SCALE_MODES[spec.scale_mode].searches:
         return False
@@ -224,7 +224,7 @@ def _is_long(spec: MXSpec) -> bool:
 
 
 def _has_significand(spec: MXSpec) -> bool:
-    return not spec.scale_format.is_power_of_two
+    return not spec.has_power_of_two_scale
 
 
 @functools.lru_cache(maxsize=4096)
@@ -242,7 +242,7 @@ def constants_of(
     block = min(spec.block_size, length)
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)
-    scale = None if spec.scale_format.is_power_of_two else scale_constants(spec, has_tensor_scale)
+    scale = None if spec.has_power_of_two_scale else scale_constants(spec, has_tensor_scale)
     mode = SCALE_MODES["floor" if scale else spec.scale_mode]
     of_spec: dict[str, Any] = spec_constants(spec.element, mode, spec.block_size)
     return Constants(

@@ -14,7 +14,6 @@ import torch
 from torch._inductor import ir
 from torch._inductor.virtualized import V
 
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.cpu.prepared import (
     PreparedActivation,
     PreparedAttention,
@@ -79,7 +78,7 @@ def attention_mx(call: AttentionMX[Box]) -> Box | None:
     query, cache = call.query, (call.key_data, call.key_scale, call.value_data, call.value_scale)
     has_tensor_scale = call.key_tensor_scale is not None or call.value_tensor_scale is not None
     shapes = _of_one_slot(query, cache, call.mask)
-    if shapes is None or not _is_plain(call) or not call.spec.scale_format.is_power_of_two or has_tensor_scale:
+    if shapes is None or not _is_plain(call) or not call.spec.has_power_of_two_scale or has_tensor_scale:
         return None
     options = query.get_dtype(), call.spec.element.name, call.spec.block_size, call.value_width, _number(call.scale)
     shape = *shapes[0][:3], call.value_width
@@ -119,7 +118,7 @@ def _of_one_slot(query: Box, cache: Sequence[Box], mask: Box | None) -> list[Any
 
 
 def _is_plain(call: LinearMX[Box] | ActivationFakeQuantize[Box] | AttentionMX[Box]) -> bool:
-    return call.has_plain_scale and not ELEMENTS[call.element].is_wide
+    return call.spec.has_plain_scale and not call.spec.element.is_wide
 
 
 def _shapes(*tensors: Box) -> list[Shape] | None:

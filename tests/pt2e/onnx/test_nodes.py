@@ -29,7 +29,7 @@ def test_other_nodes_are_none():
 def test_spec():
     assert FAKE.spec == MXSpec("fp6_e3m2", 16, 1, "rceil", "half_away")
     assert DEQUANTIZE.spec == MXSpec("fp4_e2m1", 32, -1)
-    assert FAKE.replace(axis=2).spec.axis == 2
+    assert FakeQuantizeMX.for_spec(FAKE.spec, FAKE.length) == FAKE
 
 
 def test_nodes_of_subgraphs():

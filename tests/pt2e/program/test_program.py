@@ -74,7 +74,8 @@ def test_a_saved_program_names_the_defaults_that_tracing_leaves_out(tmp_path):
     ours = [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
     assert len(graphs) == 3 and len(ours) >= 3 * 2
     assert all(writes_out_arguments(node) for node in ours)
-    modes = {(call.scale_mode, call.rounding) for graph in graphs for _, call in Quantize.calls_in(graph.graph)}
+    specs = [call.spec for graph in graphs for _, call in Quantize.calls_in(graph.graph)]
+    modes = {(spec.scale_mode, spec.rounding) for spec in specs}
     assert modes == {("floor", "even")}
 
 

@@ -215,6 +215,6 @@ def test_a_scale_is_nan_where_values_are(name):
     spec = MXSpec("fp4_e2m1", 16, scale_format=name)
     t = torch.ones(()) if scale.tensor else None
     values = dequantize_mx(torch.full((256, 8), 0x22, dtype=torch.uint8), codes[:, None], spec, tensor_scale=t)
-    assert torch.equal(is_nan(codes, scale), values[:, 0].isnan())
+    assert torch.equal(is_nan(codes, spec), values[:, 0].isnan())
     nan = {0x7F, 0xFF} if scale.grid.name == "fp8_e4m3" else {0xFF}
-    assert set(is_nan(codes, scale).nonzero().flatten().tolist()) == nan
+    assert set(is_nan(codes, spec).nonzero().flatten().tolist()) == nan
