@@ -110,7 +110,7 @@ def test_a_quantized_model_that_does_not_continue_texts(run, text_too):
     refused(run, ("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it")
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compile_writes_packages(run, text_too, compiler):
     for family in ("whisper", "t5"):
         status, out, err = run("compile", f"{family}-mxfp4")

@@ -259,7 +259,7 @@ def test_settings_of_one_of_both_programs():
     assert sum("matches no operator" in str(warning.message) for warning in caught) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", DEFAULT)
 def test_compiled(family, compiler):
     model, source = (
@@ -272,7 +272,7 @@ def test_compiled(family, compiler):
     assert torch.equal(model.generate(**source, **options), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packages(tmp_path, compiler):
     model, source = quantized_encoder_decoder("t5"), sources("t5")
     model.save_pretrained(tmp_path)

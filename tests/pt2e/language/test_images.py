@@ -171,7 +171,7 @@ def test_settings_of_one_of_both_programs():
     assert (tower + decoder).bytes_after == tower.bytes_after + decoder.bytes_after
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled(folder, compiler):
     model, prompts = LanguageModel.from_pretrained(folder("llava")), image_prompts("llava")
     expected = model.generate(**prompts, **GREEDY)

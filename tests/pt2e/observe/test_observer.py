@@ -115,7 +115,7 @@ def test_flags_break_no_graph():
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [pytest.param(MXObserver, "inductor", marks=pytest.mark.slow), (MXFormatObserver, "aot_eager")],
+    [pytest.param(MXObserver, "inductor", marks=pytest.mark.compiled), (MXFormatObserver, "aot_eager")],
 )
 def test_observing_breaks_no_graph(make, backend, compiler):
     module, eager = make(QSCHEME), make(QSCHEME)
