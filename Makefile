@@ -36,7 +36,8 @@ $(VENV)/.installed: $(VENV)/.demo $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvisi
 demo: $(VENV)/.demo
 	$(BIN)/pt2mx demo --output build/demo
 
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# threads that wait for work would take the cores from the other processes
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/.installed
 	$(PYTEST)
 

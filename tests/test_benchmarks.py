@@ -21,6 +21,7 @@ from tests.language_models import quantized_decoder
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_step():
     for tied in (False, True):
         model = quantized_decoder(
@@ -186,6 +187,7 @@ def test_slices_of_a_small_model():
     assert float(str(rows["sliced balanced"]["mxfp4"]).split("(")[1].removesuffix("x)")) > 2
 
 
+@pytest.mark.slow
 def test_training_with_slices(monkeypatch):
     monkeypatch.setitem(qat.SCHEDULES, "cnn", (qat.Schedule(2, 3e-3), qat.Schedule(1, 2e-3)))
     figures = defaultdict(list)

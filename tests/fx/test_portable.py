@@ -120,7 +120,7 @@ def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
     assert answers == ["True"] * sum(len(calls) for _, calls in programs.values())
 
 
-@pytest.mark.compiled_except("linear, 33-mxint8")
+@pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", ["linear, 33", "conv, 5", "linear, 64"])
 def test_a_compiled_model_with_ragged_activations(name, recipe, compiler):

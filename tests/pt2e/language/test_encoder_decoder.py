@@ -158,6 +158,7 @@ def test_whisper_returns_what_transformers_returns(options, monkeypatch):
             assert torch.allclose(layer.values, other.values, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_whisper_falls_back_with_a_cache_of_codes():
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
     model = quantize_language_model(tiny_encoder_decoder("whisper"), quantizer)
