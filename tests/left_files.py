@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-#: what multiprocessing's server keeps until its process ends
-_SERVER = "pymp-"
+#: what libraries keep there until a process ends: multiprocessing's sockets, the session of onnxruntime
+_KEPT = ("pymp-", ".ses")
 #: what tools write into a checkout, whatever the tests do
 _CACHES = ("__pycache__/", ".venv/", "build/", "dist/", "*.egg-info/", ".pytest_cache/", ".ruff_cache/", ".mypy_cache/")
 
@@ -35,7 +35,7 @@ def use_own_temporary_folder() -> None:
 
 def temporary_files() -> set[str]:
     """Return the names of the files and folders in this process's folder of temporary files."""
-    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_SERVER)}
+    return {name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(_KEPT)}
 
 
 def files_of_the_user() -> set[str]:

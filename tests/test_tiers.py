@@ -1,4 +1,4 @@
-"""What `tests/conftest.py` does for a run: which cases run by default, the slowest functions, and files that are left."""
+"""What `tests/conftest.py` does for a run: the cases of each tier, the slowest functions, files that are left."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ print("status", int(pytest.main(options)))
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that runs a file of tests with our hooks, in a home of its own, and returns the status and the output."""
+    """A function that runs a file of tests with our hooks, in a home of its own; it returns the status and the output."""
     (tmp_path / "home").mkdir()
 
     def call(code):
