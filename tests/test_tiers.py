@@ -23,7 +23,7 @@ print("status", int(pytest.main(options)))
 
 @pytest.fixture
 def run(tmp_path):
-    """A function that runs a file of tests with our hooks, in a home of its own; it returns the status and the output."""
+    """A function that runs a file of tests with our hooks, in a home of its own, and returns status and output."""
     (tmp_path / "home").mkdir()
 
     def call(code):
