@@ -39,8 +39,8 @@ def temporary_files() -> set[str]:
 
 
 def files_of_the_user() -> set[str]:
-    """Return the entries of the user's home, and the files of the checkout that git does not know, also those that
-    .gitignore names, without caches. Where there is no repository, the checkout is not looked at."""
+    """Return what lies in the user's home, and the files of the checkout that git does not know, also those that
+    .gitignore names; caches are left out. Where there is no repository, the checkout is not looked at."""
     exclude = [f"--exclude={name}" for name in _CACHES]
     unknown = []
     if (ROOT / ".git").exists() and shutil.which("git"):
@@ -48,4 +48,4 @@ def files_of_the_user() -> set[str]:
         unknown = listed.stdout.splitlines()
     home = Path.home()
     entries = home.iterdir() if home.is_dir() else ()
-    return {str(entry) for entry in entries} | {str(ROOT / name) for name in unknown}
+    return {str(entry) for entry in entries if entry.name != ".cache"} | {str(ROOT / name) for name in unknown}

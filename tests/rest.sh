@@ -24,5 +24,5 @@ run 3 "$slow" tests/fx
 run 4 "$slow" tests/pt2e --ignore=tests/pt2e/language --ignore=tests/pt2e/cli
 run 8 "$slow" tests/pt2e/language
 run 4 "$slow" tests/pt2e/cli
-run 8 "$slow" tests/test_*.py --ignore=tests/test_model_sweep.py
+run 8 "$slow" tests/test_[!m]*.py
 run 20 "$slow" tests/test_model_sweep.py
