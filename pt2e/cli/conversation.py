@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pt2mx.pt2e.cli.answers import Answer
-from pt2mx.pt2e.language.cache import DecoderCache
-from pt2mx.pt2e.language.cache_name import CACHE
+from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.language_model import LanguageModel
 
 #: a turn of a conversation, as chat templates take it

@@ -10,28 +10,21 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import value_of
 from pt2mx.pt2e.files.user_errors import one_line
 
 
 def several(batches: object, name: str = "batches") -> Iterable[Any]:
-    """Return the batches; a single one is an error, since a tensor could be iterated over its rows.
-
-    Raises:
-        MXError: for one batch, and for an object without batches.
-    """
+    """Return the batches; a single one is an MXError, since a tensor could be iterated over its rows."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise MXError(f"{name} is one of type {type(batches).__name__}: give a list of batches")
     return batches
 
 
 def leaves_of(model: GraphModule, batch: Any) -> list[Any]:
-    """Return the values of a batch for the placeholders of a graph.
-
-    Raises:
-        MXError: for another number of arguments, other names or other objects than the model takes.
-    """
+    """Return the values of a batch for the placeholders of a graph."""
     return pytree.tree_leaves(arguments_of(model, batch))
 
 
@@ -45,7 +38,7 @@ def arguments_of(model: GraphModule, batch: Any) -> tuple[list[Any], dict[str, A
     """Return the positional and the keyword arguments of a call, as the graph was exported.
 
     Raises:
-        MXError: as `leaves_of`.
+        MXError: for another number of arguments, other names or other objects than the model takes.
     """
     info = getattr(model.graph._codegen, "pytree_info", None)
     if info is None:
@@ -76,7 +69,7 @@ def _check_leaves(model: GraphModule, leaves: list[Any]) -> None:
 
 def check_values(batch: Any) -> None:
     """Raise an MXError for a batch whose tensors are empty."""
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(batch)
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise MXError("the inputs of a batch are without values: there is nothing to compare")
 
@@ -93,11 +86,7 @@ def copied(tree: Any) -> Any:
 
 
 def call(model: GraphModule, batch: Any) -> Any:
-    """Call a graph with a copy of a batch.
-
-    Raises:
-        MXError: for a batch that the graph does not take.
-    """
+    """Call a graph with a copy of a batch."""
     args, kwargs = copied(arguments_of(model, batch))
     with errors_of_running((args, kwargs)):
         return model(*args, **kwargs)
@@ -111,5 +100,5 @@ def errors_of_running(inputs: Any) -> Iterator[None]:
     except MXError:
         raise
     except Exception as error:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(inputs))
         raise MXError(f"the model does not run on inputs of shape {shapes}: {one_line(error)}") from error

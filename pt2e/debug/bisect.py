@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -16,11 +16,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from pt2mx.analysis.agreement import is_floating
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import check_values, copied, named_leaves
-from pt2mx.pt2e.debug.errors import comparable, relative_error
-from pt2mx.pt2e.debug.interpreter import RecordingInterpreter, check_module, is_tuple_of_operator, run, unchanged
+from pt2mx.pt2e.debug.errors import relative_error
+from pt2mx.pt2e.debug.interpreter import Pair, RecordingInterpreter, check_module, run, run_against, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
 from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range
 from pt2mx.pt2e.files.output import check_output
@@ -112,44 +113,47 @@ def bisect(
     graph = check_module(first, "first")
     if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
         raise MXError(f"bound={bound!r} must be a number above 0")
-    if path is not None and (not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py"):
-        raise MXError(f"path={path!r} must be a path that ends in .py")
-    for output in () if path is None else (Path(path), Path(path).with_suffix(".pt")):
-        check_output(output)
+    if path is not None:
+        if not isinstance(path, str | os.PathLike) or Path(path).suffix != ".py":
+            raise MXError(f"path={path!r} must be a path that ends in .py")
+        path = Path(path)
+        check_output(path)
+        check_output(path.with_suffix(".pt"))
     check_values(batch)
-    file: OnnxStage | None = None
-    suspect: _Suspect | None
-    if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
-        file = OnnxStage(second, "second")
-    elif isinstance(second, str) and second not in FORMS:
-        raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
     with torch.no_grad(), unchanged(graph, second):
-        if isinstance(second, nn.Module | ExportedProgram):
-            suspect = _worst_operator(graph, check_module(second, "second"), batch)
-        elif file is not None:
-            suspect = _worst_in_file(graph, file, batch)
-        elif isinstance(second, str) or callable(second):
-            suspect = _smallest_subgraph(graph, second, run(graph, batch).values, bound)
-        else:
-            raise MXError(
-                f"second must be one of {', '.join(FORMS)}, a graph, an ONNX file or a function, not {second!r}"
-            )
+        suspect = _find(graph, second, batch, bound)
     if suspect is None or suspect.error <= bound:
         return None
     names = tuple(node.name for node in suspect.nodes)
-    modules = tuple(dict.fromkeys(module_name(node) for node in suspect.nodes))
-    subgraph = Subgraph(names, modules, suspect.error, None if path is None else Path(path))
-    if subgraph.path is not None:
-        save_subgraph(subgraph.path, str(subgraph), suspect.content)
+    modules = tuple(dict.fromkeys(map(module_name, suspect.nodes)))
+    subgraph = Subgraph(names, modules, suspect.error, path)
+    if path is not None:
+        save_subgraph(path, str(subgraph), suspect.content)
     return subgraph
+
+
+def _find(graph: GraphModule, second: Any, batch: Any, bound: float) -> _Suspect | None:
+    """Find the operator that differs most from another graph or file, or the fewest of a form made of operators."""
+    if isinstance(second, nn.Module | ExportedProgram):
+        return _worst_operator(graph, check_module(second, "second"), batch)
+    if isinstance(second, str | os.PathLike) and Path(second).suffix == ".onnx":
+        return _worst_in_file(graph, OnnxStage(second, "second"), batch)
+    if isinstance(second, str) and second not in FORMS:
+        raise MXError(f"second={second!r} is unknown: {nearest(second, [*FORMS, 'FILE.onnx'])}")
+    if isinstance(second, str) or callable(second):
+        return _smallest_subgraph(graph, second, run(graph, batch).values, bound)
+    raise MXError(f"second must be one of {', '.join(FORMS)}, a graph, an ONNX file or a function, not {second!r}")
 
 
 def _smallest_subgraph(
     graph: GraphModule, second: str | Make, values: dict[Node, Any], bound: float
 ) -> _Suspect | None:
     """Find the shortest range of operators whose form by `second` differs."""
-    calls = (node for node in graph.graph.nodes if node.op in ("call_function", "call_module", "call_method"))
-    nodes = [node for node in calls if values[node] is not None]  # without assertions, which have no value
+    nodes: list[Node] = []
+    for node in graph.graph.nodes:
+        is_call = node.op in ("call_function", "call_module", "call_method")
+        if is_call and values[node] is not None:  # assertions have no value
+            nodes.append(node)
     make = FORMS[second] if isinstance(second, str) else second
 
     def compared(first: int, last: int) -> _Suspect:
@@ -159,10 +163,9 @@ def _smallest_subgraph(
         if not callable(other):
             raise MXError(f"second must make a function of a subgraph and its inputs, not a {type(other).__name__}")
         outputs = other(*copied(inputs))
-        content = {"first": module, "inputs": inputs, "form": second if isinstance(second, str) else None}
         error = relative_error(outputs, module(*copied(inputs)))
-        content |= {"second": None, "second_inputs": inputs, "outputs": outputs}
-        return _Suspect(nodes[first:last], error, content)
+        form = second if isinstance(second, str) else None
+        return _Suspect(nodes[first:last], error, _content(module, inputs, form, outputs))
 
     if not nodes or compared(0, len(nodes)).error <= bound:
         return None
@@ -170,61 +173,56 @@ def _smallest_subgraph(
 
 
 def _worst_operator(first: GraphModule, second: GraphModule, batch: Any) -> _Suspect:
-    """Find the operator with the largest error between two graphs, both with the inputs that it has in `first`.
-
-    Raises:
-        MXError: where no value of the two can be compared.
-    """
-    nodes: dict[str, tuple[Node, RecordingInterpreter]] = {}
-    values: dict[str, deque[Any]] = defaultdict(deque)
-    known: dict[str, Any] = {}
+    """Find the operator with the largest error between two graphs, both with the inputs that it has in `first`."""
+    calls: dict[str, tuple[Node, RecordingInterpreter]] = {}
+    values: dict[str, list[Any]] = defaultdict(list)
     worst: list[_Suspect] = []
 
     def record(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
-        nodes[key] = node, interpreter
+        calls[key] = node, interpreter
         values[key].append(value)
 
-    def compare(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
-        if not values.get(key):
+    def compare(pair: Pair) -> None:
+        error = relative_error(pair.recomputed(), pair.want)
+        if worst and error <= worst[-1].error:
             return
-        want = values[key].popleft()
-        if is_tuple_of_operator(node, want):
-            return  # its items are compared
-        known[key] = want
-        if node.op == "placeholder" or not comparable(value, want):
-            return
-        error = relative_error(interpreter.recomputed(node, known), want)
-        if not worst or error > worst[0].error:
-            first_nodes, content = _first_form(*nodes[key])
-            other, other_inputs = extract_subgraph(interpreter.model, interpreter.cone(node, known))
-            content |= {"second": other, "second_inputs": [interpreter.cone_input(n, known) for n in other_inputs]}
-            worst[:] = [_Suspect(first_nodes, error, content)]
+        interpreter = pair.interpreter
+        nodes, content = _first_form(*calls[pair.key])
+        other, other_inputs = extract_subgraph(interpreter.model, interpreter.cone(pair.node, pair.known))
+        content["second"] = other
+        content["second_inputs"] = [interpreter.cone_input(n, pair.known) for n in other_inputs]
+        worst.append(_Suspect(nodes, error, content))
 
     run(first, batch, record)
-    run(second, batch, compare)
+    run_against(values, second, batch, compare)
     if not worst:
         raise MXError("the two graphs share no operator: give forms of one export")
-    return worst[0]
+    return worst[-1]
 
 
 def _worst_in_file(first: GraphModule, file: OnnxStage, batch: Any) -> _Suspect:
     """Find the operator with the largest error in an ONNX file, with the inputs that it has in `first`."""
     interpreter = run(first, batch)
-    values = {key: interpreter.values[node] for key, node in nodes_by_source(first.graph).items()}
-    known = {key: value for key, value in values.items() if comparable(value, value)}
+    nodes = nodes_by_source(first.graph)
+    known = {key: interpreter.values[node] for key, node in nodes.items() if is_floating(interpreter.values[node])}
     _, isolated, _ = file.run(named_leaves(first, batch), known)
     errors = {key: relative_error(value.to(known[key].device), known[key]) for key, value in isolated.items()}
     if not errors:
         raise MXError(f"the stage {file.name!r} shares no operator with the graph: give a file of the same export")
     worst = max(errors, key=errors.__getitem__)
-    nodes, content = _first_form(nodes_by_source(first.graph)[worst], interpreter)
-    return _Suspect(nodes, errors[worst], {**content, "outputs": isolated[worst]})
+    suspects, content = _first_form(nodes[worst], interpreter)
+    content["outputs"] = isolated[worst]
+    return _Suspect(suspects, errors[worst], content)
 
 
 def _first_form(node: Node, interpreter: RecordingInterpreter) -> tuple[list[Node], dict[str, Any]]:
     """Return an operator of the first form, with the item of its outputs, and what a file stores about both."""
-    nodes = [*(node.all_input_nodes if node.target is getitem else []), node]
+    nodes = [*node.all_input_nodes, node] if node.target is getitem else [node]
     module, input_nodes = extract_subgraph(interpreter.model, nodes)
-    inputs = [interpreter.values[n] for n in input_nodes]
-    content = {"first": module, "inputs": inputs, "second": None, "second_inputs": inputs}
-    return nodes, {**content, "form": None, "outputs": None}
+    return nodes, _content(module, [interpreter.values[n] for n in input_nodes])
+
+
+def _content(first: GraphModule, inputs: list[Any], form: str | None = None, outputs: Any = None) -> dict[str, Any]:
+    """Return what the script of a subgraph loads."""
+    content = {"first": first, "inputs": inputs, "form": form}
+    return content | {"second": None, "second_inputs": inputs, "outputs": outputs}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter, Node, map_arg
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import comparable
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import attribute_of
@@ -46,7 +48,7 @@ class RecordingInterpreter(Interpreter):
         """Run a node, and its subgraphs by interpreters of their own, and record its value."""
         with self._interpreted_subgraphs(node):
             value = self.computed(node)
-        self.values[node] = pytree.tree_map_only(Tensor, Tensor.clone, value) if node in self._written else value
+        self.values[node] = copied(value) if node in self._written else value
         if node in self.keys:
             self.on_value(self.keys[node], node, self.values[node], self)
         return value
@@ -70,9 +72,8 @@ class RecordingInterpreter(Interpreter):
 
         def value(n: Node) -> Any:
             if n not in values:
-                values[n] = self.cone_input(n, known)
-                if n in self._written:
-                    values[n] = pytree.tree_map_only(Tensor, Tensor.clone, values[n])
+                taken = self.cone_input(n, known)
+                values[n] = copied(taken) if n in self._written else taken
             return values[n]
 
         for n in self.cone(node, known):
@@ -82,8 +83,8 @@ class RecordingInterpreter(Interpreter):
 
     def cone_input(self, node: Node, known: Mapping[str, Any]) -> Any:
         """Return the value of a node that a cone takes as an input."""
-        key = self.keys.get(node)
-        return self.values[node] if key is None or key not in known else known[key]
+        key = self.keys.get(node, "")
+        return known[key] if key in known else self.values[node]
 
     def _is_cone_input(self, node: Node, known: Mapping[str, Any]) -> bool:
         return node.op in ("placeholder", "get_attr") or self.keys.get(node) in known
@@ -104,9 +105,12 @@ class RecordingInterpreter(Interpreter):
 
 def subgraphs_of(model: GraphModule, node: Node, path: str) -> list[tuple[str, GraphModule]]:
     """Return the subgraphs that a node of the graph at `path` calls, each as (path, subgraph)."""
-    attributes = [n for n in node.all_input_nodes if n.op == "get_attr"]
-    subgraphs = [graph for n in attributes if isinstance(graph := attribute_of(model, n), GraphModule)]
-    return [(f"{path}{source_name(node)}.{i}/", subgraph) for i, subgraph in enumerate(subgraphs)]
+    subgraphs: list[tuple[str, GraphModule]] = []
+    for n in node.all_input_nodes:
+        subgraph = attribute_of(model, n) if n.op == "get_attr" else None
+        if isinstance(subgraph, GraphModule):
+            subgraphs.append((f"{path}{source_name(node)}.{len(subgraphs)}/", subgraph))
+    return subgraphs
 
 
 def keyed_nodes(model: GraphModule, path: str = "") -> Iterator[tuple[str, Node, GraphModule]]:
@@ -141,12 +145,56 @@ def run(
     return interpreter
 
 
+@dataclass
+class Pair:
+    """A floating tensor of a run, and the value of a reference for the same source node and call, `want`.
+
+    `known` holds the latest value of the reference by key.
+    """
+
+    key: str
+    node: Node
+    value: Tensor
+    want: Tensor
+    known: dict[str, Any]
+    interpreter: RecordingInterpreter
+
+    def recomputed(self) -> Any:
+        """Compute the value again from the reference's values."""
+        return self.interpreter.recomputed(self.node, self.known)
+
+
+def run_against(
+    reference: Mapping[str, Iterable[Any]], model: GraphModule, batch: Any, on_pair: Callable[[Pair], None]
+) -> RecordingInterpreter:
+    """Run a model as `run` does, and call `on_pair` with each value that has one in the reference, but inputs.
+
+    Args:
+        reference: key -> its values in the order of the calls; an operator in a loop has several.
+    """
+    pending = {key: deque(values) for key, values in reference.items()}
+    known: dict[str, Any] = {}
+
+    def compare(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
+        if not pending.get(key):
+            return
+        want = pending[key].popleft()
+        if is_tuple_of_operator(node, want):
+            return  # its items are compared instead, and recomputed from the operator's inputs
+        known[key] = want
+        if node.op != "placeholder" and comparable(value, want):
+            on_pair(Pair(key, node, value, want, known, interpreter))
+
+    return run(model, batch, compare)
+
+
 @contextmanager
 def unchanged(*models: object) -> Iterator[None]:
     """Restore the buffers that graphs write (a cache, a counter) when the block ends."""
-    buffers = [
-        b for model in models if isinstance(model, GraphModule) for b in tensors_in_written_memory(model).values()
-    ]
+    buffers: list[Tensor] = []
+    for model in models:
+        if isinstance(model, GraphModule):
+            buffers += tensors_in_written_memory(model).values()
     before = [tensor.clone() for tensor in buffers]
     try:
         yield

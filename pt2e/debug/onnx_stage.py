@@ -26,18 +26,11 @@ _ERRORS_ONLY = 3
 
 
 class OnnxStage:
-    """A file that `export_onnx` wrote.
-
-    Args:
-        path: the path of the file.
-        name: the name of the stage, for errors.
-
-    Raises:
-        MXError: for another file.
-    """
+    """A file that `export_onnx` wrote; errors call it `name`."""
 
     def __init__(self, path: str | os.PathLike[str], name: str) -> None:
-        self.onnx, self.runtime = (import_extra(package, "onnx") for package in ("onnx", "onnxruntime"))
+        self.onnx = import_extra("onnx", "onnx")
+        self.runtime = import_extra("onnxruntime", "onnx")
         if not Path(path).is_file():
             raise MXError(f"the stage {name!r} is no file: {os.fspath(path)!r}")
         from pt2mx.pt2e.onnx.files import read_model  # imports onnx
@@ -55,17 +48,11 @@ class OnnxStage:
     def run(
         self, leaves: Mapping[str, Any], known: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
-        """Run a batch.
-
-        Args:
-            leaves: the inputs of the float model, by the names of its placeholders.
-            known: source node -> value of the float model, a floating tensor.
+        """Run a batch: `leaves` are the inputs of the float model by the names of its placeholders, `known` its values
+        by source node, floating tensors.
 
         Returns:
             Source node -> propagated value; source node -> isolated value; the outputs.
-
-        Raises:
-            MXError: where the file takes other inputs.
         """
         values = {source: value for source, value in self.source_nodes.items() if source in known}
         if self._sessions is None:

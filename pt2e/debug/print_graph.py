@@ -16,8 +16,9 @@ from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
-from pt2mx.fx.graph.source_node import modules_of, source_line
+from pt2mx.fx.graph.source_node import module_name, modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
+from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
 
@@ -60,26 +61,28 @@ def print_graph(
     nodes = None if around is None else _around(graphs, around, hops)
     for name, one in graphs.items():
         rows = [_row(node, one) for node in one.graph.nodes if nodes is None or node in nodes]
+        if rows and name:
+            print(f"graph {name}:", file=file)
         if rows:
-            print(*[f"graph {name}:"] * bool(name), text_table([_COLUMNS, *rows]), sep="\n", file=file)
+            print(text_table([_COLUMNS, *rows]), file=file)
 
 
 def _around(graphs: dict[str, GraphModule], name: str, hops: int) -> set[Node]:
     """Return the nodes with that name or in that module, and their neighbours."""
     nodes = [node for one in graphs.values() for node in one.graph.nodes]
-    near = {node for node in nodes if node.name == name} or {node for node in nodes if name in _modules_around(node)}
+    near = {node for node in nodes if node.name == name}
     if not near:
-        names = [*(node.name for node in nodes), *dict.fromkeys(m for node in nodes for m in _modules_around(node))]
+        near = {node for node in nodes if name in _modules_around(node)}
+    if not near:
+        names = dict.fromkeys(node.name for node in nodes)
+        for node in nodes:
+            names |= dict.fromkeys(_modules_around(node))
         close = difflib.get_close_matches(str(name), names, n=_SHOWN, cutoff=0)  # a graph has thousands
         raise MXError(f"the graph has no node and no module {name!r}, the closest are {', '.join(close)}")
     for _ in range(hops):
-        near |= {neighbour for node in near for neighbour in (*node.all_input_nodes, *node.users)}
+        for node in list(near):
+            near.update(node.all_input_nodes, node.users)
     return near
-
-
-def _names(nodes: list[Node]) -> str:
-    more = f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else ""
-    return ", ".join(one.name for one in nodes[:_SHOWN]) + more
 
 
 def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
@@ -88,8 +91,8 @@ def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
         operator_text(node),
         shape_text(node),
         format_text(node, model),
-        _names(node.all_input_nodes),
-        module_text(node),
+        listed([one.name for one in node.all_input_nodes], _SHOWN),
+        module_name(node),
         source_line(node),
     )
 
@@ -99,9 +102,9 @@ def operator_text(node: Node) -> str:
     operator = called(node)
     if isinstance(operator, OpOverload):
         return str(operator).removesuffix(".default")
-    if node.op != "call_function":
-        return f"{node.op} {node.target}" if node.op in ("get_attr", "call_module") else node.op
-    return str(getattr(node.target, "__name__", node.target) if callable(node.target) else node.target)
+    if node.op in ("get_attr", "call_module"):
+        return f"{node.op} {node.target}"
+    return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else node.op
 
 
 def shape_text(node: Node) -> str:
@@ -111,9 +114,8 @@ def shape_text(node: Node) -> str:
 
 def _shape(value: object) -> str:
     if isinstance(value, Tensor):
-        return (
-            f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{', '.join(map(str, value.shape))}]"
-        )
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, tuple | list):
         return ", ".join(map(_shape, value))
     return "" if value is None else str(value)
@@ -135,8 +137,3 @@ def format_text(node: Node, model: GraphModule) -> str:
 def _modules_around(node: Node) -> list[str]:
     """Return the names of the modules around a node, outermost first, without the root."""
     return [name for name, _ in modules_of(node) if name]
-
-
-def module_text(node: Node) -> str:
-    """Return the name of the innermost module around a node."""
-    return (_modules_around(node) or [""])[-1]

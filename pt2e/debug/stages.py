@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import getitem
 from typing import Any
 
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import comparable, is_floating, tensors_in
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import module_name, nodes_by_source
 from pt2mx.pt2e.debug.batches import arguments_of, check_values, copied, named_leaves, several
-from pt2mx.pt2e.debug.errors import OUTPUT, OperatorErrors, StageComparison, comparable
+from pt2mx.pt2e.debug.errors import OUTPUT, OperatorErrors, StageComparison
 from pt2mx.pt2e.debug.interpreter import (
+    Pair,
     RecordingInterpreter,
     check_module,
-    is_tuple_of_operator,
     keyed_nodes,
     run,
+    run_against,
     unchanged,
 )
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
@@ -84,10 +85,10 @@ def compare_stages(
         for batch in several(batches):
             count += 1
             check_values(batch)
-            values, outputs = values_of(reference, batch)
-            operators |= dict.fromkeys(
-                key for key, (one, *_) in values.items() if key not in not_compared and comparable(one, one)
-            )
+            values, outputs = _values_of(reference, batch)
+            for key, of_calls in values.items():
+                if key not in not_compared and is_floating(of_calls[0]):
+                    operators[key] = None
             for name, form in forms.items():
                 if isinstance(form, GraphModule):
                     with _quantizing(form):
@@ -112,25 +113,14 @@ class _StageErrors:
         self.rows: dict[str, OperatorErrors] = {}
 
     def compare(self, form: GraphModule, batch: Any, values: Mapping[str, list[Any]], outputs: list[Tensor]) -> None:
-        pending = {key: deque(of_key) for key, of_key in values.items()}  # an operator in a loop has several values
-        known: dict[str, Any] = {}
+        def compare(pair: Pair) -> None:
+            row = self._row(pair.key, pair.node)
+            row.propagated.add(pair.value, pair.want)
+            isolated = pair.recomputed()
+            if comparable(isolated, pair.want):
+                row.isolated.add(isolated, pair.want)
 
-        def compare(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
-            if not pending.get(key):
-                return
-            want = pending[key].popleft()
-            if is_tuple_of_operator(node, want):
-                return  # its items are compared instead, and recomputed from the operator's inputs
-            known[key] = want
-            if node.op == "placeholder" or not comparable(value, want):
-                return
-            row = self._row(key, node)
-            row.propagated.add(value, want)
-            isolated = interpreter.recomputed(node, known)
-            if comparable(isolated, want):
-                row.isolated.add(isolated, want)
-
-        self.compare_outputs(run(form, batch, compare).outputs, outputs)
+        self.compare_outputs(run_against(values, form, batch, compare).outputs, outputs)
 
     def compare_file(
         self,
@@ -142,7 +132,7 @@ class _StageErrors:
     ) -> None:
         nodes = nodes_by_source(reference.graph)
         known = {key: values[key][0] for key, node in nodes.items() if node.op != "placeholder"}
-        known = {key: value for key, value in known.items() if comparable(value, value)}
+        known = {key: value for key, value in known.items() if is_floating(value)}
         propagated, isolated, got = form.run(named_leaves(reference, batch), known)
         for key, value in propagated.items():
             want = known[key].to(value.device)
@@ -153,12 +143,13 @@ class _StageErrors:
         self.compare_outputs(got, outputs)
 
     def compare_outputs(self, got: Any, outputs: list[Tensor]) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(got) if isinstance(leaf, Tensor)]
-        if len(leaves) != len(outputs):
-            raise MXError(f"a stage gives {len(leaves)} tensors where the float model gives {len(outputs)}")
-        for i, (one, want) in enumerate(zip(leaves, outputs, strict=True)):
-            if comparable(one.to(want.device), want):
-                row = self.rows.setdefault(f"{OUTPUT} {i}", OperatorErrors("", OUTPUT, f"{OUTPUT} {i}"))
+        tensors = tensors_in(got)
+        if len(tensors) != len(outputs):
+            raise MXError(f"a stage gives {len(tensors)} tensors where the float model gives {len(outputs)}")
+        for i, (one, want) in enumerate(zip(tensors, outputs, strict=True)):
+            if comparable(one, want):
+                key = f"{OUTPUT} {i}"
+                row = self.rows.setdefault(key, OperatorErrors("", OUTPUT, key))
                 row.propagated.add(one.to(want.device), want)
 
     def _row(self, key: str, node: Node) -> OperatorErrors:
@@ -168,31 +159,27 @@ class _StageErrors:
         return self.rows[key]
 
 
-def values_of(reference: GraphModule, batch: Any) -> tuple[dict[str, list[Any]], list[Tensor]]:
+def _values_of(reference: GraphModule, batch: Any) -> tuple[dict[str, list[Any]], list[Tensor]]:
     """Return key -> the values of the float model, in the order of the calls; and its outputs."""
     values: dict[str, list[Any]] = defaultdict(list)
 
     def record(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
         values[key].append(value)
 
-    outputs = run(reference, batch, record).outputs
-    return values, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return values, tensors_in(run(reference, batch, record).outputs)
 
 
 @contextmanager
 def _quantizing(form: GraphModule) -> Iterator[None]:
     """Turn fake quantization of a prepared model on and its observers off, within the block."""
     observers = [module for module in form.modules() if isinstance(module, MXObserver)]
-    before = [(one.observer_enabled, one.fake_quant_enabled) for one in observers]
-    try:
+    with ExitStack() as stack:
         for one in observers:
+            stack.callback(one.enable_observer, one.observer_enabled)
+            stack.callback(one.enable_fake_quant, one.fake_quant_enabled)
             one.disable_observer()
             one.enable_fake_quant()
         yield
-    finally:
-        for one, (observing, quantizing) in zip(observers, before, strict=True):
-            one.enable_observer(observing)
-            one.enable_fake_quant(quantizing)
 
 
 def _form(form: object, name: str) -> GraphModule | OnnxStage | Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -172,10 +172,10 @@ def nonfinite_operands(converted: GraphModule) -> list[str]:
     return list(dict.fromkeys([*nonfinite_weights(converted), *(f"an operand of {name}" for name in modules)]))
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str], most: int = _SHOWN) -> str:
     """Return the names as text; only the first few of many."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:

@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.errors import MXError
@@ -67,11 +66,14 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
     """
     if not Path(path).is_dir():
         return [_file_info(path)]
-    encoder = [ENCODER] if (Path(path) / ENCODER).is_file() else []
-    names = [*programs_in(path), *encoder, *sorted(file.name for file in Path(path).glob("*.aoti.pt2"))]
+    folder = Path(path)
+    names = list(programs_in(path))
+    if (folder / ENCODER).is_file():
+        names.append(ENCODER)
+    names += sorted(file.name for file in folder.glob("*.aoti.pt2"))
     if not names:
         raise MXError(f"{str(path)!r} holds no program.pt2: give a file, or the folder of a quantized language model")
-    return [_file_info(Path(path) / name) for name in names]
+    return [_file_info(folder / name) for name in names]
 
 
 def _file_info(path: str | os.PathLike[str]) -> FileInfo:
@@ -84,13 +86,25 @@ def _file_info(path: str | os.PathLike[str]) -> FileInfo:
 def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> FileInfo:
     portable = is_portable(program.graph_module)
     weights = [] if portable else list(packed_weights(program))
-    packed = {tensor.data_ptr() for weight in weights for tensor in _tensors(weight)}
+    packed: set[int] = set()
+    for weight in weights:
+        packed.update(tensor.data_ptr() for tensor in _tensors(weight))
     others = []
     for name, value in {**program.state_dict, **program.constants}.items():
         if isinstance(value, Tensor) and value.data_ptr() not in packed:
             others.append(TensorInfo(name, dtype_name(value.dtype), tuple(value.shape), value.nbytes))
     graphs = graph_modules(program.graph_module)
-    called = [_operator(node) for graph in graphs for node in graph.graph.nodes]
+    operators: list[str] = []
+    activations: list[str] = []
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if isinstance(node.target, OpOverload):
+                operators.append(_dotted(node.target._schema.name))
+            elif isinstance(node.target, HigherOrderOperator):
+                operators.append(str(node.target))
+            call = Quantize.of(node) or FakeQuantize.of(node)
+            if call is not None:
+                activations.append(str(call.spec))
     inputs = [(node.name, value_of(node)) for node in input_nodes(program)]
     return FileInfo(
         file=str(path),
@@ -100,8 +114,8 @@ def _program_info(path: str | os.PathLike[str], program: ExportedProgram) -> Fil
         inputs=_inputs((*pair, sizes) for pair, sizes in zip(inputs, ranges(program), strict=True)),
         weights=tuple(map(_weight_info, weights)),
         tensors=tuple(others),
-        operators=counted(filter(None, called)),
-        activations=counted(_activations(graphs)),
+        operators=counted(operators),
+        activations=counted(activations),
         portable=portable,
     )
 
@@ -131,19 +145,8 @@ def _tensors(weight: PackedWeight) -> list[Tensor]:
     return [t for t in (weight.codes, weight.scales, weight.tensor_scale) if t is not None]
 
 
-def _activations(graphs: Iterable[GraphModule]) -> Iterable[str]:
-    for graph in graphs:
-        for node in graph.graph.nodes:
-            call = Quantize.of(node) or FakeQuantize.of(node)
-            if call is not None:
-                yield str(call.spec)
-
-
-def _operator(node: Node) -> str | None:
-    """Return the name of the operator that a node calls; None for a node that computes nothing."""
-    if isinstance(node.target, OpOverload):
-        return node.target._schema.name.replace("::", ".")
-    return str(node.target) if isinstance(node.target, HigherOrderOperator) else None
+def _dotted(operator: str) -> str:
+    return operator.replace("::", ".")
 
 
 def _package_info(path: str | os.PathLike[str]) -> FileInfo:
@@ -152,26 +155,33 @@ def _package_info(path: str | os.PathLike[str]) -> FileInfo:
     records = {name: read_record(path, name) or b"" for name in record_names(path) if name.startswith(_CODE)}
     constants = _constants(records)
     calls = [node["node"] for node in _json(records, ".wrapper.json").get("nodes", [])]
-    weights = [weight for call in calls if (weight := _CalledWeight.of(call, constants))]
-    packed = {tensor.name for weight in weights for tensor in weight.tensors}
+    weights: dict[PackedWeightInfo, None] = {}
+    packed: set[str] = set()
+    for call in calls:
+        weight = _called_weight(call, constants)
+        if weight is not None:
+            weights[weight[0]] = None
+            packed.update(tensor.name for tensor in weight[1])
     return FileInfo(
         file=str(path),
         kind="package",
         bytes=Path(path).stat().st_size,
         origin=provenance_of(path),
         inputs=_inputs(read_signature(path).inputs),
-        weights=tuple(dict.fromkeys(weight.info() for weight in weights)),
+        weights=tuple(weights),
         tensors=tuple(tensor for tensor in constants.values() if tensor.name not in packed),
-        operators=counted(call["target"].replace("::", ".") for call in calls),
+        operators=counted(_dotted(call["target"]) for call in calls),
         target=_json(records, ".wrapper_metadata.json"),
     )
 
 
 def _json(records: Mapping[str, bytes], ending: str) -> dict[str, Any]:
     """Merge the JSON records whose names have this ending."""
-    return {
-        key: value for name, text in records.items() if name.endswith(ending) for key, value in json.loads(text).items()
-    }
+    merged: dict[str, Any] = {}
+    for name, text in records.items():
+        if name.endswith(ending):
+            merged |= json.loads(text)
+    return merged
 
 
 def _constants(records: Mapping[str, bytes]) -> dict[str, TensorInfo]:
@@ -186,35 +196,31 @@ def _constants(records: Mapping[str, bytes]) -> dict[str, TensorInfo]:
 
 def _constant(fact: Mapping[str, str]) -> TensorInfo:
     dtype = fact["dtype"].removeprefix(_DTYPE)
-    shape = tuple(map(int, filter(None, fact["shape"].split(","))))
+    shape = tuple(int(size) for size in fact["shape"].split(",") if size)
     return TensorInfo(fact["original_fqn"], dtype, shape, prod(shape) * getattr(torch, dtype).itemsize)
 
 
-class _CalledWeight(NamedTuple):
-    """The weight of a matmul operator that the machine code calls."""
-
-    tensors: tuple[TensorInfo, ...]  # codes, scales, and the tensor scale of formats that have one
-    spec: MXSpec
-
-    @classmethod
-    def of(cls, call: Mapping[str, Any], constants: Mapping[str, TensorInfo]) -> _CalledWeight | None:
-        arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
-        read = [constants.get(arguments.get(name, {}).get("as_tensor", {}).get("name")) for name in _WEIGHT]
-        tensors = tuple(tensor for tensor in read if tensor is not None)
-        if None in read[:2]:
+def _called_weight(
+    call: Mapping[str, Any], constants: Mapping[str, TensorInfo]
+) -> tuple[PackedWeightInfo, list[TensorInfo]] | None:
+    """Describe the weight of a matmul operator that the machine code calls, with the shape of the codes that its bytes
+    contain; and its codes, scales and tensor scale. Return None for another call."""
+    arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
+    tensors: list[TensorInfo] = []
+    for argument in _WEIGHT:
+        name = arguments.get(argument, {}).get("as_tensor", {}).get("name")
+        if name in constants:
+            tensors.append(constants[name])
+        elif argument != "tensor_scale":  # which other formats lack
             return None
-        spec = MXSpec(
-            arguments["elem_dtype_name"]["as_string"],
-            arguments["block_size"]["as_int"],
-            scale_format=arguments.get("scale_format", {}).get("as_string") or "e8m0",
-            block_rows=arguments.get("block_rows", {}).get("as_int") or 1,
-        )
-        return cls(tensors, spec)
-
-    def info(self) -> PackedWeightInfo:
-        """Describe the weight, with the shape of the codes that its bytes contain."""
-        codes = self.tensors[0]
-        *rows, size = codes.shape
-        shape = (*map(int, rows), unpacked_length(int(size), self.spec.element.bits))
-        nbytes = sum(tensor.bytes or 0 for tensor in self.tensors)
-        return PackedWeightInfo(parameter_name(codes.name), format_of(self.spec), len(rows), shape, nbytes)
+    spec = MXSpec(
+        arguments["elem_dtype_name"]["as_string"],
+        arguments["block_size"]["as_int"],
+        scale_format=arguments.get("scale_format", {}).get("as_string") or "e8m0",
+        block_rows=arguments.get("block_rows", {}).get("as_int") or 1,
+    )
+    codes = tensors[0]
+    *rows, size = codes.shape
+    shape = (*map(int, rows), unpacked_length(int(size), spec.element.bits))
+    nbytes = sum(tensor.bytes or 0 for tensor in tensors)
+    return PackedWeightInfo(parameter_name(codes.name), format_of(spec), len(rows), shape, nbytes), tensors

@@ -114,7 +114,7 @@ def counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def shape_of_ranges(ranges: Iterable[Range]) -> tuple[int | str, ...]:
-    """Return a shape with the range of each dynamic dimension, as in `("1..64", 128)`."""
+    """Return a shape with the range of each dynamic dimension: `("1..64", 128)`."""
     return tuple(low if low == high else f"{low}..{'' if high is None else high}" for low, high in ranges)
 
 
@@ -150,11 +150,13 @@ def _tables(info: FileInfo) -> Iterable[tuple[list[tuple[str, ...]], int]]:
         header = ("weight", "format", "scales, powers of two", "shape", "axis", "bytes", "bits")
         yield [header, *map(_weight_row, info.weights)], 3
     if info.tensors:
-        rows = [(t.name, t.dtype, _shape(t.shape), f"{t.bytes:,}") for t in info.tensors]
-        yield [("other tensor", "dtype", "shape", "bytes"), *rows], 2
+        rows: list[tuple[str, ...]] = [("other tensor", "dtype", "shape", "bytes")]
+        for tensor in info.tensors:
+            rows.append((tensor.name, tensor.dtype, _shape(tensor.shape), f"{tensor.bytes:,}"))
+        yield rows, 2
     for title, counts in (("quantized as it runs", info.activations), ("operator", info.operators)):
         if counts:
-            yield [(title, "calls"), *((name, str(count)) for name, count in counts.items())], 1
+            yield [(title, "calls"), *zip(counts, map(str, counts.values()), strict=True)], 1
 
 
 def _weight_row(weight: PackedWeightInfo) -> tuple[str, ...]:
@@ -171,8 +173,12 @@ def _histogram(scales: Mapping[int, int]) -> str:
     smallest, largest = min(scales), max(scales)
     width = -(-(largest - smallest + 1) // _COLUMNS)
     starts = range(smallest, largest + 1, width)
-    counts = [sum(scales.get(e, 0) for e in range(start, start + width)) for start in starts]
-    bars = "".join(" " if not n else _BARS[(len(_BARS) - 1) * n // max(counts)] for n in counts)
+    counts = [0] * len(starts)
+    for exponent, blocks in scales.items():
+        counts[(exponent - smallest) // width] += blocks
+    bars = ""
+    for blocks in counts:
+        bars += _BARS[(len(_BARS) - 1) * blocks // max(counts)] if blocks else " "
     return f"{smallest} {bars} {largest}"
 
 
@@ -187,8 +193,9 @@ def _storage(info: FileInfo) -> Iterable[str]:
 
 
 def _summary(info: FileInfo) -> str:
-    packed, values = sum(w.bytes for w in info.weights), sum(prod(w.shape) for w in info.weights)
-    others = sum(t.bytes or 0 for t in info.tensors)
+    packed = sum(weight.bytes for weight in info.weights)
+    values = sum(prod(weight.shape) for weight in info.weights)
+    others = sum(tensor.bytes or 0 for tensor in info.tensors)
     bits = f", {8 * packed / values:.2f} bits a value" if values else ""
     return (
         f"{len(info.weights)} packed weights: {values:,} values, {packed:,} bytes{bits}; "

@@ -9,6 +9,8 @@ encoder-decoder also has the keys and values of its cross attention, which the e
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,14 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.repeated_layers import LayerNumber
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
+_outputs = import_extra("transformers.modeling_outputs", "hf")
 
+#: names of the cache in the arguments and outputs of models, the newest first: `cache` since transformers 5.24; before,
+#: `past_key_values`, and `cache_params` in models without attention
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+_FIELDS = [field.name for field in fields(_outputs.CausalLMOutputWithPast)]
+#: the name in the installed version of transformers, of models with attention and of `generate`
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 #: the slots of a cache are a multiple of this, so that few programs are compiled
 _SLOTS = 256
 #: sizes of dimension 2: the slots of the decoder's tokens, and the length of the encoder's result
@@ -109,11 +118,7 @@ class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCache
         return all(KINDS[name] for name in self.stored)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Keep this number of tokens, or for a negative number drop that many of the last.
-
-        Raises:
-            MXError: for a recurrent layer, whose state holds all of its tokens.
-        """
+        """Keep this number of tokens, or for a negative number drop that many of the last."""
         if not self.is_croppable:
             raise MXError("the state of a recurrent layer cannot drop tokens: read the text again with a new cache")
         number = int(tokens_to_remove)
@@ -162,44 +167,46 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
 
     def inputs(self) -> dict[str, Any]:
         """Return the inputs of the program that are the cache."""
-        source = {} if self.source_mask is None else {SOURCE_MASK: self.source_mask}
-        return {**source, **by_kind([layer.stored for layer in self.layers])}
+        inputs = {} if self.source_mask is None else {SOURCE_MASK: self.source_mask}
+        for name in KINDS:
+            tensors = [layer.stored[name] for layer in self.layers if name in layer.stored]
+            if tensors:
+                inputs[name] = tensors
+        return inputs
 
     def set_source(self, results: Mapping[str, Any]) -> None:
-        """Set the results of the encoder by input of the program: mask, keys and values of cross attention.
-
-        Raises:
-            MXError: where the cache is for another number of sequences, and not for several beams of each.
-        """
+        """Set the results of the encoder by input of the program: mask, keys and values of cross attention."""
         batch, sequences = self.batch_size, len(results["cross_keys"][0])
         if batch % sequences:
             raise MXError(f"the source holds {sequences} sequences, the tokens {batch}: give as many of both")
 
-        def repeated(one: Tensor) -> Tensor:
-            return one.repeat_interleave(batch // len(one), 0)
-
-        self.source_mask = repeated(results[SOURCE_MASK])
+        beams = batch // sequences
+        self.source_mask = results[SOURCE_MASK].repeat_interleave(beams, 0)
         for name in ("cross_keys", "cross_values"):
-            for layer, one in zip(self.layers, results[name], strict=True):
-                layer.stored[name] = repeated(one)
+            for layer, tensor in zip(self.layers, results[name], strict=True):
+                layer.stored[name] = tensor.repeat_interleave(beams, 0)
 
     def with_cross_attention(self) -> Any:
         """Return transformers' cache of an encoder-decoder, whose keys and values of cross attention are computed."""
-        cross = [{"keys": one.stored["cross_keys"], "values": one.stored["cross_values"]} for one in self.layers]
-        source = DecoderCache([CacheLayer(one, 1) for one in cross], self.slots)  # a filled cache: 1 is any number
-        return _cache_utils.EncoderDecoderCache(self, source)
+        cross = []
+        for layer in self.layers:
+            stored = {"keys": layer.stored["cross_keys"], "values": layer.stored["cross_values"]}
+            cross.append(CacheLayer(stored, 1))  # filled: 1 is any number
+        return _cache_utils.EncoderDecoderCache(self, DecoderCache(cross, self.slots))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
         return super().update(key_states, value_states, LayerNumber.plain(layer_idx), *args, **kwargs)
 
     def as_encoder_decoder_cache(self) -> Any:
         """Return transformers' `EncoderDecoderCache` of the filled slots; None for a cache of codes and scales."""
-        stored = [layer.stored for layer in self.layers]
-        if not all(isinstance(tensor, Tensor) for layer in stored for tensor in layer.values()):
-            return None
-        filled = [tuple(layer[name][:, :, : self.length] for name in ("keys", "values")) for layer in stored]
-        cross = [tuple(layer[name] for name in ("cross_keys", "cross_values")) for layer in stored]
-        return _cache_utils.EncoderDecoderCache([(*own, *other) for own, other in zip(filled, cross, strict=True)])
+        layers = []
+        for layer in self.layers:
+            tensors = layer.stored
+            if not isinstance(tensors["keys"], Tensor) or not isinstance(tensors["values"], Tensor):
+                return None
+            keys, values = tensors["keys"][:, :, : self.length], tensors["values"][:, :, : self.length]
+            layers.append((keys, values, tensors["cross_keys"], tensors["cross_values"]))
+        return _cache_utils.EncoderDecoderCache(layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.length
@@ -223,34 +230,39 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         return len(self.layers[0].tensors[0])
 
 
-def by_kind(layers: Layers) -> dict[str, list[Stored]]:
-    """Return the tensors of all layers by kind: the inputs of a program."""
-    kinds = [name for name in KINDS if any(name in layer for layer in layers)]
-    return {name: [layer[name] for layer in layers if name in layer] for name in kinds}
+def cache_in(output: Any) -> Any:
+    """Return the cache in the output of a model, None if there is none."""
+    for name in CACHE_NAMES:
+        if name in output:
+            return output[name]
+    return None
 
 
 def by_layer(inputs: Mapping[str, Any]) -> Layers:
     """Return the tensors of a program's inputs by their number among those of their kind."""
-    kinds = {name: inputs[name] for name in KINDS if name in inputs}
-    return [
-        {name: tensors[number] for name, tensors in kinds.items() if number < len(tensors)}
-        for number in range(max(map(len, kinds.values()), default=0))
-    ]
+    layers: Layers = []
+    for name in KINDS:
+        for number, tensor in enumerate(inputs.get(name, ())):
+            if number == len(layers):
+                layers.append({})
+            layers[number][name] = tensor
+    return layers
 
 
 def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device, source: int = 0) -> DecoderCache:
     """Return a cache of empty layers; `source` is the length of the encoder's result."""
     lengths = {SLOTS: slots, SOURCE: source}
 
-    def zeros(stored: Tensor, size: str | None) -> Tensor:
+    def zeros(size: str | None, stored: Tensor) -> Tensor:
         sizes = stored.shape[1:] if size is None else (stored.shape[1], lengths[size], stored.shape[3])
         return torch.zeros(batch, *sizes, device=device, dtype=stored.dtype)
 
-    def empty(layer: dict[str, Stored]) -> dict[str, Stored]:
-        return {k: pytree.tree_map(lambda stored: zeros(stored, KINDS[k]), v) for k, v in layer.items()}  # noqa: B023
-
+    empty: list[CacheLayer] = []
+    for layer in layers:
+        if layer:
+            empty.append(CacheLayer({k: pytree.tree_map(partial(zeros, KINDS[k]), v) for k, v in layer.items()}))
     mask = torch.ones(batch, source, dtype=torch.long, device=device) if has_source(layers) else None
-    return DecoderCache([CacheLayer(empty(layer)) for layer in layers if layer], slots, source_mask=mask)
+    return DecoderCache(empty, slots, source_mask=mask)
 
 
 def has_source(layers: Layers) -> bool:
@@ -267,8 +279,9 @@ def grow(cache: DecoderCache, slots: int) -> None:
     """Add slots to a cache in place."""
     more = (0, 0, 0, slots - cache.slots)
     for layer in cache.layers:
-        for name in (name for name in layer.stored if KINDS[name] == SLOTS):
-            layer.stored[name] = pytree.tree_map(lambda one: nn.functional.pad(one, more), layer.stored[name])
+        for name, stored in layer.stored.items():
+            if KINDS[name] == SLOTS:
+                layer.stored[name] = pytree.tree_map(lambda tensor: nn.functional.pad(tensor, more), stored)
     cache.slots = slots
 
 
@@ -277,20 +290,31 @@ def cache_within(
 ) -> DecoderCache:
     """Return a cache over the inputs of a program, with `start` filled slots; `layers` are those of the model."""
     of_kind = {name: iter(tensors) for name, tensors in inputs.items()}
-    stored = [{name: next(of_kind[name]) for name in KINDS if name in layer} for layer in layers]
-    return DecoderCache([CacheLayer(one, start) for one in stored], mask.shape[1], mask, source_mask)
+    own = [CacheLayer({name: next(of_kind[name]) for name in layer}, start) for layer in layers]
+    return DecoderCache(own, mask.shape[1], mask, source_mask)
 
 
 def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:
     """Return groups of dimensions of a program's inputs that are equal: the batch, the length, the slots, the source.
 
     Without these groups a trace assumes that products of these sizes differ."""
-    stored = [(one, KINDS[name]) for name in KINDS for one in pytree.tree_leaves(inputs.get(name, []))]
-    of_tokens = [(inputs[name], dim) for name, dim in OF_TOKENS.items() if inputs.get(name) is not None]
-    mask, features = inputs["attention_mask"], inputs.get("image_features") or []
-    source_masks = [inputs[SOURCE_MASK]] if inputs.get(SOURCE_MASK) is not None else []
-    batch = [(one, 0) for one in (*(one for one, _ in of_tokens), mask, *source_masks, *(one for one, _ in stored))]
-    slots = [(mask, 1), *((one, 2) for one, size in stored if size == SLOTS)]
-    source = [*((one, 1) for one in source_masks), *((one, 2) for one, size in stored if size == SOURCE)]
-    groups = [batch, of_tokens, slots, source, [(one, 0) for one in features]]
-    return [group for group in groups if group]
+    batch: list[tuple[Any, int]] = []
+    groups: dict[str, list[tuple[Any, int]]] = {"tokens": [], SLOTS: [], SOURCE: [], "features": []}
+
+    def add(tensor: Any, size: str | None, dim: int) -> None:
+        batch.append((tensor, 0))
+        if size is not None:
+            groups[size].append((tensor, dim))
+
+    for name, dim in OF_TOKENS.items():
+        if inputs.get(name) is not None:
+            add(inputs[name], "tokens", dim)
+    add(inputs["attention_mask"], SLOTS, 1)
+    if inputs.get(SOURCE_MASK) is not None:
+        add(inputs[SOURCE_MASK], SOURCE, 1)
+    for name, size in KINDS.items():
+        for tensor in pytree.tree_leaves(inputs.get(name, [])):
+            add(tensor, size, 2)
+    for features in inputs.get("image_features") or ():
+        groups["features"].append((features, 0))
+    return [group for group in (batch, *groups.values()) if group]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 from pt2mx.pt2e.language import attention, recurrence
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
+    CACHE_NAMES,
     KINDS,
     SOURCE_MASK,
     DecoderCache,
@@ -29,7 +30,6 @@ from pt2mx.pt2e.language.cache import (
     empty_cache,
     equal_dims,
 )
-from pt2mx.pt2e.language.cache_name import CACHE_NAMES
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, AGREEMENT_OF_COPIES, distance, error_of
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
@@ -127,28 +127,29 @@ class CachedDecoder(nn.Module):
             (B, T, vocabulary) logits.
         """
         tokens = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        all_kinds = zip(KINDS, (keys, values, cross_keys, cross_values, conv_states, recurrent_states), strict=True)
-        stored = {name: tensors for name, tensors in all_kinds if tensors}
+        kinds = (keys, values, cross_keys, cross_values, conv_states, recurrent_states)
+        stored = {name: tensors for name, tensors in zip(KINDS, kinds, strict=True) if tensors}
         of_images = {FEATURES: image_features, ROWS: image_rows, POSITIONS: image_positions}
         images = {name: value for name, value in of_images.items() if value is not None}
-        source = {SOURCE_MASK: encoder_attention_mask}
-        for (first, first_dim), *others in equal_dims({**tokens, **images, **source, **stored}):
-            for tensor, dim in others:
+        for group in equal_dims({**tokens, **images, SOURCE_MASK: encoder_attention_mask, **stored}):
+            first, first_dim = group[0]
+            for tensor, dim in group[1:]:
                 torch._check(tensor.shape[dim] == first.shape[first_dim])
         cache = cache_within(self.layers, stored, start, attention_mask, encoder_attention_mask)
         self._cache = cache
         if "keys" not in stored:  # without attention, the mask is that of the tokens
             tokens["attention_mask"] = cache.mask_of_tokens(input_ids.shape[1])
-        call = decoder_call(self.model, tokens, encoder_attention_mask)
         past = cache if encoder_attention_mask is None else cache.with_cross_attention()
-        call |= {**dict.fromkeys(CACHE_NAMES, past), "logits_to_keep": logits_to_keep}
-        call = {name: value for name, value in call.items() if name in self._parameters_of_forward}
+        given = decoder_call(self.model, tokens, encoder_attention_mask)
+        given |= {**dict.fromkeys(CACHE_NAMES, past), "logits_to_keep": logits_to_keep}
+        taken = self._parameters_of_forward
+        call = {name: value for name, value in given.items() if name in taken}
         reads_images: AbstractContextManager[dict[str, Any]] = nullcontext({})
         if images:
             reads_images = merged_images(self.model, cache, input_ids, images)
         with model_functions(self.model, FUNCTIONS, cache), reads_images as of_images:
             logits = self.model(**{**call, **of_images}, use_cache=True).logits
-        return logits if "logits_to_keep" in self._parameters_of_forward else logits[:, logits_to_keep]
+        return logits if "logits_to_keep" in taken else logits[:, logits_to_keep]
 
 
 def export_decoder(
@@ -156,20 +157,17 @@ def export_decoder(
 ) -> ExportedProgram:
     """Export a causal language model of transformers with its cache, for batches, prompts and caches of any size.
 
-    `length` is the length of `longest_text`; `images` are the image inputs, for a program that reads images.
-
-    Raises:
-        MXError: for a model that keeps anything but keys and values, and the state of a recurrence, or that cannot be
-            exported.
-    """
+    `length` is the length of `longest_text`; `images` are the image inputs, for a program that reads images."""
     length = longest_text(model, length)
     layers = layers_of(model)
-    example = inputs(layers, model.device, images=images)
+    keeps_tokens_alone = all(layer.keys() <= {"keys", "values"} for layer in layers)
     with with_frequencies_for(model, length):
-        program = _export_copied(model, layers, example, images)
-        if program is not None:
-            return program
-        program, error = _checked_export(model, layers, example, images, traced_layers)
+        if keeps_tokens_alone:  # other layers change the cache in Python, which no copy does
+            with suppress(MXError):  # such as where torch takes the number of a layer, but no `LayerNumber`
+                program, error = _checked_export(model, layers, images, repeated_layers)
+                if error < (AGREEMENT_OF_COPIES if model.dtype == torch.float32 else AGREEMENT):
+                    return program
+        program, error = _checked_export(model, layers, images, traced_layers)
     if not error < AGREEMENT:
         raise MXError(
             f"{type(model).__name__} with a cache of fixed length gives other logits than with its own ({error:.2g} of "
@@ -178,35 +176,17 @@ def export_decoder(
     return program
 
 
-def _export_copied(
-    model: PreTrainedModel, layers: Layers, example: dict[str, Any], images: ImageInputs | None
-) -> ExportedProgram | None:
-    """Return the program of a model with copied layers; None where it has none or differs from the model."""
-    if not all(layer.keys() <= {"keys", "values"} for layer in layers):  # others change the cache in Python
-        return None
-    try:
-        program, error = _checked_export(model, layers, example, images, repeated_layers)
-    except MXError:  # such as where torch takes the number of a layer, but no `LayerNumber`
-        return None
-    return program if error < (AGREEMENT_OF_COPIES if model.dtype == torch.float32 else AGREEMENT) else None
-
-
 def _checked_export(
     model: PreTrainedModel,
     layers: Layers,
-    example: dict[str, Any],
     images: ImageInputs | None,
     copies: Callable[..., AbstractContextManager[list[str]]],
 ) -> tuple[ExportedProgram, float]:
-    """Return the program of a model and its error.
-
-    Raises:
-        MXError: for a model that cannot be exported, or whose program does not read texts of any length.
-    """
+    """Return the program of a model and its error."""
     try:
         decoder = CachedDecoder(model, layers)
         with with_attention(model), quiet_export(), copies(model, PREFIX, decoder.cached):
-            program = export(decoder, example)
+            program = export(decoder, inputs(layers, model.device, images=images))
         return program, error_of(model, program, layers, images)
     except Exception as error:
         text = f"{type(model).__name__} cannot be exported with its cache: {one_line(error)}"
@@ -222,13 +202,12 @@ def relative_error(logits: Tensor, expected: Tensor) -> float | None:
 def export(decoder: nn.Module, example: dict[str, Any], length: int | None = None) -> ExportedProgram:
     """Export a float decoder, a converted one, or one that takes its weights as inputs.
 
-    Args:
-        decoder: the module.
-        example: its inputs.
-        length: fixes the number of tokens, and of logits; None: any number.
-    """
+    `length` fixes the number of tokens, and of logits; None: any number."""
     dynamic = DYNAMIC if length is None else {**DYNAMIC, **_OF_LENGTH}
-    shapes = {n: pytree.tree_map(lambda _, n=n: dynamic.get(n, {}), value) for n, value in example.items()}
+    shapes = {}
+    for name, value in example.items():
+        leaves, spec = pytree.tree_flatten(value)
+        shapes[name] = pytree.tree_unflatten([dynamic.get(name, {})] * len(leaves), spec)
     with shared_sizes(example):
         return export_program(decoder, (), example, shapes)
 
@@ -242,26 +221,22 @@ def inputs(
 ) -> dict[str, Any]:
     """Return the inputs with which a decoder reads tokens, (B, S), without padding.
 
-    Args:
-        layers: the layers of the cache.
-        device: the device of the inputs.
-        tokens: None: example tokens for an export, in which no two sizes are equal.
-        slots: the slots of the cache; None: as many as tokens.
-        images: the image inputs of the decoder; None: it reads text alone.
-    """
-    ids = torch.zeros(2, 4, dtype=torch.long) if tokens is None else tokens
-    batch, length = ids.shape
-    slots, kept = (length + 2, length - 1) if tokens is None else (slots or length, length)
-    cache = empty_cache(layers, batch, slots, device, _SOURCE_LENGTH)
+    Without tokens it is an example for an export, in which no two sizes are equal. The cache has as many slots as there
+    are tokens, or `slots`."""
+    first = 0  # of the columns whose logits are returned
+    if tokens is None:
+        tokens, slots, first = torch.zeros(2, 4, dtype=torch.long), 6, 1
+    batch, length = tokens.shape
+    slots = slots or length
     positions = torch.arange(length, device=device).repeat(batch, 1)
     return {
-        "input_ids": ids.to(device),
+        "input_ids": tokens.to(device),
         "position_ids": positions,
         "attention_mask": torch.ones(batch, slots, dtype=torch.long, device=device),
         "start": torch.zeros(1, dtype=torch.long, device=device),
-        "logits_to_keep": torch.arange(length - kept, length, device=device),
+        "logits_to_keep": torch.arange(first, length, device=device),
         **({} if images is None else images.of_text(positions)),
-        **cache.inputs(),
+        **empty_cache(layers, batch, slots, device, _SOURCE_LENGTH).inputs(),
     }
 
 

@@ -15,8 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.cache import OF_TOKENS, Layers, empty_cache, has_source
-from pt2mx.pt2e.language.cache_name import CACHE
+from pt2mx.pt2e.language.cache import CACHE, OF_TOKENS, Layers, empty_cache, has_source
 from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.source import SourceEncoder, decoder_call, decoder_inputs, encoder_results, example_source
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import check_outputs, check_source
-from pt2mx.pt2e.language.cache_name import CACHE, cache_in
+from pt2mx.pt2e.language.cache import CACHE, cache_in
 from pt2mx.pt2e.language.positions import check_positions
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import EncoderOutput, decoder_inputs, encoder_results
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.language.encoder import Encoder
-    from pt2mx.pt2e.language.generation import Generates as _Base
+    from pt2mx.pt2e.language.language_model import LanguageModel as _Base
 else:
     _Base = object
 
@@ -99,7 +99,7 @@ class EncoderDecoder(_Base):
             inputs["attention_mask"] = mask.to(self.device)
         return encoder_results(self.encoder(**inputs))
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

@@ -14,48 +14,7 @@ from pt2mx.pt2e.language.arguments import check_step, check_tokens
 from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs
-from pt2mx.pt2e.language.vision import IMAGES, check_images, tower_of
-
-
-class ReadsImages:
-    """Reads what a processor gives for images, in a language model with a vision tower."""
-
-    config: Any
-    encoder: Encoder | None
-    _images: ImageInputs | None
-
-    def _with_images_read(self, tokens: Any, mask: Tensor | None, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments in which the image inputs for tokens, (B, S), take the place of what a processor gives.
-
-        Raises:
-            MXError: for images where the model reads text alone, and as `read_images` does.
-        """
-        if self._images is None or self.encoder is None:
-            if given.get(IMAGES) is not None:
-                raise MXError("the model reads text alone: for images, quantize it whole, without --part (part=None)")
-            return dict(given)
-        names = (IMAGES, *tower_of(self.config).given)
-        others = {name: value for name, value in given.items() if name not in names}
-        images = {name: given[name] for name in names if given.get(name) is not None}
-        return others if IMAGES not in images else others | read_images(self.encoder, self.config, tokens, mask, images)
-
-    def _image_inputs(
-        self, given: Mapping[str, Any], inputs: Mapping[str, Tensor], mask: Tensor, cache: DecoderCache
-    ) -> dict[str, Any]:
-        """Return the image inputs for the next tokens: `inputs` and `mask` are the decoder's inputs for them.
-
-        Raises:
-            MXError: for what a processor gives, where the cache holds tokens already, and for image tokens without it.
-        """
-        filled, length = cache.length, inputs["input_ids"].shape[1]
-        if filled and given.get(IMAGES) is not None:
-            raise MXError(f"the cache holds {filled} tokens: give images with the first tokens, or to generate")
-        read = self._with_images_read(inputs["input_ids"], mask[:, :length], given)
-        if self._images is None:
-            return {}
-        if not filled and read.get(ROWS) is None:
-            _check_number(inputs["input_ids"] == self.config.image_token_id, 0)
-        return _of_next_tokens(self._images, read, inputs["position_ids"], mask, cache)
+from pt2mx.pt2e.language.vision import check_images, tower_of
 
 
 @torch.no_grad()
@@ -84,7 +43,7 @@ def read_images(
     given = {name: value.to(device) for name, value in check_images(config, given).items()}
     features = encoder(**tower.prepare(config, given))
     is_image = tokens == config.image_token_id
-    _check_number(is_image, len(features[0]))
+    check_number(is_image, len(features[0]))
     rows = is_image.flatten().cumsum(0).view_as(is_image).masked_fill(~is_image, 0)
     read = {FEATURES: [nn.functional.pad(one, (0, 0, 1, 0)) for one in features], ROWS: rows}
     if tower.axes:
@@ -92,7 +51,7 @@ def read_images(
     return read
 
 
-def _check_number(is_image: Tensor, features: int) -> None:
+def check_number(is_image: Tensor, features: int) -> None:
     """Raise an `MXError` where prompts hold another number of image tokens than their images have features."""
     if (number := int(is_image.sum())) != features:
         raise MXError(
@@ -112,7 +71,7 @@ def _positions(config: Any, tokens: Tensor, mask: Tensor | None, given: Mapping[
     return positions.transpose(0, 1)
 
 
-def _of_next_tokens(
+def inputs_of_next_tokens(
     inputs: ImageInputs, read: Mapping[str, Any], positions: Tensor, mask: Tensor, cache: DecoderCache
 ) -> dict[str, Any]:
     """Return the image inputs for the next tokens.

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT
-from pt2mx.pt2e.language.cache import KINDS, Layers, Stored, by_layer
-from pt2mx.pt2e.language.cache_name import CACHE, cache_in
+from pt2mx.pt2e.language.cache import CACHE, KINDS, Layers, Stored, by_layer, cache_in
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import decoder_call
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.cache import DecoderCache
-from pt2mx.pt2e.language.cache_name import CACHE
+from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.vision import tower_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +91,8 @@ def quantize_language_model(
     """
     check_quantizer(quantizer, MXQuantizer)
     check_model(model)
-    check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
-    check_texts(lessons, model.config.get_text_config().vocab_size, model.main_input_name)
+    for given in (texts, lessons):
+        check_texts(given, model.config.get_text_config().vocab_size, model.main_input_name)
     stage("export")
     length = longest_text(model, length)
     layers = layers_of(model)
@@ -101,40 +100,38 @@ def quantize_language_model(
         check_tower(model)
     source = FloatSource(model) if has_source(layers) else None
     tower = FloatTower(model) if part is None and has_tower(model) else None
-    if lessons and (source or tower):
+    other = tower or source
+    if lessons and other is not None:
         raise MXError(
             "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
         )
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
+    read = tensors_read(exported, decoder.PREFIX)
     if source is None:
         positions = positions_of(exported)
         for text in (*texts, *lessons):
             check_positions(positions, 0, torch.arange(tokens_of(text).shape[1])[None])
-    read = tensors_read(exported, decoder.PREFIX)
     if tower is not None:
         tower.check(exported, layers)
-        read |= tensors_read(tower.program, decoder.PREFIX)
-    if source is not None:
-        read |= tensors_read(source.program, decoder.PREFIX)
+    if other is not None:
+        read |= tensors_read(other.program, decoder.PREFIX)
     coverage = CheckpointValues(model).held_by(read)
     coverage.check(part, allow_partial)
     # reports count the parameters of the float model: without the parts that the program leaves out
     graph = remove_unused(exported.module(check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
-    encoder = None
-    if source is not None:
-        encoder = source.quantized(quantizer, texts)
-        batches = [source.read(text, layers) for text in texts]
-    else:
-        batches = [decoder.inputs(layers, model.device, tokens_of(text), images=images) for text in texts]
-    if tower is not None:
-        encoder = tower.quantized(quantizer, texts)
-        batches = [batch | tower.read(text) for batch, text in zip(batches, texts, strict=True)]
-    first = tower or source
-    with nullcontext() if first is None else only_unmatched_in_both(first.unmatched):
-        lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
+    encoder = None if other is None else other.quantized(quantizer, texts)
+    batches = []
+    for text in texts:
+        if source is not None:
+            batches.append(source.read(text, layers))
+            continue
+        batch = decoder.inputs(layers, model.device, tokens_of(text), images=images)
+        batches.append(batch if tower is None else batch | tower.read(text))
+    lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
+    with only_unmatched_in_both(None if other is None else other.unmatched):
         converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
     program = decoder_program(converted, exported, quantizer, model.device, images)
     config = copy.deepcopy(model.config)

@@ -44,15 +44,10 @@ def quantize_graph(
     stage: Callable[[str], None] = lambda name: None,
     lessons: Sequence[dict[str, Any]] = (),
 ) -> GraphModule:
-    """Optimize, calibrate, distil and convert the graph of a program.
+    """Optimize, calibrate, distil and convert the float graph of a program, whose first output holds logits.
 
-    Args:
-        graph: the float graph, whose first output holds logits.
-        quantizer: the quantizer.
-        batches: inputs for calibration, by name.
-        stage: called with the name of each stage as it begins.
-        lessons: inputs for distillation, by name; without them the weights are not trained.
-    """
+    `batches` are inputs for calibration and `lessons` for distillation, by name; without lessons the weights are not
+    trained. `stage` is called with the name of each stage as it begins."""
     optimized = graph
     if quantizer.algorithms is not None:
         stage("optimize")
@@ -74,7 +69,7 @@ def quantize_graph(
 
 def _divergence_of_logits(outputs: object, references: object) -> Tensor:
     """Return the divergence of the logits; a decoder may also return states."""
-    return kl_divergence(*(pytree.tree_leaves(each)[0] for each in (outputs, references)))
+    return kl_divergence(pytree.tree_leaves(outputs)[0], pytree.tree_leaves(references)[0])
 
 
 @contextmanager
@@ -92,8 +87,12 @@ def unmatched_settings(found: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def only_unmatched_in_both(others: set[str]) -> Iterator[None]:
-    """Warn of settings that match no operator in the block only where they are also among those of another program."""
+def only_unmatched_in_both(others: set[str] | None) -> Iterator[None]:
+    """Warn of settings that match no operator in the block only where they are also among those of another program;
+    None: there is no other."""
+    if others is None:
+        yield
+        return
     unmatched: set[str] = set()
     with unmatched_settings(unmatched):
         yield
@@ -110,13 +109,7 @@ def decoder_program(
 ) -> ExportedProgram:
     """Return the program of a converted decoder, with a quantized cache if the quantizer asks for one.
 
-    Args:
-        converted: the graph, made of `program`. Its cache becomes one of codes.
-        program: the float program, or the one that was sliced.
-        quantizer: the quantizer.
-        device: the device of the example inputs.
-        images: the image inputs of the decoder; None: it reads text alone.
-    """
+    `program` is the float program that the graph was made of, or the one that was sliced."""
     if quantizer.kv_cache is not None:
         pack_cache(converted)
     example = decoder.inputs(layers_in(converted), device, images=images)
@@ -131,26 +124,26 @@ def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
     accepts = quantizer.filter_function
 
     def has_weight(node: Node) -> bool:
-        return (node.target not in _MATMULS or _has_weight(node)) and (accepts is None or accepts(node))
+        if node.target in _MATMULS and not any(map(_is_weight, node.all_input_nodes)):
+            return False
+        return accepts is None or accepts(node)
 
     return copy.copy(quantizer).set_filter_function(has_weight)
 
 
-def _has_weight(matmul: Node) -> bool:
-    return any(map(_is_weight, matmul.all_input_nodes))
-
-
 def _is_weight(operand: Node) -> bool:
     """Return whether a node is computed from the model's own tensors alone, a parameter among them."""
-    model, constants = cast(GraphModule, operand.graph.owning_module), []
-    pending, seen = [operand], {operand}
+    model = cast(GraphModule, operand.graph.owning_module)
+    reads_parameter = False
+    pending, seen = [operand], set[Node]()
     while pending:
         node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
         if node.op == "get_attr":
-            constants.append(attribute_of(model, node))
+            reads_parameter |= isinstance(attribute_of(model, node), nn.Parameter)
         elif not node.all_input_nodes:
-            return False
-        new = [one for one in node.all_input_nodes if one not in seen]
-        pending += new
-        seen.update(new)
-    return any(isinstance(constant, nn.Parameter) for constant in constants)
+            return False  # an input of the model
+        pending += node.all_input_nodes
+    return reads_parameter

@@ -52,21 +52,19 @@ class FloatTower:
         return read_images(self._encoder, self.model.config, tokens_of(text), None, text)
 
     def check(self, program: ExportedProgram, layers: Layers) -> None:
-        """Compare tower and decoder with the model on a prompt with two images.
-
-        Raises:
-            MXError: where their logits differ, and for a model that is divided among ranks.
-        """
+        """Compare tower and decoder with the model on a prompt with two images."""
         if is_shard(program):
             raise MXError("a model with a vision tower cannot be divided among ranks: quantize it whole")
         model, config = self.model, self.model.config
         given = example_images(config)
-        number, token = len(self._encoder(**self._inputs(given))[0]), config.image_token_id
-        first = number // 2
+        number = len(self._encoder(**self._inputs(given))[0])
+        first = number // 2  # of the first image
         if "image_grid_thw" in given:
             first = int(given["image_grid_thw"][0].prod()) // config.vision_config.spatial_merge_size**2
+        token = config.image_token_id
         text = [1, 2] if token > 2 else [token + 1, token + 2]
-        tokens = torch.tensor([[*text, *[token] * first, *text, *[token] * (number - first), *text]]).to(model.device)
+        prompt = [*text, *[token] * first, *text, *[token] * (number - first), *text]
+        tokens = torch.tensor([prompt]).to(model.device)
         for name in tower_of(config).given:
             if name.endswith("token_type_ids"):
                 given[name] = (tokens == token).long()
@@ -82,11 +80,7 @@ class FloatTower:
             )
 
     def quantized(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram:
-        """Quantize the tower, calibrated with the images of the texts.
-
-        Raises:
-            MXError: where an algorithm looks at inputs, and no text has images.
-        """
+        """Quantize the tower, calibrated with the images of the texts."""
         batches = [self._inputs(text) for text in texts if not isinstance(text, Tensor) and IMAGES in text]
         if not batches and look_at_inputs(quantizer.algorithms or ()):
             raise MXError(

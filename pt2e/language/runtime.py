@@ -43,6 +43,8 @@ _LENGTH_MULTIPLE = 128
 _POSITIONS = ("position_ids", "attention_mask", "start", "image_positions")
 #: package -> the number of tokens that its program reads; None: any
 _LENGTHS = {"prompt": None, "token": 1}
+#: the programs for single tokens of a few and of many sequences
+_Pair = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
 
 def lower_program(program: ExportedProgram, device: torch.device) -> GraphModule:
@@ -64,23 +66,28 @@ class Runner:
     def __init__(
         self, decoder: GraphModule, device: torch.device, packages: Mapping[str, Callable[..., Tensor]]
     ) -> None:
-        self.decoder, self.device, self._pads, self.compiles = decoder, device, False, False
+        self.decoder, self.device = decoder, device
+        self.compiles = False
+        self._pads = False  # prompts, whose lengths a CUDA graph fixes
         self._prompt = packages.get("prompt", decoder)
-        few, many = _step_programs(with_single_steps(decoder), self.device)
-        self._fused_token, self._token = packages.get("token", few), packages.get("token", many)
-        self._steps = self._fused_token, self._token
+        few, many = _step_programs(decoder, device)
+        self._tokens: _Pair = packages.get("token", few), packages.get("token", many)
+        #: the same without CUDA graphs of torch
+        self._steps = self._tokens
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.
 
         `options` of `torch.compile` apply to single tokens. On a GPU, where a mode may ask for CUDA graphs, they also
         apply to prompts."""
-        self._pads, self.compiles = self.device.type == "cuda", True
+        self.compiles = True
+        self._pads = self.device.type == "cuda"
         self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
-        single, overlaps = with_single_steps(self.decoder), _overlaps(self.device)
-        programs = _step_programs(single, self.device)
-        self._steps = self._fused_token, self._token = _compiled_pair(programs, options, overlaps)
-        if (plain := _without_graphs(options)) != options:
+        programs = _step_programs(self.decoder, self.device)
+        overlaps = self._pads and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self._tokens = self._steps = _compiled_pair(programs, options, overlaps)
+        plain = _without_graphs(options)
+        if plain != options:
             self._steps = _compiled_pair(programs, plain, overlaps)
 
     def step_of(self, batch: int) -> Callable[..., Tensor]:
@@ -88,50 +95,49 @@ class Runner:
         return self._steps[batch > FEW_ROWS]
 
     def read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
-        """Read tokens, write the cache, and return the logits of some columns.
+        """Read tokens, write the cache, and return the logits of the columns `kept`, (T,) int64: (B, T, vocabulary).
 
-        Args:
-            inputs: the inputs of the program for the tokens.
-            mask: (B, slots) int64.
-            kept: (T,) int64, the columns of the logits to return.
-            cache: as `empty_cache` makes it.
-
-        Returns:
-            (B, T, vocabulary) logits.
-        """
-        length, size = inputs["input_ids"].shape[1], _CHUNK.get(self.device.type, _CHUNK["cpu"])
+        `inputs` are those of the program for the tokens; the mask is (B, slots) int64."""
+        length = inputs["input_ids"].shape[1]
+        size = _CHUNK.get(self.device.type, _CHUNK["cpu"])
         if length <= size:
             return self._read(inputs, mask, kept, cache)
         logits, chunk_of = [], torch.zeros_like(kept)
-        ends = list(_ends_of_chunks(length, size, inputs.get("image_rows")))
-        for first, last in zip([0, *ends], ends, strict=False):
+        first = 0
+        for last in _ends_of_chunks(length, size, inputs.get("image_rows")):
             here = (kept >= first) & (kept < last)
             chunk = {name: value[..., first:last] if name in OF_TOKENS else value for name, value in inputs.items()}
             logits.append(self._read(chunk, mask, kept[here] - first, cache))
             chunk_of += kept >= last
+            first = last
         by_chunk = chunk_of.argsort(stable=True)  # the order of the logits
         return torch.cat(logits, 1)[:, by_chunk.argsort()]
 
     def _read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
-        filled, length = cache.get_seq_length(), inputs["input_ids"].shape[1]
-        pads = self._pads and length > 1 and all(layer.is_croppable for layer in cache.layers)
-        padding = -length % _LENGTH_MULTIPLE if pads else 0
-        if padding and filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
-            inputs = {
-                name: F.pad(value, (0, padding)) if name in OF_TOKENS else value for name, value in inputs.items()
-            }
-        of_tokens = self._fused_token if len(mask) <= FEW_ROWS else self._token
-        program = self._prompt if length > 1 else of_tokens if len(kept) == 1 else self.decoder
+        filled, length = cache.length, inputs["input_ids"].shape[1]
+        if self._pads and length > 1 and all(layer.is_croppable for layer in cache.layers):
+            padding = -length % _LENGTH_MULTIPLE
+            if filled + length + padding <= mask.shape[1]:  # later tokens overwrite the slots of the padding
+                of_tokens = {name: F.pad(inputs[name], (0, padding)) for name in OF_TOKENS if name in inputs}
+                inputs = {**inputs, **of_tokens}
+        if length > 1:
+            program = self._prompt
+        elif len(kept) == 1:
+            program = self._tokens[len(mask) > FEW_ROWS]
+        else:
+            program = self.decoder
         start = torch.tensor([filled], device=self.device)
         logits = program(**inputs, attention_mask=mask, start=start, logits_to_keep=kept, **cache.inputs())
         cache.advance(length)
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
-def _step_programs(single: GraphModule, device: torch.device) -> tuple[GraphModule, GraphModule]:
-    """Return the programs for single tokens of a few and of many sequences; they share the tensors of `single`."""
+def _step_programs(decoder: GraphModule, device: torch.device) -> tuple[GraphModule, GraphModule]:
+    """Return the programs for single tokens of a few and of many sequences; they share the tensors of the decoder."""
+    single = with_single_steps(decoder)
     if device.type == "cpu":
-        return (store_positions(use_decoding_attention(copy_sharing_tensors(single)), _POSITIONS),) * 2
+        step = store_positions(use_decoding_attention(copy_sharing_tensors(single)), _POSITIONS)
+        return step, step
     if not fuse_decoding.applies_to(single):
         return single, single
     attention = [use_decoding_attention, fuse_rope]
@@ -162,22 +168,19 @@ def _unguarded(options: Mapping[str, Any]) -> dict[str, Any]:
     need not check sizes again. torch takes a mode or options: the mode becomes options."""
     if options.get("backend", "inductor") != "inductor":
         return dict(options)
-    own = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
-    given = {name: value for name, value in options.items() if name not in ("mode", "options")}
-    of_mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
-    return {**given, "options": {**own, **of_mode, **(options.get("options") or {})}}
+    given = dict(options)
+    mode, of_user = given.pop("mode", None), given.pop("options", None)
+    joined = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe, "size_asserts": False}
+    if mode:
+        joined |= torch._inductor.list_mode_options(mode)
+    joined |= of_user or {}
+    return {**given, "options": joined}
 
 
-def _compiled_pair(
-    programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any], overlaps: bool
-) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _compiled_pair(programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any], overlaps: bool) -> _Pair:
     few, many = programs
     compiled = _compiled(many, options, overlaps)
     return compiled if few is many else _compiled(few, options, overlaps), compiled
-
-
-def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,16 +209,7 @@ def write_packages(
 ) -> list[Path]:
     """Compile a lowered decoder for prompts of any length and for single tokens; return the packages.
 
-    Args:
-        lowered: the decoder, which is not changed.
-        layers: the layers of its cache.
-        images: its image inputs, or None.
-        device: the device that it runs on.
-        folder: the folder to write the packages to.
-
-    Raises:
-        MXError: for machine code that crashes; then all packages are deleted.
-    """
+    Where the machine code crashes it deletes all packages, and raises."""
     model, weights = without_weights(lowered)
     paths = _paths(model, device, folder)
     pass_batch_sizes(model)
@@ -237,12 +231,8 @@ def write_packages(
 
 
 def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> dict[str, Callable[..., Tensor]]:
-    """Load the packages for prompts and for single tokens; empty where the folder has none for the device.
-
-    Raises:
-        MXError: for packages that cannot be loaded.
-    """
-    if not any(folder.glob("*.aoti.pt2")):
+    """Load the packages for prompts and for single tokens; empty where the folder has none for the device."""
+    if not any(folder.glob("*.aoti.pt2")):  # a digest takes time
         return {}
     model, weights = without_weights(lowered)
     paths = _paths(model, device, folder)

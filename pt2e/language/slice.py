@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
 
 import torch
-from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
@@ -69,8 +67,11 @@ def slice_language_model(model: LanguageModel, quantizer: MXQuantizer) -> Langua
     if model.encoder is not None:
         with unmatched_settings(unmatched):
             encoder = slice_program(model.encoder.program, copy.copy(quantizer).set_kv_cache(None))
-    with nullcontext() if encoder is None else only_unmatched_in_both(unmatched):
-        program = _slice_decoder(model.program, graph, quantizer)
+    images = ImageInputs.of_program(model.program)
+    _, device, _ = cache_of(model.program)
+    with only_unmatched_in_both(None if encoder is None else unmatched):
+        sliced_graph = slice_graph(graph, quantizer)
+    program = decoder_program(sliced_graph, model.program, quantizer, device, images)
     parts = copy.deepcopy((model.config, model.generation_config))
     sliced = LanguageModel(program, *parts, model.processor or model.tokenizer, encoder)
     sliced.coverage = model.coverage
@@ -90,9 +91,3 @@ def _warn_of_cache(cache: MXSpec, quantizer: MXQuantizer) -> None:
     spec = quantizer.kv_cache
     if spec is not None and (spec.element, spec.block_size) != (cache.element, cache.block_size):
         warnings.warn(f"the cache stays in {cache}: slicing does not change it to the recipe's {spec}", stacklevel=3)
-
-
-def _slice_decoder(program: ExportedProgram, graph: GraphModule, quantizer: MXQuantizer) -> ExportedProgram:
-    _, device, _ = cache_of(program)
-    images = ImageInputs.of_program(program)
-    return decoder_program(slice_graph(graph, quantizer), program, quantizer, device, images)

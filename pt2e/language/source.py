@@ -19,8 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 from pt2mx.pt2e.language.attention import with_attention
-from pt2mx.pt2e.language.cache import SOURCE_MASK, CacheLayer, DecoderCache
-from pt2mx.pt2e.language.cache_name import CACHE
+from pt2mx.pt2e.language.cache import CACHE, SOURCE_MASK, CacheLayer, DecoderCache
 from pt2mx.pt2e.program.program import export_program
 
 if TYPE_CHECKING:

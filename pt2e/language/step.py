@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,7 @@ MOST_BEHIND = 1
 class Step:
     """The state of a step, and the step.
 
-    Args:
-        runner: runs the decoder.
-        inputs: the inputs of the first step: tokens, positions and images.
-        mask: (B, slots) int64.
-        cache: the cache that the program writes.
-        choice: how tokens are chosen.
-        vocabulary: the number of logits.
-    """
+    `inputs` are those of the first step, tokens, positions and images, with a mask of (B, slots) int64."""
 
     def __init__(
         self,
@@ -52,40 +45,48 @@ class Step:
         choice: Choice,
         vocabulary: int,
     ) -> None:
-        self.program, self.cache, self.choice = runner.step_of(len(mask)), cache, choice
+        batch, device = len(mask), mask.device
+        on_gpu = device.type == "cuda"
+        self.program, self.cache, self.choice = runner.step_of(batch), cache, choice
         #: True where the next call of `generate` may take the cache
         self.cache_is_free = False
         self._key = self._key_of(runner, inputs, cache, choice)
-        batch, device = len(mask), mask.device
-        self._generator = (
-            torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[mask.get_device()]
-        )
+        #: draws the tokens
+        self.generator = torch.cuda.default_generators[mask.get_device()] if on_gpu else torch.default_generator
         self._inputs = pytree.tree_map(torch.clone, dict(inputs))
-        self._mask, self._kept = mask.clone(), torch.zeros(1, dtype=torch.long, device=device)
+        self._mask = mask.clone()
         self._ends = torch.tensor(choice.ends, dtype=torch.long, device=device)
         self._pad = None if choice.pad is None else torch.tensor(choice.pad, device=device)
-        self.start, self.length = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(2))
-        reads_seen = any(one.reads_seen for one in choice.processors)
-        self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device) if reads_seen else None
+        self.start = torch.zeros(1, dtype=torch.long, device=device)
+        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.seen: Tensor | None = None
+        if any(processor.reads_seen for processor in choice.processors):
+            self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
         self.unfinished = torch.ones(batch, dtype=torch.bool, device=device)
         #: (2, B) int64: the tokens of the last step, and which sequences have not ended
         self._result = torch.zeros(2, batch, dtype=torch.long, device=device)
-        on_gpu = device.type == "cuda"
-        self._free = deque(
-            (torch.zeros_like(self._result, device="cpu", pin_memory=on_gpu), torch.cuda.Event() if on_gpu else None)
-            for _ in range(MOST_BEHIND + 1)
-        )
+        #: copies of results on the host, each with the event of its copy
+        self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        for _ in range(MOST_BEHIND + 1):
+            host = torch.zeros_like(self._result, device="cpu", pin_memory=on_gpu)
+            self._free.append((host, torch.cuda.Event() if on_gpu else None))
         self._captures = on_gpu
         #: the CUDA graph, and what it returns
         self._captured: tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None = None
-        state = {"attention_mask": self._mask, "start": self.start, "logits_to_keep": self._kept}
+        kept = torch.zeros(1, dtype=torch.long, device=device)
+        state = {"attention_mask": self._mask, "start": self.start, "logits_to_keep": kept}
         #: returns the logits; it does not refer to the step, which would then be freed late
         self._decode = partial(self.program, **self._inputs, **state, **cache.inputs())
         #: on a CPU, the compiled program
-        self._recorded = _recorded(self._decode) if runner.compiles and device.type == "cpu" else None
-        compiles = on_gpu and runner.compiles
-        self._advance, self._parts = (torch.compile(_advance), _PARTS) if compiles else (_advance, 1)
+        self._recorded: RecordedProgram | None = None
+        self._advance, self._parts = _advance, 1
+        if runner.compiles and on_gpu:
+            self._advance, self._parts = torch.compile(_advance), _PARTS
+        elif runner.compiles:
+            from pt2mx.kernels.inductor import record  # it imports Inductor, which takes seconds
+
+            self._recorded = record.RecordedProgram(self._decode)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Give copies and pickles of a model None in place of its step: nothing copies a CUDA graph."""
@@ -126,13 +127,10 @@ class Step:
         return self.cache
 
     def begin(self, inputs: Mapping[str, Any], mask: Tensor, tokens: Tensor, ignored: Tensor | None = None) -> None:
-        """Set the state after the prompts, before their first token is chosen.
+        """Set the state after the prompts, (B, S) int64, before their first token is chosen.
 
-        Args:
-            inputs, mask: as for the first step; the tokens in them have no effect.
-            tokens: (B, S) int64, the prompts.
-            ignored: (B,) int64, the number of first tokens of each prompt that are not seen; None: all are.
-        """
+        `inputs` and `mask` are as for the first step, the tokens in them have no effect; `ignored` is the number of
+        first tokens of each prompt that are not seen, (B,) int64, or None."""
         pytree.tree_map(lambda own, new: own.copy_(new), self._inputs, dict(inputs))
         for name in _COUNTED:
             if name in self._inputs:
@@ -151,14 +149,9 @@ class Step:
         self._sent.clear()
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose a token of each sequence, and make it the next input.
+        """Choose a token of each sequence by logits, (B, 1, vocabulary), and make it the next input.
 
-        Args:
-            logits: (B, 1, vocabulary).
-
-        Returns:
-            (B, vocabulary) each: the logits, and the processed scores; float32 where they are more than an order.
-        """
+        Return the logits and the processed scores, (B, vocabulary) each; float32 where they are more than an order."""
         logits = logits[:, -1] if self.choice.is_plain else logits[:, -1].float()
         scores = self.choice.scores(logits, self)
         counted = [self._inputs[name] for name in _COUNTED if name in self._inputs]
@@ -220,12 +213,12 @@ class Step:
         """Run the step, and take it back: its slot of the cache is written again."""
         changed = [self.start, self.length, self.unfinished, self._result, self.seen, self._inputs]
         state = pytree.tree_map(lambda one: None if one is None else one.clone(), changed)
-        random = self.random_state()
+        random = self.generator.get_state()
         try:
             self._run()
         finally:
             pytree.tree_map(lambda one, old: None if one is None else one.copy_(old), changed, state)
-            self.set_random_state(random)
+            self.generator.set_state(random)
 
     def send(self) -> None:
         """Queue a copy of the chosen tokens to the host."""
@@ -236,11 +229,8 @@ class Step:
         self._sent.append((host, event))
 
     def receive(self) -> tuple[Tensor, Tensor]:
-        """Wait for the earliest tokens that were sent.
-
-        Returns:
-            On the host: (B,) int64 tokens, and (B,) bool, True for sequences that no token has ended.
-        """
+        """Wait for the earliest tokens that were sent; return them, (B,) int64, and which sequences no token has ended,
+        (B,) bool, on the host."""
         host, event = self._sent.popleft()
         if event is not None:
             event.synchronize()
@@ -248,27 +238,12 @@ class Step:
         self._free.append((host, event))
         return tokens, unfinished.bool()
 
-    def random_state(self) -> Tensor:
-        """Return the state of the generator that draws tokens."""
-        return self._generator.get_state()
-
-    def set_random_state(self, state: Tensor) -> None:
-        """Set the state of the generator that draws tokens."""
-        self._generator.set_state(state)
-
-
-def _recorded(program: Callable[[], Tensor]) -> RecordedProgram:
-    from pt2mx.kernels.inductor.record import RecordedProgram  # it imports Inductor, which takes seconds
-
-    return RecordedProgram(program)
-
 
 def _argmax(weights: Tensor, parts: int) -> Tensor:
     """Return the index of the largest value of each row, (B,), the first one of equals."""
-    if parts == 1 and weights.is_cpu:  # by NumPy, which finds the first NaN as well
-        return torch.from_numpy(weights.float().numpy().argmax(-1))
     if parts == 1:
-        return weights.argmax(-1)
+        # on a CPU by NumPy, which finds the first NaN as well
+        return torch.from_numpy(weights.float().numpy().argmax(-1)) if weights.is_cpu else weights.argmax(-1)
     padding = -weights.shape[-1] % parts
     values = nn.functional.pad(weights, (0, padding), value=-math.inf).unflatten(-1, (parts, -1))
     part = values.amax(-1).argmax(-1, keepdim=True)

@@ -28,16 +28,12 @@ function drawComparison(section) {
     html("td", {}, comparedText(row)), timed && html("td", {}, significant(row.milliseconds)),
   );
   const head = ["recipe", "size", "bits", metric, ...(timed ? ["ms"] : [])];
-  find(".scroll", section).append(html(
-    "table", { class: "plain" },
-    html("thead", {}, html("tr", {}, head.map((name) => html("th", { scope: "col" }, name)))),
-    html("tbody", {}, rows.map(line)),
-  ));
+  find(".scroll", section).append(plainTable(head, rows.map(line)));
 }
 
 /** The quality; a cosine to three digits of its distance from 1. */
 const comparedText = (row) => (data.comparison.scale === "from one" && row.y > 0 && row.y < 0.1
-  ? (1 - row.y).toFixed(Math.min(Math.max(4, 2 - Math.floor(Math.log10(row.y))), 9)) : qualityText(row.quality));
+  ? (1 - row.y).toFixed(clamped(2 - Math.floor(Math.log10(row.y)), [4, 9])) : qualityText(row.quality));
 const withError = (row) => `${comparedText(row)}${row.error > 0 ? ` ± ${significant(row.error, 2)}` : ""}`;
 
 /** Tick values on a logarithmic scale: 1, 2 and 5 of each power of ten, or as many powers as fit. */
@@ -46,8 +42,9 @@ function decades(low, high, most) {
   const powers = Array.from({ length: last - first + 1 }, (_, i) => first + i);
   const within = (digits) => powers.flatMap((power) => digits.map((digit) => digit * 10 ** power))
     .filter((value) => value >= low && value <= high);
-  if (within([1, 2, 5]).length < 3) return within([1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]);
-  if (within([1, 2, 5]).length <= most) return within([1, 2, 5]);
+  const round = within([1, 2, 5]);
+  if (round.length < 3) return within([1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9]);
+  if (round.length <= most) return round;
   const tens = within([1]);
   return tens.filter((_, i) => i % Math.ceil(tens.length / most) === 0);
 }
@@ -57,7 +54,7 @@ function qualityAxis(metric, scale, rows) {
   const ends = rows.flatMap(({ y, error }) => (error > 0 ? [y - error, y, y + error] : [y]));
   if (scale === "linear") {
     const range = padded(ends);
-    const digits = Math.min(Math.max(1 - Math.floor(Math.log10(range[1] - range[0])), 0), 6);
+    const digits = clamped(1 - Math.floor(Math.log10(range[1] - range[0])), [0, 6]);
     return {
       name: metric, range, ticks: (pixels) => ticks(...range, pixels / 50).map((v) => [v, v.toFixed(digits)]),
     };

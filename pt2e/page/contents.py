@@ -5,6 +5,7 @@ JSON has no Inf and NaN: they are "Infinity", "-Infinity" and "NaN", which `Numb
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter, defaultdict
@@ -52,7 +53,8 @@ class PageContext:
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
-            if not isinstance(value := getattr(self, name), kinds):
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
                 allowed = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
                 raise MXError(f"{name} must be {allowed}, not of type {type(value).__name__}")
 
@@ -62,25 +64,19 @@ class PageContext:
         return "" if isinstance(self.recipe, MXQuantizer) else os.fspath(self.recipe)
 
     def recipe_text(self) -> str:
-        """Return the YAML of the recipe; "" without a recipe.
-
-        Raises:
-            MXError: for an unknown recipe name, and for a quantizer that a recipe cannot store.
-        """
+        """Return the YAML of the recipe; "" without a recipe."""
         if isinstance(self.recipe, MXQuantizer):
             return self.recipe.to_recipe()
         return recipes.text(self.recipe) if self.recipe_name else ""
 
     def known_quality(self) -> dict[str, float]:
-        """Return the passed quality, else the recipe's quality in the comparison.
-
-        Raises:
-            MXError: if a quality is no number.
-        """
+        """Return the passed quality, else the recipe's quality in the comparison."""
         if self.quality or self.comparison is None:
             return {name: _number(name, value) for name, value in self.quality.items()}
-        qualities = [row.quality for row in self.comparison.rows if row.name == self.recipe_name]
-        return {self.comparison.metric: qualities[0]} if qualities else {}
+        for row in self.comparison.rows:
+            if row.name == self.recipe_name:
+                return {self.comparison.metric: row.quality}
+        return {}
 
 
 def _number(name: str, value: SupportsFloat) -> float:
@@ -127,17 +123,16 @@ _DIGITS = 6
 
 def contents(report: QuantizationReport, context: PageContext) -> dict[str, Any]:
     """Return all data that the page of a report shows."""
-    graphs = {
-        name: DrawnGraph.of(model, name)
-        for name, model in (("before", context.before), ("after", context.after))
-        if model is not None
-    }
-    positions = node_positions((o.name for o in report.operators), graphs.get("before"), graphs.get("after"))
-    low = outliers(operand for operator in report.operators for operand in operator.operands)
-    operators = [
-        {**_operator(operator, low), "places": position}
-        for operator, position in zip(report.operators, positions, strict=True)
-    ]
+    graphs: dict[str, DrawnGraph] = {}
+    for name, model in (("before", context.before), ("after", context.after)):
+        if model is not None:
+            graphs[name] = DrawnGraph.of(model, name)
+    low = outliers(report.operands)
+    operators = [_operator(operator, low) for operator in report.operators]
+    names = [operator.name for operator in report.operators]
+    positions = node_positions(names, graphs.get("before"), graphs.get("after"))
+    for content, places in zip(operators, positions, strict=True):
+        content["places"] = places
     data = {
         "model": context.model,
         "recipe": {"name": context.recipe_name, "text": context.recipe_text()},
@@ -159,15 +154,9 @@ def contents(report: QuantizationReport, context: PageContext) -> dict[str, Any]
 
 
 def _operator(operator: OperatorReport, low: dict[int, float]) -> dict[str, Any]:
-    return {
-        "name": operator.name,
-        "module": operator.module,
-        "source": operator.source,
-        "operator": operator.operator,
-        "quantized": operator.quantized,
-        "notes": operator.notes,
-        "operands": [_operand(operand, low) for operand in operator.operands],
-    }
+    names = ("name", "module", "source", "operator", "quantized", "notes")
+    shown = {name: getattr(operator, name) for name in names}
+    return {**shown, "operands": [_operand(operand, low) for operand in operator.operands]}
 
 
 def _operand(operand: OperandReport, low: dict[int, float]) -> dict[str, Any]:
@@ -185,7 +174,7 @@ def _operand(operand: OperandReport, low: dict[int, float]) -> dict[str, Any]:
 
 def _seen(seen: QuantizationStatistics) -> dict[str, Any]:
     """Return calibration statistics, with the exponents as a flat list of exponent, blocks."""
-    pairs = [number for pair in sorted(seen.exponents.items()) for number in pair]
+    pairs = list(itertools.chain.from_iterable(sorted(seen.exponents.items())))
     shown = {name: getattr(seen, name) for name in ("tensors", "values", "nonfinite")}
     return {**shown, "noise": _noise(seen), "exponents": pairs, "nanBlocks": seen.nan_blocks}
 
@@ -197,12 +186,11 @@ def _noise(seen: QuantizationStatistics) -> list[float]:
 def _bytes_by_format(report: QuantizationReport) -> list[tuple[str | None, int]]:
     """Return the bytes of each format, the largest first, and those in high precision (None) last."""
     sizes: Counter[str] = Counter()
-    for operator in report.operators:
-        for operand in operator.operands:
-            if operand.spec:
-                sizes[operand.spec] += operand.bytes_after
-    shares: list[tuple[str | None, int]] = [(name, size) for name, size in sizes.most_common() if size]
-    high_precision = report.bytes_after - sum(size for _, size in shares)
+    for operand in report.operands:
+        if operand.spec and operand.bytes_after:
+            sizes[operand.spec] += operand.bytes_after
+    high_precision = report.bytes_after - sum(sizes.values())
+    shares: list[tuple[str | None, int]] = [*sizes.most_common()]
     return [*shares, (None, high_precision)] if high_precision > 0 else shares
 
 

@@ -4,18 +4,9 @@ const fact = (name, value) => html("div", {}, html("dt", {}, name), html("dd", {
 
 /** A table of a few columns; the first is a name. */
 function smallTable(caption, head, rows) {
-  return html(
-    "div", { class: "scroll" },
-    html("table", { class: "plain" }, html("caption", {}, caption),
-      html("thead", {}, html("tr", {}, head.map((name) => html("th", { scope: "col" }, name)))),
-      html("tbody", {}, rows.map(([name, ...cells]) => html(
-        "tr", {}, html("th", { scope: "row" }, name), cells.map((cell) => html("td", {}, cell)))))),
-  );
-}
-
-function bytesText(operand) {
-  if (!operand.before) return null;
-  return `${count(operand.before)} → ${count(operand.after)}`;
+  const lines = rows.map(([name, ...cells]) => html(
+    "tr", {}, html("th", { scope: "row" }, name), cells.map((cell) => html("td", {}, cell))));
+  return html("div", { class: "scroll" }, plainTable(head, lines, caption));
 }
 
 /** An operand; several of one role are numbered. */
@@ -32,7 +23,7 @@ function operandCard(operand, all) {
     seen && fact("values seen", count(seen.values)),
     seen?.nonfinite > 0 && fact("Inf or NaN", `${count(seen.nonfinite)}, in ${count(seen.nanBlocks)} blocks`),
     operand.tensorScale && fact("tensor scale", `${significant(operand.tensorScale)}, from calibration`),
-    operand.before > 0 && fact("bytes", bytesText(operand)),
+    operand.before > 0 && fact("bytes", `${count(operand.before)} → ${count(operand.after)}`),
   ];
   const rows = operand.candidates.map(([name, ...noise]) => {
     const [db, beyond, zero] = noise.map(number);

@@ -23,7 +23,16 @@ const html = (tag, attributes = {}, ...children) => build(document.createElement
 const svg = (tag, attributes = {}, ...children) =>
   build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
+/** A table of rows (elements) below the names of its columns. */
+const plainTable = (head, rows, caption) => html(
+  "table", { class: "plain" }, caption && html("caption", {}, caption),
+  html("thead", {}, html("tr", {}, head.map((name) => html("th", { scope: "col" }, name)))),
+  html("tbody", {}, rows),
+);
+
 const find = (selector, within = document) => within.querySelector(selector);
+
+const clamped = (value, ends) => Math.min(Math.max(value, Math.min(...ends)), Math.max(...ends));
 
 /** A number of the data: null is missing, and text spells values that JSON lacks. */
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));

@@ -9,7 +9,7 @@ function drawNode(node, { x, y }, isCentre, attributes) {
     ["name", node.format || node.name, 28],
     ["shape", node.shape, 31],
   ];
-  const words = present([node.operator, node.name, node.shape, node.format, node.module && `in ${node.module}`]);
+  const words = [node.operator, node.name, node.shape, node.format, node.module && `in ${node.module}`].filter(Boolean);
   return svg(
     "g", {
       ...attributes,
@@ -17,10 +17,10 @@ function drawNode(node, { x, y }, isCentre, attributes) {
       transform: `translate(${x} ${y})`,
       tabindex: 0,
       role: "button",
-      "aria-label": words.filter(Boolean).join(", "),
+      "aria-label": words.join(", "),
       "aria-current": isCentre && "true",
     },
-    svg("title", {}, words.filter(Boolean).join("\n")),
+    svg("title", {}, words.join("\n")),
     svg("rect", { width: BOX.width, height: BOX.height, rx: 8 }),
     lines.map(([kind, text, most], i) => svg("text", { class: kind, x: 10, y: 20 + 17 * i }, shortened(text, most))),
   );
@@ -74,7 +74,7 @@ function graphView(section) {
 
   function draw(focus) {
     const panels = forms.map((name) => drawGraph(name, centres[name], Number(form.hops.value), (one) => {
-      centres = { ...centres, [name]: one };
+      centres[name] = one;
       draw(name);
     }));
     find(".graphs", section).replaceChildren(...panels);

@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import value_of
-from pt2mx.fx.graph.source_node import nodes_by_source, source_name
+from pt2mx.fx.graph.source_node import module_name, nodes_by_source, source_name
 from pt2mx.pt2e.debug.interpreter import check_module
-from pt2mx.pt2e.debug.print_graph import format_text, module_text, operator_text, shape_text
+from pt2mx.pt2e.debug.print_graph import format_text, operator_text, shape_text
 
 
 class GraphRow(NamedTuple):
@@ -35,7 +35,6 @@ class DrawnGraph:
     Names in a subgraph start with its path.
 
     Args:
-        rows: one for each node.
         named: name of a node -> index of its row.
         by_source: the node's name in the first export -> index of its row.
         sources: name of a node -> its name in the first export.
@@ -64,7 +63,7 @@ class DrawnGraph:
             if node.op != "output" and not node.users and value_of(node) is None:  # guards and assertions
                 continue
             inputs = list(dict.fromkeys(numbers[one] for one in node.all_input_nodes if one in numbers))
-            texts = operator_text(node), shape_text(node), format_text(node, model), module_text(node)
+            texts = operator_text(node), shape_text(node), format_text(node, model), module_name(node)
             numbers[node] = self.named[path + node.name] = len(self.rows)
             self.sources[path + node.name] = path + source_name(node)
             self.rows.append(GraphRow(path + node.name, *texts, inputs))

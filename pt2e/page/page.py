@@ -91,15 +91,11 @@ def table_page(
 ) -> str:
     """Return a page with one table, in the style of a report, without scripts.
 
-    Args:
-        title: heading.
-        lead: a sentence below it.
-        header: the names of the columns.
-        rows: the cells, as text.
-        left: number of first columns with words; the others hold numbers.
-        notes: paragraphs below the table.
+    The first `left` columns hold words, the others numbers; `lead` is a sentence above the table, and `notes` are
+    paragraphs below it.
     """
     style = asset("page.css")
+    paragraphs = [f"<p>{escaped(note)}</p>" for note in notes]
     return _PAGE.format(
         policy=digest(style),
         style=style,
@@ -107,11 +103,13 @@ def table_page(
         lead=escaped(lead),
         header=_row("th", header, left),
         rows="\n".join(_row("td", row, left) for row in rows),
-        notes=f"<footer>{''.join(f'<p>{escaped(note)}</p>' for note in notes)}</footer>" if notes else "",
+        notes=f"<footer>{''.join(paragraphs)}</footer>" if notes else "",
     )
 
 
 def _row(element: str, cells: Sequence[str], left: int) -> str:
-    words = (f'<{element} class="words">{escaped(cell)}</{element}>' for cell in cells[:left])
-    numbers = (f"<{element}>{escaped(cell)}</{element}>" for cell in cells[left:])
-    return f"<tr>{''.join((*words, *numbers))}</tr>"
+    text = ""
+    for i, cell in enumerate(cells):
+        kind = ' class="words"' if i < left else ""
+        text += f"<{element}{kind}>{escaped(cell)}</{element}>"
+    return f"<tr>{text}</tr>"

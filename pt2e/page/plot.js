@@ -20,8 +20,6 @@ function doublings(low, high, most) {
   return Array.from({ length }, (_, i) => first * factor ** i);
 }
 
-const clamped = (value, ends) => Math.min(Math.max(value, Math.min(...ends)), Math.max(...ends));
-
 /** A range slightly larger than the range of some numbers. */
 function padded(values, share = 0.08) {
   const low = Math.min(...values);
@@ -70,7 +68,7 @@ function plot(figure, points, frame, lines = []) {
 
   const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
   function press(event) {
-    if (event.key in steps) choose(Math.min(Math.max(at + steps[event.key], 0), points.length - 1));
+    if (event.key in steps) choose(clamped(at + steps[event.key], [0, points.length - 1]));
     else if (event.key === "Enter" && at >= 0) points[at].open?.();
     else return;
     event.preventDefault();

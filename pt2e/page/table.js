@@ -20,11 +20,11 @@ function cost(operator) {
 const BAR = { width: 36, height: 6, rx: 3 };
 const FULL = 60;
 
-const measured = (value) => value === null ? "" : html(
+const measured = (value) => html(
   "span", { class: "measure" }, decibels(value),
   svg("svg", { width: BAR.width, height: BAR.height, "aria-hidden": "true" },
     svg("rect", { class: "track", ...BAR }),
-    svg("rect", { ...BAR, width: Math.min(Math.max(value / FULL || 0, 0), 1) * BAR.width })),
+    svg("rect", { ...BAR, width: clamped(value / FULL || 0, [0, 1]) * BAR.width })),
 );
 
 // each: heading, sort value, shown text
@@ -34,9 +34,9 @@ const COLUMNS = [
   { name: "SQNR, weight", value: (o) => lowest(o, "weight"), show: measured },
   { name: "activation", value: (o) => formats(o, "activation"), text: true },
   { name: "SQNR, activation", value: (o) => lowest(o, "activation"), show: measured },
-  { name: "bytes", value: (o) => bytes(o, "before"), show: (n) => (n === null ? "" : count(n)) },
-  { name: "after", value: (o) => bytes(o, "after"), show: (n) => (n === null ? "" : count(n)) },
-  { name: `cost in ${data.sensitivity?.worst}`, value: cost, show: (n) => (n === null ? "" : significant(n)) },
+  { name: "bytes", value: (o) => bytes(o, "before"), show: count },
+  { name: "after", value: (o) => bytes(o, "after"), show: count },
+  { name: `cost in ${data.sensitivity?.worst}`, value: cost, show: significant },
 ].slice(0, data.sensitivity ? 8 : 7);
 
 const KINDS = {
@@ -70,7 +70,7 @@ function operatorTable(showGraph) {
     );
     const cells = COLUMNS.slice(1).map((column, i) => html(
       "td", { role: "cell", "data-name": column.name, class: column.text ? "format" : "number" },
-      column.show ? column.show(values[i + 1]) : values[i + 1]));
+      column.show ? values[i + 1] !== null && column.show(values[i + 1]) : values[i + 1]));
     const row = html(
       "tr", { role: "row", class: operator.quantized ? "row" : "row left" },
       html("th", { role: "rowheader", scope: "row" }, button, html("span", { class: "kind" }, operator.operator, atSource(operator)),
@@ -96,9 +96,10 @@ function operatorTable(showGraph) {
   }
 
   function arrange() {
-    const order = [...entries].sort((a, b) => sorted.direction
-      ? compare(a.values[sorted.column], b.values[sorted.column], sorted.direction) || a.index - b.index
-      : a.index - b.index);
+    const order = [...entries]; // in execution order, which a sort keeps among equals
+    if (sorted.direction) {
+      order.sort((a, b) => compare(a.values[sorted.column], b.values[sorted.column], sorted.direction));
+    }
     body.append(...order.flatMap((entry) => (entry.more ? [entry.row, entry.more] : [entry.row])));
     headings.forEach((heading, i) => {
       const direction = i === sorted.column ? sorted.direction : 0;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from pt2mx.algorithms.options import ALGORITHMS, PRESETS, range_of
+from pt2mx.algorithms.options import ALGORITHMS, PRESETS, RANGES
 from pt2mx.formats import ELEMENTS
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.ops.checks import STRAIGHT_THROUGH
@@ -109,7 +109,7 @@ def _algorithms() -> dict[str, Any]:
 def _options(kind: Any) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for field in fields(kind):
-        types, least, most = range_of(field.name)
+        types, least, most = RANGES[field.name]
         number = {"minimum": least, "maximum": most}
         name = "boolean" if types is bool else "integer" if types is int else "number"
         properties[field.name] = {"type": name, **({} if types is bool else number)}

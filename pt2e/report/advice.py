@@ -20,15 +20,10 @@ _LOSS = 0.01
 
 
 def quality_text(quality: float) -> str:
-    """Return a quality with three digits of its distance from 1, so that .99997 and .99998 differ.
-
-    Example:
-        >>> from pt2mx.pt2e.report.advice import quality_text
-        >>> quality_text(1 - 3.06e-5), quality_text(0.9712), quality_text(24.5)
-        ('0.9999694', '0.9712', '24.5')
-    """
+    """Return a quality with three digits of its distance from 1, so that .99997 and .99998 differ."""
     if 0.9 < quality < 1:
-        return f"{quality:.{max(4, 2 - math.floor(math.log10(1 - quality)))}f}"
+        digits = max(4, 2 - math.floor(math.log10(1 - quality)))
+        return f"{quality:.{digits}f}"
     return f"{quality:.5g}"
 
 
@@ -42,7 +37,8 @@ def advice(comparison: RecipeComparison) -> str:
     rows = [row for row in comparison.front() if row.name != FLOAT]
     if not rows:
         works = any(row.name != FLOAT and math.isfinite(row.quality) for row in comparison.rows)
-        return f"Nothing to recommend: {'the float model is smaller and better' if works else 'no recipe works'}."
+        reason = "the float model is smaller and better" if works else "no recipe works"
+        return f"Nothing to recommend: {reason}."
     sign = 1 if comparison.larger_is_better else -1
     enough = _ENOUGH.get(comparison.metric)
     if enough is None:
@@ -59,8 +55,8 @@ def advice(comparison: RecipeComparison) -> str:
         )
     size = ""
     if whole and whole.bytes and chosen.bytes:
-        size = ratio_text(whole.bytes / chosen.bytes, "smaller than", "larger than", "about as large as")
-        size = f", {size} float"
+        ratio = ratio_text(whole.bytes / chosen.bytes, "smaller than", "larger than", "about as large as")
+        size = f", {ratio} float"
     return (
         f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({_measured(chosen)}){size}."
         f"{_doubts(comparison, chosen)}"
@@ -69,7 +65,8 @@ def advice(comparison: RecipeComparison) -> str:
 
 def _measured(row: RecipeRow) -> str:
     """Return the quality with half of its interval."""
-    return quality_text(row.quality) + (f" ± {row.error:.2g}" if _error(row) else "")
+    error = f" ± {row.error:.2g}" if _error(row) else ""
+    return f"{quality_text(row.quality)}{error}"
 
 
 def _error(row: RecipeRow) -> float:
@@ -78,7 +75,8 @@ def _error(row: RecipeRow) -> float:
 
 def _doubts(comparison: RecipeComparison, chosen: RecipeRow) -> str:
     """Return what the samples do not show."""
-    doubts, count = "", len(chosen.samples)
+    doubts = ""
+    count = len(chosen.samples)
     tied = [row.name for row in comparison.rows if row.tied == chosen.name or row.name == chosen.tied]
     if tied:
         doubts += f" There are too few samples to rank it against {', '.join(tied)}."

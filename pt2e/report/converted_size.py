@@ -53,23 +53,28 @@ class Conversion:
     def _visit(self, model: GraphModule) -> set[Node]:
         """Return the nodes of a graph that the converted one keeps, parameters and placeholders included."""
         if model not in self._visited:
-            constants, graphs = constants_of(model), {call.node: call for call in hop_calls(model)}
+            constants = constants_of(model)
+            graphs = {call.node: call for call in hop_calls(model)}
             computed = self._visited[model] = set()
             for node in reversed(model.graph.nodes):
                 if node in computed or node.op == "output" or _has_effect(node, constants):
                     computed |= {node, *self._reads(model, node, constants, graphs.get(node))}
             for node in computed:
-                if node.op == "get_attr" and isinstance(tensor := attribute_of(model, node), Tensor):
-                    self._kept[id(tensor)] = tensor
+                attribute = attribute_of(model, node) if node.op == "get_attr" else None
+                if isinstance(attribute, Tensor):
+                    self._kept[id(attribute)] = attribute
         return self._visited[model]
 
     def _reads(self, model: GraphModule, node: Node, constants: set[Node], call: HOPCall | None) -> list[Node]:
         """Return the inputs of a node in the converted graph."""
         if call is not None:
-            inner = [self._visit(graph) for _, graph in call.graphs]
-            pairs = zip(call.operands(), *(placeholders(graph) for _, graph in call.graphs), strict=True)
-            used = {o for (o, _), *p in pairs if any(one in graph for one, graph in zip(p, inner, strict=True))}
-            passed = {operand for operand, _ in call.operands()}
+            passed = [operand for operand, _ in call.operands()]
+            used = set()
+            for _, graph in call.graphs:
+                kept = self._visit(graph)
+                for operand, placeholder in zip(passed, placeholders(graph), strict=True):
+                    if placeholder in kept:
+                        used.add(operand)
             return [n for n in node.all_input_nodes if n in used or n not in passed]
         module = model.get_submodule(name_of(node)) if node.op == "call_module" else None
         if isinstance(module, MXObserver) and is_constant(node_arg(node), constants):
@@ -79,7 +84,8 @@ class Conversion:
             return []
         if any(p.meta.get(CONSTANT_KEY) for p in placeholders(model)):
             return node.all_input_nodes
-        if (bias := computed_bias(node, constants)) is not None:
+        bias = computed_bias(node, constants)
+        if bias is not None:
             self._made[self._key(bias, 0)] = bias.meta["val"].nbytes
             return [n for n in node.all_input_nodes if n is not bias]
         if isinstance(module, NormalizedLayer):
@@ -90,7 +96,7 @@ class Conversion:
 
     def _calls_of(self, model: GraphModule) -> int:
         """Count the calls of a graph with different operands."""
-        return max((len(self._captured.get(placeholder, ())) for placeholder in placeholders(model)), default=0) or 1
+        return max([1, *(len(self._captured.get(placeholder, ())) for placeholder in placeholders(model))])
 
     def _key(self, node: Node, number: int) -> str:
         """Return a name that is equal for nodes that compute the same from the same tensors in call `number`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from pt2mx.extras import import_extra
@@ -21,22 +22,13 @@ _NONE = OperandReport("", None, None, {}, 0, 0, 0)
 
 
 def dataframe(operators: Iterable[OperatorReport]) -> pandas.DataFrame:
-    """Return one row per operand, and one for an operator without operands. A number that is not known is NaN.
-
-    Raises:
-        MXError: where pandas is not installed.
-    """
+    """Return one row per operand, and one for an operator without operands. A number that is not known is NaN."""
     rows = [_row(operator, operand) for operator in operators for operand in operator.operands or (_NONE,)]
     table = import_extra("pandas").DataFrame(rows, columns=list(COLUMNS))
     return table.astype(dict.fromkeys((*_OF_STATISTICS, "tensor_scale"), "float64"))
 
 
 def _row(operator: OperatorReport, operand: OperandReport) -> tuple[object, ...]:
-    statistics = (getattr(operand.statistics, name, math.nan) for name in _OF_STATISTICS)
-    return (
-        *(getattr(operator, name) for name in _OF_OPERATOR),
-        operand.role,
-        operand.spec,
-        *statistics,
-        *(getattr(operand, name) for name in _OF_OPERAND),
-    )
+    of_operator = attrgetter(*_OF_OPERATOR)(operator)
+    of_statistics = (getattr(operand.statistics, name, math.nan) for name in _OF_STATISTICS)
+    return (*of_operator, operand.role, operand.spec, *of_statistics, *attrgetter(*_OF_OPERAND)(operand))

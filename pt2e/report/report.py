@@ -22,7 +22,7 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.pt2e.report.dataframe import dataframe
 from pt2mx.pt2e.report.results import RecipeComparison, Sensitivity
-from pt2mx.pt2e.report.rows import OperatorReport, operator_reports, read_report
+from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports, read_report
 
 if TYPE_CHECKING:
     import pandas
@@ -54,9 +54,17 @@ class QuantizationReport:
 
     def __add__(self, other: QuantizationReport) -> QuantizationReport:
         """Return the report of two models that run one after the other and share no parameters."""
-        values, before = self.values + other.values, self.bytes_before + other.bytes_before
-        after = self.bytes_after + other.bytes_after
-        return QuantizationReport(self.operators + other.operators, values, before, after)
+        return QuantizationReport(
+            operators=self.operators + other.operators,
+            values=self.values + other.values,
+            bytes_before=self.bytes_before + other.bytes_before,
+            bytes_after=self.bytes_after + other.bytes_after,
+        )
+
+    @property
+    def operands(self) -> list[OperandReport]:
+        """Return the operands of all operators."""
+        return [operand for operator in self.operators for operand in operator.operands]
 
     @property
     def effective_bits(self) -> float:
@@ -66,7 +74,7 @@ class QuantizationReport:
     @property
     def weight_bits(self) -> float:
         """Return the average bits per value over the quantized weights, which `suggest_config` budgets."""
-        weights = [w for o in self.operators for w in o.operands if w.role == "weight" and w.spec]
+        weights = [operand for operand in self.operands if operand.role == "weight" and operand.spec]
         values = sum(weight.values for weight in weights)
         return 8 * sum(weight.bytes_after for weight in weights) / values if values else 0.0
 
@@ -77,22 +85,22 @@ class QuantizationReport:
             candidates: False: one line per operator, a line on SQNRs that are infinite, and one of totals. True: one
                 line per operand that an `MXFormatObserver` observed, with the SQNR in dB of each candidate.
 
-        Returns:
-            The lines.
-
         Raises:
             MXError: with `candidates`, if there was no such observer or no batch.
         """
         if candidates:
             return text_table(_candidate_rows(self.operators), left=4)
-        header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after", "")
-        rows = [header, *(_row(operator, self._roles(observed=True)) for operator in self.operators)]
-        *columns, notes = zip(*rows, strict=True)
-        lines = text_table(list(zip(*columns, strict=True)), left=4).split("\n")
+        header = ("module", "operator", "activation", "weight", "SQNR a", "SQNR w", "bytes", "after")
+        table = [header, *map(_row, self.operators)]
+        lines = text_table(table, left=4).split("\n")
         width = max(map(len, lines))
-        lines = [f"{line:{width}}  {note}".rstrip() for line, note in zip(lines, notes, strict=True)]
-        exact = [_EXACT] if any("inf" in row[4:6] for row in rows) else []
-        return "\n".join([*lines, *exact, self.summary])
+        observed = self._roles(observed=True)
+        for i, operator in enumerate(self.operators, start=1):
+            notes = "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)]))
+            lines[i] = f"{lines[i]:{width}}  {notes}".rstrip()
+        if any("inf" in row[4:6] for row in table):
+            lines.append(_EXACT)
+        return "\n".join([*lines, self.summary])
 
     def __str__(self) -> str:
         return self.to_table()
@@ -100,37 +108,30 @@ class QuantizationReport:
     @property
     def summary(self) -> str:
         """Return the totals in a line."""
-        quantized = sum(o.quantized for o in self.operators)
-        seen, roles = self._roles(observed=True), self._roles(observed=False)
-        unseen = [role for role in roles if role not in seen]
-        which = " of " + " and ".join(_PLURALS.get(role, role) for role in unseen) if seen else ""
-        no_sqnr = f"; no SQNR{which}: it holds no statistics of a calibration" if unseen else ""
-        return (
+        quantized = sum(operator.quantized for operator in self.operators)
+        text = (
             f"{quantized} of {len(self.operators)} operators quantized; parameters "
-            f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value){no_sqnr}"
-            f"{self._static_scales()}"
+            f"{self.bytes_before:,} bytes -> {self.bytes_after:,} ({self.effective_bits:.2f} bits a value)"
         )
-
-    def _static_scales(self) -> str:
-        count = sum(o.tensor_scale is not None for operator in self.operators for o in operator.operands)
-        return f"; {count} static tensor scale{'s' * (count > 1)} from calibration" if count else ""
+        seen = self._roles(observed=True)
+        unseen = [_PLURALS.get(role, role) for role in self._roles(observed=False) if role not in seen]
+        if unseen:
+            which = f" of {' and '.join(unseen)}" if seen else ""
+            text += f"; no SQNR{which}: it holds no statistics of a calibration"
+        scales = sum(operand.tensor_scale is not None for operand in self.operands)
+        if scales:
+            text += f"; {scales} static tensor scale{'s' * (scales > 1)} from calibration"
+        return text
 
     def _roles(self, observed: bool) -> list[str]:
         """Return the roles of quantized operands with statistics, or of those without."""
-        operands = [operand for operator in self.operators for operand in operator.operands if operand.spec]
+        operands = [operand for operand in self.operands if operand.spec]
         return list(dict.fromkeys(o.role for o in operands if (o.statistics is not None) == observed))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the report as JSON; a ratio that is not finite becomes null.
+        """Return the report as JSON, and write it to a file at `path`, if it is given.
 
-        Args:
-            path: of the file; None: no file is written.
-
-        Returns:
-            The text.
-
-        Raises:
-            MXError: where no file can be written at `path`.
+        A ratio that is not finite becomes null.
         """
         bits = {"effective_bits": self.effective_bits, "weight_bits": self.weight_bits}
         return write_text(json_text({**bits, **asdict(self)}), path)
@@ -138,26 +139,16 @@ class QuantizationReport:
     def to_dataframe(self) -> pandas.DataFrame:
         """Return the report as a table of pandas, which must be installed.
 
-        Returns:
-            One row per operand, in execution order, and one for an operator without operands. The columns: `operator`,
-            `name`, `module`, `source`, `quantized`, `notes` of the operator; `role`, `format`, `sqnr` (dB), `saturated`
-            and `flushed` (shares), `values`, `bytes_before`, `bytes_after` and `tensor_scale` of the operand. A number
-            that is not known is NaN.
-
-        Raises:
-            MXError: where pandas is not installed.
+        It has one row per operand, in execution order, and one for an operator without operands. The columns:
+        `operator`, `name`, `module`, `source`, `quantized`, `notes` of the operator; `role`, `format`, `sqnr` (dB),
+        `saturated` and `flushed` (shares), `values`, `bytes_before`, `bytes_after` and `tensor_scale` of the operand. A
+        number that is not known is NaN.
         """
         return dataframe(self.operators)
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a report that `to_json` wrote.
-
-        Args:
-            path: of the file.
-
-        Returns:
-            The report. A SQNR that was not finite is NaN.
+        """Read a report that `to_json` wrote. A SQNR that was not finite is NaN.
 
         Raises:
             MXError: where there is no such file, or it holds something else.
@@ -249,15 +240,16 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
             )
         return reduce(add, map(quantization_report, programs))
     refuse_lowered(model)
-    prepared = any(isinstance(module, MXObserver) for module in model.modules())
-    conversion = Conversion(model) if prepared else None
-    after = size_of(tensors_of(model).values()).bytes if conversion is None else conversion.bytes()
+    conversion = None
+    after = size_of(tensors_of(model).values()).bytes
+    if any(isinstance(module, MXObserver) for module in model.modules()):
+        conversion = Conversion(model)
+        after = conversion.bytes()
     before = float_size(model)
     return QuantizationReport(tuple(operator_reports(model, conversion)), before.values, before.bytes, after)
 
 
-def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
-    """Return the cells of an operator; `observed` are the roles with statistics in any operator."""
+def _row(operator: OperatorReport) -> tuple[str, ...]:
     specs, sqnrs = [], []
     for role in ("activation", "weight"):
         operands = [operand for operand in operator.operands if operand.role == role]
@@ -267,25 +259,30 @@ def _row(operator: OperatorReport, observed: list[str]) -> tuple[str, ...]:
     before = sum(operand.bytes_before for operand in operator.operands)
     after = sum(operand.bytes_after for operand in operator.operands)
     sizes = [f"{size:,}" if size else "" for size in (before, after)]
-    notes = "; ".join(filter(None, [operator.notes, *_unobserved(operator, observed)]))
-    return (operator.label, operator.operator, *specs, *sqnrs, *sizes, notes)
+    return (operator.label, operator.operator, *specs, *sqnrs, *sizes)
 
 
 def _unobserved(operator: OperatorReport, observed: list[str]) -> list[str]:
+    """Return a note for each role without statistics that other operators have: `observed`."""
     roles = dict.fromkeys(o.role for o in operator.operands if o.spec and not o.statistics and o.role in observed)
     return [f"{role}: no SQNR, calibration did not reach it" for role in roles]
 
 
 def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ...]]:
-    observed = [(operator, operand) for operator in operators for operand in operator.operands if operand.candidates]
-    if not observed:
+    names: dict[str, None] = {}
+    rows: list[tuple[list[str], dict[str, str]]] = []
+    for operator in operators:
+        for operand in operator.operands:
+            if operand.candidates:
+                names |= dict.fromkeys(operand.candidates)
+                sqnrs = {name: f"{seen.sqnr:.1f}" for name, seen in operand.candidates.items()}
+                rows.append(([operator.label, operator.operator, operand.role, operand.spec or "-"], sqnrs))
+    if not rows:
         raise MXError(
             "no candidates were observed: prepare with observer=MXFormatObserver.with_args(candidates=...) in the "
             "config, and run batches through the prepared model"
         )
-    names = list(dict.fromkeys(name for _, operand in observed for name in operand.candidates))
-    rows: list[tuple[str, ...]] = [("module", "operator", "operand", "quantized to", *names)]
-    for operator, operand in observed:
-        sqnrs = [f"{operand.candidates[name].sqnr:.1f}" if name in operand.candidates else "" for name in names]
-        rows.append((operator.label, operator.operator, operand.role, operand.spec or "-", *sqnrs))
-    return rows
+    table = [("module", "operator", "operand", "quantized to", *names)]
+    for words, sqnrs in rows:
+        table.append((*words, *(sqnrs.get(name, "") for name in names)))
+    return table

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from pt2mx.analysis.samples import can_rank
 from pt2mx.analysis.tables import text_table, worst_rows
@@ -19,7 +20,6 @@ from pt2mx.pt2e.report.advice import advice, quality_text
 
 #: the kinds of operands of a module that can be quantized
 OPERANDS = ("both", "weights", "activations")
-_NUMBERS = ("alone", "left", "estimate")
 
 
 @dataclass(frozen=True)
@@ -65,87 +65,74 @@ class Sensitivity:
     whole: dict[str, float]
 
     def of(self, candidate: str, operands: str = "both") -> dict[str, SensitivityRow]:
-        """Return the rows of a candidate, the costliest first.
+        """Return module -> row of a candidate, the costliest first.
 
         Args:
             candidate: as it was passed.
             operands: "both", "weights" or "activations".
 
-        Returns:
-            Module -> row.
-
         Raises:
             MXError: for another candidate, or other operands.
         """
-        if candidate not in (candidates := {row.candidate for row in self.rows}):
+        candidates = {row.candidate for row in self.rows}
+        if candidate not in candidates:
             raise MXError(f"candidate={candidate!r} was not measured: {nearest(candidate, sorted(candidates))}")
         if operands not in OPERANDS:
             raise MXError(f"operands={operands!r} is unknown: {nearest(operands, OPERANDS)}")
         return {row.module: row for row in self.rows if (row.candidate, row.operands) == (candidate, operands)}
 
     def agreement(self, candidate: str, operands: str = "both") -> float:
-        """Return Spearman's rank correlation of estimate and measurement.
+        """Return Spearman's rank correlation of estimate and measurement, for the rows that `of` returns.
 
-        Args:
-            candidate: as it was passed.
-            operands: "both", "weights" or "activations".
-
-        Returns:
-            -1 to 1; NaN with fewer than two modules that have both.
-
-        Raises:
-            MXError: as `of`.
+        It is NaN with fewer than two modules that have both.
         """
         rows = self.of(candidate, operands).values()
-        pairs = [(row.alone, row.estimate) for row in rows if not math.isnan(row.alone + row.estimate)]
-        if len(pairs) < 2:
+        both = [row for row in rows if not math.isnan(row.alone + row.estimate)]
+        if len(both) < 2:
             return math.nan
-        ranks = torch.tensor([_ranks([pair[i] for pair in pairs]) for i in (0, 1)])
-        return torch.corrcoef(ranks)[0, 1].item()
+        measured = _ranks([row.alone for row in both])
+        estimated = _ranks([row.estimate for row in both])
+        return torch.corrcoef(torch.tensor([measured, estimated]))[0, 1].item()
 
     def to_table(self, worst: int | None = 20) -> str:
-        """Return a plain text table.
-
-        Args:
-            worst: number of rows; None: all.
-
-        Returns:
-            The table.
-        """
-        measured = [name for name in _NUMBERS if any(not math.isnan(getattr(row, name)) for row in self.rows)]
-        cells = [
-            (row.module, row.candidate, row.operands, *(_number(getattr(row, name)) for name in measured))
-            for row in worst_rows(self.rows, worst)
-        ]
-        whole = "".join(f"\n{name}, everything: {value:.4g}" for name, value in self.whole.items())
-        return f"{text_table([('module', 'candidate', 'operands', *measured), *cells], left=3)}{whole}"
+        """Return a plain text table with the `worst` rows; None: all."""
+        shown = _measured(self.rows, ("alone", "left", "estimate"))
+        table = [("module", "candidate", "operands", *shown)]
+        for row in worst_rows(self.rows, worst):
+            numbers = _texts(row, shown, ".4g")
+            table.append((row.module, row.candidate, row.operands, *numbers))
+        whole = [f"{name}, everything: {value:.4g}" for name, value in self.whole.items()]
+        return "\n".join([text_table(table, left=3), *whole])
 
     def __str__(self) -> str:
         return self.to_table()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the result as JSON, and write it to a file.
-
-        Args:
-            path: of the file; None: no file is written.
-
-        Returns:
-            The JSON.
-        """
-        rows = [{key: as_json(value) for key, value in asdict(row).items()} for row in self.rows]
-        whole = {name: as_json(value) for name, value in self.whole.items()}
-        return write_text(json.dumps({"metric": self.metric, "whole": whole, "rows": rows}, allow_nan=False), path)
+        """Return the result as JSON, and write it to a file at `path`, if it is given."""
+        content = {"metric": self.metric, "whole": as_json(self.whole), "rows": as_json([*map(asdict, self.rows)])}
+        return write_text(json.dumps(content, allow_nan=False), path)
 
 
 def as_json(value: object) -> object:
-    """Return a value for JSON: null for one that was not measured, text for an infinite distance."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+    """Return a tree of values for JSON: null for one that was not measured, text for an infinite distance."""
+    return pytree.tree_map_only(float, _number_as_json, value)
 
 
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.4g}"
+def _number_as_json(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _measured(rows: Iterable[object], names: Iterable[str]) -> list[str]:
+    """Return the names of the numbers that any row has."""
+    return [name for name in names if not all(math.isnan(getattr(row, name)) for row in rows)]
+
+
+def _texts(row: object, names: Iterable[str], digits: str) -> list[str]:
+    """Return these numbers of a row; "" for one that was not measured."""
+    numbers = [getattr(row, name) for name in names]
+    return ["" if math.isnan(number) else format(number, digits) for number in numbers]
 
 
 def _ranks(values: list[float]) -> list[float]:
@@ -155,6 +142,8 @@ def _ranks(values: list[float]) -> list[float]:
 
 #: the mark of a Pareto-optimal row
 FRONT = "*"
+#: columns that are shown where they were measured
+_HEADS = {"error": "±", "milliseconds": "ms"}
 
 
 @dataclass(frozen=True)
@@ -221,35 +210,31 @@ class RecipeComparison:
         return cls(metric, larger_is_better, tuple(marked))
 
     def front(self) -> tuple[RecipeRow, ...]:
-        """Return the Pareto-optimal rows, the smallest first.
-
-        Returns:
-            The rows with `on_front`.
-        """
+        """Return the Pareto-optimal rows, the smallest first."""
         return tuple(row for row in self.rows if row.on_front)
 
     def to_table(self) -> str:
-        """Return a plain text table.
-
-        Returns:
-            The table; Pareto-optimal rows are marked.
-        """
-        extra = {"error": "±", "milliseconds": "ms"}
-        shown = {name: head for name, head in extra.items() if any(not math.isnan(getattr(r, name)) for r in self.rows)}
-        header = ("", "recipe", "bytes", "bits", self.metric, *shown.values())
-        table = text_table([header, *(_cells(row, shown) for row in self.rows)], left=2).splitlines()
-        notes = ["", *(row.note or _doubt(row) for row in self.rows)]
-        lines = [f"{line}  {note}" if note else line for line, note in zip(table, notes, strict=True)]
+        """Return a plain text table, with the Pareto-optimal rows marked."""
+        shown = _measured(self.rows, _HEADS)
+        table = [("", "recipe", "bytes", "bits", self.metric, *(_HEADS[name] for name in shown))]
+        for row in self.rows:
+            numbers = ["", "", ""]
+            if not math.isnan(row.quality):
+                numbers = [f"{row.bytes:,}", f"{row.bits:.2f}", quality_text(row.quality)]
+            table.append((FRONT if row.on_front else "", row.name, *numbers, *_texts(row, shown, ".3g")))
+        header, *lines = text_table(table, left=2).splitlines()
+        for i, row in enumerate(self.rows):
+            if row.note or row.tied:
+                lines[i] += f"  {row.note or f'too few samples to rank it against {row.tied}'}"
         better = "more is better" if self.larger_is_better else "less is better"
         legend = f"{FRONT} no other recipe is as small and as good; {self.metric}: {better}"
-        return "\n".join([*lines, legend, self.advice()])
+        return "\n".join([header, *lines, legend, self.advice()])
 
     def advice(self) -> str:
         """Return which recipe to take and why, in a sentence.
 
-        Returns:
-            The smallest recipe with a cosine of .99, a divergence of .05 nats, a SQNR of 20 dB, or in your own metric a
-            loss of 1 % of the float model's number; and what the samples do not show.
+        It is the smallest one with a cosine of .99, a divergence of .05 nats, a SQNR of 20 dB, or in your own metric a
+        loss of 1 % of the float model's number. The sentence also says what the samples do not show.
         """
         return advice(self)
 
@@ -257,33 +242,11 @@ class RecipeComparison:
         return self.to_table()
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the comparison as JSON, and write it to a file; null means not measured.
-
-        Args:
-            path: of the file; None: no file is written.
-
-        Returns:
-            The JSON.
-
-        Raises:
-            MXError: where no file can be written at `path`.
-        """
-        rows = [{name: as_json(value) for name, value in row.to_dict().items()} for row in self.rows]
+        """Return the comparison as JSON, and write it to a file at `path`, if it is given; null means not measured."""
         content = {
             "metric": self.metric,
             "larger_is_better": self.larger_is_better,
             "advice": self.advice(),
-            "rows": rows,
+            "rows": as_json([row.to_dict() for row in self.rows]),
         }
         return write_text(json.dumps(content, indent=1, allow_nan=False), path)
-
-
-def _doubt(row: RecipeRow) -> str:
-    return f"too few samples to rank it against {row.tied}" if row.tied else ""
-
-
-def _cells(row: RecipeRow, extra: Iterable[str]) -> tuple[str, ...]:
-    failed = math.isnan(row.quality)
-    numbers = ("", "", "") if failed else (f"{row.bytes:,}", f"{row.bits:.2f}", quality_text(row.quality))
-    values = (getattr(row, name) for name in extra)
-    return FRONT if row.on_front else "", row.name, *numbers, *("" if math.isnan(v) else f"{v:.3g}" for v in values)

@@ -109,15 +109,18 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
     counter = ByteCounter()
     captured = captured_operands(model)
     for path, inner in named_graph_modules(model):
-        constants, quantizable = constants_of(inner), set(quantizable_operators(inner.graph))
+        constants = constants_of(inner)
+        quantizable = set(quantizable_operators(inner.graph))
         for node in inner.graph.nodes:
-            if node in quantizable:
-                name, inputs = operator_name(called(node)), _operands(node, constants)
-            elif is_matmul_like(called(node)):
-                name, inputs = operator_path(called(node)), _float_inputs(node, constants)
-            else:
-                continue
             if conversion is not None and not conversion.computes(node):
+                continue
+            if node in quantizable:
+                name = operator_name(called(node))
+                inputs = _operands(node, constants)
+            elif is_matmul_like(called(node)):
+                name = operator_path(called(node))
+                inputs = _float_inputs(node, constants)
+            else:
                 continue
             operands = [_operand_report(inner, *operand, constants, captured, counter) for operand in inputs]
             yield OperatorReport(
@@ -133,14 +136,22 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
 
 def _operands(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
     """Return (role, argument) of the operands of a quantizable operator."""
-    arguments = [(operand, operand_node(node, operand)) for operand in operands_of(node)]
-    return [(role_of(operand, argument, constants), argument) for operand, argument in arguments if argument]
+    operands = []
+    for operand in operands_of(node):
+        argument = operand_node(node, operand)
+        if argument:
+            operands.append((role_of(operand, argument, constants), argument))
+    return operands
 
 
 def _float_inputs(node: Node, constants: set[Node]) -> list[tuple[str, Node]]:
     """Return the same for another operator: its floating-point tensors."""
-    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return [("weight" if n in constants else "activation", n) for n in inputs if n.meta["val"].is_floating_point()]
+    inputs = []
+    for n in node.all_input_nodes:
+        value = n.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            inputs.append(("weight" if n in constants else "activation", n))
+    return inputs
 
 
 def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | None:
@@ -148,7 +159,7 @@ def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | 
         return "pt2mx cannot quantize this operator"
     if quantized or REASON_KEY in node.meta:
         return node.meta.get(REASON_KEY)
-    return f"the quantizer did not select it{f', in the subgraph {path}' * bool(path)}"
+    return "the quantizer did not select it" + (f", in the subgraph {path}" if path else "")
 
 
 def _operand_report(
@@ -161,17 +172,28 @@ def _operand_report(
 ) -> OperandReport:
     source, spec, seen = _quantized(model, argument, constants, captured)
     value = argument.meta.get("val", source.meta.get("val"))
-    counted, storage = Counted(0, 0, 0), None
-    matmuls: tuple[str, ...] = ()
+    counted = Counted(0, 0, 0)
+    storage = None
+    matmuls: dict[str, None] = {}
     if isinstance(value, torch.Tensor):
         in_every_call = argument.target is ops.dequantize_mx and source.target is getitem
-        packed, sources = None if in_every_call else spec, _sources(argument, source, constants, captured)
+        packed = None if in_every_call else spec
+        sources = _sources(argument, source, constants, captured)
         counted = counter.add(value, packed, sources)
-        storage = storage_note(value.shape, packed) if packed and sources else None
-        matmuls = tuple(dict.fromkeys(name for one in sources for name in one.matmuls)) if packed else ()
-    statistics, candidates = seen.get(STATISTICS_KEY), seen.get(CANDIDATES_KEY, {})
-    name, static = None if spec is None else str(spec), _static_scale(model, argument, captured)
-    return OperandReport(role, name, statistics, candidates, *counted, storage, static, matmuls)
+        if packed:
+            storage = storage_note(value.shape, packed) if sources else None
+            for one in sources:
+                matmuls |= dict.fromkeys(one.matmuls)
+    return OperandReport(
+        role,
+        None if spec is None else str(spec),
+        seen.get(STATISTICS_KEY),
+        seen.get(CANDIDATES_KEY, {}),
+        *counted,
+        storage,
+        _static_scale(model, argument, captured),
+        tuple(matmuls),
+    )
 
 
 def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands) -> float | None:
@@ -182,7 +204,8 @@ def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands
         return float(static.value(argument.name)) if static is not None and static.is_known else None
     quantize = quantize_of(argument)
     scale = None if quantize is None else Quantize.expect(quantize).tensor_scale
-    outside = next(iter(captured.get(scale, [scale])), None) if scale is not None else None
+    around = captured.get(scale) if scale is not None else None
+    outside = around[0] if around else scale
     if not isinstance(outside, Node) or outside.op != "get_attr":
         return None
     return float(tensor_of(model_of(outside.graph), outside))
@@ -205,13 +228,13 @@ def _quantized(
     A constant without calibration gets the noise of its format.
     """
     if argument.op == "call_module":
-        observer = model.get_submodule(str(argument.target))
-        if isinstance(observer, MXObserver):
-            source = node_arg(argument)
-            constant = is_constant(source, constants)
-            seen = weight_statistics(observer, argument, captured) if constant else observer.statistics_meta()
-            return source, observer.spec, seen
-        return node_arg(argument), None, {}  # another quantizer's observer
+        source = node_arg(argument)
+        observer = model.get_submodule(name_of(argument))
+        if not isinstance(observer, MXObserver):
+            return source, None, {}  # another quantizer's observer
+        constant = is_constant(source, constants)
+        seen = weight_statistics(observer, argument, captured) if constant else observer.statistics_meta()
+        return source, observer.spec, seen
     if argument.target is ops.dequantize_mx:
         return node_arg(argument), spec_of_dequantize(argument), argument.meta
     if (fake := FakeQuantize.of(argument)) is not None:
@@ -233,25 +256,16 @@ def _anomalies(operand: OperandReport) -> str:
     return f"{operand.role}: {', '.join(texts)}" if texts else ""
 
 
-#: fields of the report itself
-_TOTALS = ("values", "bytes_before", "bytes_after")
-
-
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the fields of a report from a JSON file. A ratio that was not finite is NaN.
-
-    Raises:
-        MXError: where there is no such file, or it holds something else.
-    """
+    """Read the fields of a report from a JSON file. A ratio that was not finite is NaN."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError, RecursionError) as error:
         raise MXError(f"cannot read {str(path)!r} as a report in JSON: {error}") from None
     try:
-        return {
-            "operators": tuple(map(_operator, content["operators"])),
-            **{name: index(content[name]) for name in _TOTALS},
-        }
+        operators = tuple(map(_operator, content["operators"]))
+        totals = {name: index(content[name]) for name in ("values", "bytes_before", "bytes_after")}
+        return {"operators": operators, **totals}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MXError(
             f"{str(path)!r} is no report that QuantizationReport.to_json wrote: {type(error).__name__}: {error}"
@@ -263,14 +277,13 @@ def _operator(content: dict[str, Any]) -> OperatorReport:
 
 
 def _operand(content: dict[str, Any]) -> OperandReport:
-    seen = content["statistics"]
+    seen = content["statistics"] and _statistics(content["statistics"])
     candidates = {name: _statistics(statistics) for name, statistics in content["candidates"].items()}
     matmuls = tuple(content.get("matmuls", ()))
-    seen = seen and _statistics(seen)
     return OperandReport(**{**content, "statistics": seen, "candidates": candidates, "matmuls": matmuls})
 
 
 def _statistics(content: dict[str, Any]) -> QuantizationStatistics:
-    exponents = {int(exponent): blocks for exponent, blocks in content["exponents"].items()}
-    ratios = {name: math.nan if content[name] is None else content[name] for name in ("sqnr", "saturated", "flushed")}
-    return QuantizationStatistics(**{**content, "exponents": exponents, **ratios})
+    fields: dict[str, Any] = {name: math.nan if value is None else value for name, value in content.items()}
+    fields["exponents"] = {int(exponent): blocks for exponent, blocks in content["exponents"].items()}
+    return QuantizationStatistics(**fields)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from torch.fx import GraphModule
@@ -15,6 +16,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.flow.observed_modules import ObservedModule, ObservedWeight, observed_modules, sharing_weights
 from pt2mx.pt2e.flow.packed_weights import packed_bytes
 from pt2mx.pt2e.observe.format_observer import MXFormatObserver
+from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.observe.torchao_pt2e import is_prepared
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -92,11 +94,16 @@ def suggest_config(
                 quantizer.set_module_name(name, None)
             continue
         chosen = {"weight": weights[name]} if name in weights else {}
-        if min_activation_sqnr is not None and (best := _choose_activation(module, min_activation_sqnr)):
+        best = None if min_activation_sqnr is None else _choose_activation(module, min_activation_sqnr)
+        if best is not None:
             chosen["activation"], reached = best
-            poor += [] if reached else [name]
+            if not reached:
+                poor.append(name)
         config = _with_specs(module.config, chosen, module.roles)
-        quantizer.set_module_name(name, config) if name else quantizer.set_global(config)
+        if name:
+            quantizer.set_module_name(name, config)
+        else:
+            quantizer.set_global(config)
     if poor:
         warnings.warn(
             f"no candidate has an SQNR of {min_activation_sqnr} dB for the activations of {', '.join(poor)}: they get "
@@ -128,10 +135,12 @@ def _with_specs(config: MXQuantizationConfig, chosen: dict[str, MXSpec], roles: 
 
     `roles`: the roles of the module's operands.
     """
-    kept = [(name, spec) for name, spec in config.operands if name in roles]
-    kept = [(name, spec) for name, spec in kept if spec is None or roles[name] not in chosen]
+    operands = []
+    for name, spec in config.operands:
+        if name in roles and (spec is None or roles[name] not in chosen):
+            operands.append((name, spec))
     weight, activation = chosen.get("weight", config.weight), chosen.get("activation", config.activation)
-    return replace(config, operands=tuple(kept), weight=weight, activation=activation)
+    return replace(config, operands=tuple(operands), weight=weight, activation=activation)
 
 
 def _choose_weights(
@@ -139,22 +148,36 @@ def _choose_weights(
 ) -> dict[str, MXSpec]:
     """Return module name -> spec of its weights, for modules whose weights have candidates."""
     groups = sharing_weights(modules)
-    weights = [[w for name in names for w in modules[name].weights] for names in groups]
-    options = [_options(group) for group in weights]
-    if sensitivity is not None:
-        options = [_by_output(names, group, sensitivity) for names, group in zip(groups, options, strict=True)]
-    values = sum(math.prod(shape) for shape in {w.source: w.shape for group in weights for w in group}.values())
+    specs: list[list[str | None]] = []  # the candidates of each group
+    items: list[list[Option]] = []
+    shapes: dict[Any, tuple[int, ...]] = {}
+    for names in groups:
+        weights: list[ObservedWeight] = []
+        for name in names:
+            weights += modules[name].weights
+        shapes |= {weight.source: tuple(weight.shape) for weight in weights}
+        options = _options(weights)
+        if sensitivity is not None:
+            options = _by_output(names, options, sensitivity)
+        specs.append(list(options))
+        items.append(list(options.values()))
+    values = sum(map(math.prod, shapes.values()))
     budget = math.floor(target_bits * values / 8 + 1e-6)  # a target computed from bytes must give these bytes
-    chosen = least_noise([list(by_spec.values()) for by_spec in options], budget)
+    chosen = least_noise(items, budget)
     if chosen is None:
-        sizes = [[option.bytes for option in by_spec.values()] for by_spec in options]
-        least, most = 8 * sum(map(min, sizes)) / values, 8 * sum(map(max, sizes)) / values
+        sizes = [[option.bytes for option in options] for options in items]
+        least = 8 * sum(map(min, sizes)) / values
+        most = 8 * sum(map(max, sizes)) / values
         raise MXError(
             f"target_bits={target_bits} is below the smallest candidates: the weights can take {least:.4g} to "
             f"{most:.4g} bits a value, scales and packing counted; raise the target or add a smaller candidate"
         )
-    specs = [list(by_spec)[index] for by_spec, index in zip(options, chosen, strict=True)]
-    return {name: parse(spec) for names, spec in zip(groups, specs, strict=True) if spec is not None for name in names}
+    by_module: dict[str, MXSpec] = {}
+    for names, candidates, number in zip(groups, specs, chosen, strict=True):
+        spec = candidates[number]
+        if spec is not None:
+            by_module |= dict.fromkeys(names, parse(spec))
+    return by_module
 
 
 def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
@@ -162,40 +185,54 @@ def _options(weights: list[ObservedWeight]) -> dict[str | None, Option]:
 
     A tensor is stored once for each block axis, however many operators use it.
     """
-    seen = [w.observer.candidate_statistics if isinstance(w.observer, MXFormatObserver) else {} for w in weights]
-    common = [name for name in seen[0] if all(name in statistics for statistics in seen)]
+    seen = _seen(weight.observer for weight in weights)
+    common = _common(seen)
     if not common:
         kept = {(w.source, w.observer.spec): w.shape for w in weights}
         return {None: Option(sum(packed_bytes(shape, spec) for (_, spec), shape in kept.items()), 0.0)}
     stored = {(w.source, w.observer.spec.axis): (w.shape, s) for w, s in zip(weights, seen, strict=True)}
-    return {
-        name: Option(
-            sum(packed_bytes(shape, parse(name, axis=axis)) for (_, axis), (shape, _) in stored.items()),
-            sum(_noise(statistics[name]) for _, statistics in stored.values()),
-        )
-        for name in common
-    }
+    options: dict[str | None, Option] = {}
+    for name in common:
+        size, noise = 0, 0.0
+        for (_, axis), (shape, statistics) in stored.items():
+            size += packed_bytes(shape, parse(name, axis=axis))
+            noise += _noise(statistics[name])
+        options[name] = Option(size, noise)
+    return options
+
+
+def _seen(observers: Iterable[MXObserver]) -> list[dict[str, QuantizationStatistics]]:
+    """Return the statistics of the candidates of each observer, which only an `MXFormatObserver` has."""
+    return [one.candidate_statistics if isinstance(one, MXFormatObserver) else {} for one in observers]
+
+
+def _common(seen: list[dict[str, QuantizationStatistics]]) -> list[str]:
+    """Return the candidates that all have."""
+    return [name for name in seen[0] if all(name in statistics for statistics in seen)] if seen else []
 
 
 def _by_output(
     modules: list[str], options: dict[str | None, Option], sensitivity: Sensitivity
 ) -> dict[str | None, Option]:
     """Return the options of modules that share weights, with their cost to the model's output as noise."""
-    rows = sorted(sensitivity.rows, key=lambda row: row.operands)  # "weights" overrides "both"
-    costs = {(row.module, row.candidate): row.cost for row in rows if row.operands != "activations"}
-    names = {candidate: _format_named(candidate) for _, candidate in costs}
-    costs = {(module, names[candidate]): value for (module, candidate), value in costs.items()}
-
-    def cost(spec: str) -> float:
-        keys = [(name, spec) for name in modules]
-        if missing := [name for name, key in zip(modules, keys, strict=True) if math.isnan(costs.get(key, math.nan))]:
-            raise MXError(
-                f"the sensitivity has nothing of the weights of {missing[0]!r} in {spec}: measure the candidates of "
-                "the observers, with operands=['weights']"
-            )
-        return min(max(sum(costs[key] for key in keys), 0.0), _WORST)
-
-    return {spec: option if spec is None else replace(option, noise=cost(spec)) for spec, option in options.items()}
+    costs: dict[tuple[str, str], float] = {}
+    for row in sorted(sensitivity.rows, key=lambda row: row.operands):  # "weights" overrides "both"
+        if row.operands != "activations":
+            costs[row.module, _format_named(row.candidate)] = row.cost
+    by_spec = dict(options)
+    for spec, option in options.items():
+        if spec is None:
+            continue
+        cost = 0.0
+        for name in modules:
+            cost += costs.get((name, spec), math.nan)
+            if math.isnan(cost):
+                raise MXError(
+                    f"the sensitivity has nothing of the weights of {name!r} in {spec}: measure the candidates of "
+                    "the observers, with operands=['weights']"
+                )
+        by_spec[spec] = replace(option, noise=min(max(cost, 0.0), _WORST))
+    return by_spec
 
 
 def _format_named(candidate: str) -> str:
@@ -216,18 +253,17 @@ def _noise(seen: QuantizationStatistics) -> float:
 
 def _choose_activation(module: ObservedModule, least: float) -> tuple[MXSpec, bool] | None:
     """Return the spec of a module's activations, and whether its SQNR reaches `least`; None without candidates."""
-    seen = [o.candidate_statistics for o in module.activations if isinstance(o, MXFormatObserver)]
-    seen = [statistics for statistics in seen if statistics]
-    common = [name for name in seen[0] if all(name in s for s in seen)] if seen else []
-    if not common:
+    seen = [statistics for statistics in _seen(module.activations) if statistics]
+    sqnr: dict[str, float] = {}
+    for name in _common(seen):
+        known = [statistics[name].sqnr for statistics in seen if not math.isnan(statistics[name].sqnr)]
+        sqnr[name] = min(known, default=math.inf)
+    if not sqnr:
         return None
-    sqnr = {
-        name: min((s[name].sqnr for s in seen if not math.isnan(s[name].sqnr)), default=math.inf) for name in common
-    }
-    enough = [name for name in common if sqnr[name] >= least]
+    enough = [name for name in sqnr if sqnr[name] >= least]
     if enough:
         return parse(min(enough, key=lambda name: (parse(name).effective_bits, -sqnr[name]))), True
-    return parse(max(common, key=lambda name: sqnr[name])), False
+    return parse(max(sqnr, key=sqnr.__getitem__)), False
 
 
 def _is_covered(name: str, modules: dict[str, ObservedModule]) -> bool:

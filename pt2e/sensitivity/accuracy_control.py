@@ -98,8 +98,10 @@ def quantize_with_accuracy_control(
     if not modules:
         raise MXError("the quantizer quantizes nothing of the model in a module with a name: there is nothing to lift")
     if order is None:
-        alone = {one: _without(quantizer, [name for name in modules if name != one]) for one in modules}
-        scores = {name: _score(evaluate, _converted(model, one, batches, False)) for name, one in alone.items()}
+        scores = {}
+        for name in modules:
+            alone = _without(quantizer, [other for other in modules if other != name])
+            scores[name] = _score(evaluate, _converted(model, alone, batches, statistics=False))
         order = sorted(modules, key=scores.__getitem__)
     elif unknown := [name for name in order if name not in modules]:
         raise MXError(f"the quantizer quantizes no module {unknown[0]!r}: order names some of {', '.join(modules)}")

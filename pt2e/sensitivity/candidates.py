@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,25 +46,29 @@ class Candidate:
     @contextmanager
     def quantizing(self, modules: Mapping[str, str]) -> Iterator[GraphModule]:
         """Yield the model with these modules quantized: name -> which operands."""
-        observers = [one for name, operands in modules.items() for one in self.observers(name, operands)]
-        try:
-            for one in observers:
-                one.enable_fake_quant()
+        with ExitStack() as stack:
+            for name, operands in modules.items():
+                for observer in self.observers(name, operands):
+                    observer.enable_fake_quant()
+                    stack.callback(observer.disable_fake_quant)
             yield self.model
-        finally:
-            for one in observers:
-                one.disable_fake_quant()
 
     def observers(self, name: str, operands: str) -> list[MXObserver]:
-        """Return the observers of a module that quantize these operands."""
+        """Return the observers of a module that quantize these operands: "both", "weights", "activations" or "none"."""
         module = self.modules[name]
-        weights = [weight.observer for weight in module.weights] if operands != "activations" else []
-        return [*weights, *(module.activations if operands != "weights" else [])]
+        observers: list[MXObserver] = []
+        if operands in ("both", "weights"):
+            observers += [weight.observer for weight in module.weights]
+        if operands in ("both", "activations"):
+            observers += module.activations
+        return observers
 
 
 def _separate_observers(graph: GraphModule) -> None:
     """Give each module its own observer of a tensor that several modules read."""
-    for node in [n for n in graph.graph.nodes if _is_observer(n, graph)]:
+    for node in list(graph.graph.nodes):
+        if not _is_observer(node, graph):
+            continue
         observer = graph.get_submodule(str(node.target))
         _, *others = dict.fromkeys(module_name(user) for user in node.users)
         for i, name in enumerate(others):
@@ -73,8 +77,9 @@ def _separate_observers(graph: GraphModule) -> None:
             with graph.graph.inserting_after(node):
                 copied = graph.graph.call_module(target, node.args)
             copied.meta.update(node.meta)
-            for user in [user for user in node.users if module_name(user) == name]:
-                user.replace_input_with(node, copied)
+            for user in list(node.users):
+                if module_name(user) == name:
+                    user.replace_input_with(node, copied)
     graph.recompile()
 
 

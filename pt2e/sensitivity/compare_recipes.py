@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
+from torch.utils import benchmark
 
-from pt2mx.analysis.metrics import (
-    METRICS,
-    Distance,
-    Quality,
-    check_metric,
-    name_of_metric,
-    own_distance,
-)
+from pt2mx.analysis.metrics import METRICS, Distance, Quality, check_metric, name_of_metric, own_distance
 from pt2mx.analysis.samples import half_interval, mean_and_samples, sample_distances
 from pt2mx.errors import MXError
 from pt2mx.fx.lower import lower_to_inductor
@@ -45,6 +35,8 @@ from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 
 #: formats of the specification without a shipped recipe, for weights and activations alike
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
+#: least seconds of timed runs
+_SECONDS = 1.0
 #: warnings about settings of shipped recipes that some models do not need
 _FOR_OTHERS = r"the setting .* matches no operator of the model|kv_cache is set, but"
 
@@ -118,11 +110,7 @@ def compare_recipes(
 
 
 def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
-    """Return name -> quantizer for recipes as `compare_recipes` takes them.
-
-    Raises:
-        MXError: for an unknown recipe, and without any.
-    """
+    """Return name -> quantizer for recipes as `compare_recipes` takes them."""
     if isinstance(recipes, Mapping):
         for name, one in recipes.items():
             if not isinstance(one, MXQuantizer):
@@ -165,8 +153,10 @@ class _Evaluation:
 
     def __init__(self, model: GraphModule, batches: Sequence[Any], metric: str | Distance, speed: bool) -> None:
         self.model, self.batches, self.metric, self.speed = model, batches, metric, speed
-        named = METRICS[metric].quality if isinstance(metric, str) else None
-        self.quality = named or Quality(name_of_metric(metric), lambda distance: distance, False)
+        if isinstance(metric, str):
+            self.quality = METRICS[metric].quality
+        else:
+            self.quality = Quality(name_of_metric(metric), lambda distance: distance, False)
         with torch.no_grad(), unchanged(model):
             self.references = [call(model, batch) for batch in batches]
         self.distance_of_float = own_distance(metric, self.references)
@@ -174,12 +164,11 @@ class _Evaluation:
     def of_float(self) -> RecipeRow:
         """Return the row of the float model."""
         size = float_size(self.model)
-        with unchanged(self.model):
-            milliseconds = compiled_milliseconds(self.model, self.batches[0]) if self.speed else math.nan
         bits = 8 * size.bytes / max(size.values, 1)
-        samples = self._samples(self.references)[1]
-        quality = self.quality.from_distance(self.distance_of_float)
-        return RecipeRow(FLOAT, size.bytes, bits, quality, milliseconds, samples=samples)
+        _, samples = self._samples(self.references)
+        row = RecipeRow(FLOAT, size.bytes, bits, self.quality.from_distance(self.distance_of_float), samples=samples)
+        with unchanged(self.model):
+            return self._timed(row, self.model)
 
     def row(self, converted: GraphModule) -> RecipeRow:
         """Return the row of a converted model, without a name."""
@@ -191,19 +180,17 @@ class _Evaluation:
         row = RecipeRow("", report.bytes_after, report.effective_bits, quality, error=error, samples=samples)
         if math.isnan(quality):
             return replace(row, note="its output holds NaN")
-        return replace(row, milliseconds=self._milliseconds(converted)) if self.speed else row
+        return self._timed(row, lower_to_inductor(converted)) if self.speed else row
 
     def _samples(self, outputs: Iterable[Any]) -> tuple[float, tuple[float, ...]]:
         """Return the mean distance of the outputs of all batches, and the distance of each sample."""
-        pairs = zip(outputs, self.references, strict=True)
-        return mean_and_samples([one for pair in pairs for one in sample_distances(self.metric, *pair)])
+        distances: list[tuple[float, float]] = []
+        for output, reference in zip(outputs, self.references, strict=True):
+            distances += sample_distances(self.metric, output, reference)
+        return mean_and_samples(distances)
 
-    def _milliseconds(self, converted: GraphModule) -> float:
-        return compiled_milliseconds(lower_to_inductor(converted), self.batches[0])
-
-
-#: fewest timed runs, and least seconds that they take together
-_RUNS, _SECONDS = 5, 1.0
+    def _timed(self, row: RecipeRow, model: GraphModule) -> RecipeRow:
+        return replace(row, milliseconds=compiled_milliseconds(model, self.batches[0])) if self.speed else row
 
 
 def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
@@ -212,32 +199,15 @@ def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
     compiled = torch.compile(model)
     arguments = arguments_of(model, batch)
 
-    def call() -> Any:
+    def run() -> None:
         args, kwargs = copied(arguments)
-        return compiled(*args, **kwargs)
+        compiled(*args, **kwargs)
 
-    devices = {leaf.device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
+    timer = benchmark.Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     try:
         with torch.no_grad():
             for _ in range(2):  # the first compiles
-                call()
-            times: list[float] = []
-            while len(times) < _RUNS or sum(times) < _SECONDS:
-                times.append(_seconds(call, devices))
-            return 1e3 * median(times)
+                run()
+            return 1e3 * timer.adaptive_autorange(min_run_time=_SECONDS).median
     finally:
         torch.compiler.reset()
-
-
-def _seconds(run: Callable[[], Any], devices: set[torch.device]) -> float:
-    _wait(devices)
-    begin = time.perf_counter()
-    run()
-    _wait(devices)
-    return time.perf_counter() - begin
-
-
-def _wait(devices: set[torch.device]) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)

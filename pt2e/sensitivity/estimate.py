@@ -11,8 +11,9 @@ pass gives as many samples as there are items.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -27,15 +28,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.debug.batches import errors_of_running, leaves_of
-from pt2mx.pt2e.debug.errors import comparable
-from pt2mx.pt2e.debug.interpreter import (
-    OnValue,
-    RecordingInterpreter,
-    is_tuple_of_operator,
-    keyed_nodes,
-    run,
-    unchanged,
-)
+from pt2mx.pt2e.debug.interpreter import OnValue, Pair, RecordingInterpreter, keyed_nodes, run_against, unchanged
 from pt2mx.pt2e.sensitivity.candidates import Candidate, is_quantized
 
 #: module, candidate, operands
@@ -55,19 +48,14 @@ def estimates(
 ) -> tuple[dict[Key, float], float]:
     """Return (module, candidate, operands) -> the estimated distance of a batch's outputs, as a sum, and its divisor.
 
-    Args:
-        draws: number of directions, one backward pass each.
-
-    Raises:
-        MXError: for a higher-order operator through which no gradients pass, and for outputs that cannot be compared.
+    Each of the `draws` directions is a backward pass.
     """
-    probed = {
-        key
-        for candidate in candidates.values()
-        for key, node, graph in keyed_nodes(candidate.model)
-        if _operator(node, graph)
-    }
-    values: dict[str, deque[Any]] = defaultdict(deque)
+    probed: set[str] = set()
+    for candidate in candidates.values():
+        for key, node, graph in keyed_nodes(candidate.model):
+            if _operator(node, graph):
+                probed.add(key)
+    values: dict[str, list[Any]] = defaultdict(list)
     probes: dict[str, list[Tensor]] = {}
 
     def seen(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
@@ -94,39 +82,33 @@ def _output_shifts(
     candidate: Candidate,
     operands: tuple[str, ...],
     batch: Any,
-    values: Mapping[str, deque[Any]],
+    values: Mapping[str, list[Any]],
     gradients: Gradients,
 ) -> dict[tuple[str, str], dict[int, Tensor]]:
     """Return (module, operands) -> g' e for each draw and item, by the number of items."""
-    left = {key: deque(of_calls) for key, of_calls in values.items()}
     left_gradients = {key: deque(of_calls) for key, of_calls in gradients.items()}
-    known: dict[str, Any] = {}
     moved: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
 
-    def seen(key: str, node: Node, value: Any, interpreter: RecordingInterpreter) -> None:
-        if not left.get(key):
-            return
-        reference = left[key].popleft()
-        if is_tuple_of_operator(node, reference):
-            return
-        known[key] = reference
-        drawn = left_gradients[key].popleft() if left_gradients.get(key) else []
-        operator = _operator(node, interpreter.model)
-        if operator is None or not comparable(value, reference) or not any(one is not None for one in drawn):
+    def seen(pair: Pair) -> None:
+        drawn = left_gradients[pair.key].popleft() if left_gradients.get(pair.key) else []
+        operator = _operator(pair.node, pair.interpreter.model)
+        if operator is None or all(gradient is None for gradient in drawn):
             return
         module = module_name(operator)
-        for which in operands if module in candidate.modules else ():
+        if module not in candidate.modules:
+            return
+        for which in operands:
             if not candidate.observers(module, which):
                 continue
             with candidate.quantizing({module: which}):
-                error = _by_item(interpreter.recomputed(node, known)) - _by_item(reference)
+                error = _by_item(pair.recomputed()) - _by_item(pair.want)
             zero = torch.zeros(len(error), dtype=error.dtype, device=error.device)
-            terms = [zero if one is None else (_by_item(one) * error).sum(-1) for one in drawn]
+            terms = [zero if gradient is None else (_by_item(gradient) * error).sum(-1) for gradient in drawn]
             sums = moved[module, which]
             sums[len(error)] = sums.get(len(error), 0) + torch.stack(terms)
 
     with torch.no_grad(), unchanged(candidate.model):
-        run(candidate.model, batch, seen)
+        run_against(values, candidate.model, batch, seen)
     return moved
 
 
@@ -137,8 +119,10 @@ def _by_item(value: Tensor) -> Tensor:
 
 def _operator(node: Node, graph: GraphModule) -> Node | None:
     """Return the quantized operator whose output a node is, or an item of it; None where there is none."""
-    read = node.all_input_nodes if node.target is getitem else []
-    return next((one for one in (node, *read) if is_quantized(one, graph)), None)
+    for one in [node, *node.all_input_nodes] if node.target is getitem else [node]:
+        if is_quantized(one, graph):
+            return one
+    return None
 
 
 def _frozen_copy(model: GraphModule) -> GraphModule:
@@ -153,11 +137,14 @@ def _gradients(
 ) -> dict[str, list[Tensor | None]]:
     """Return the gradients of the probed values in a random direction, by key; None where no output depends on one."""
     total = torch.stack([(y * metric.direction(y.detach(), seed)).sum() for y in outputs]).sum()
-    flat = [probe for of_calls in probes.values() for probe in of_calls]
-    none: list[Tensor | None] = [None] * len(flat)
-    gradients = torch.autograd.grad(total, flat, allow_unused=True, retain_graph=True) if total.requires_grad else none
-    each: Iterator[Tensor | None] = iter(gradients)
-    return {key: [next(each) for _ in of_calls] for key, of_calls in probes.items()}
+    if not total.requires_grad:
+        return {key: [None] * len(of_calls) for key, of_calls in probes.items()}
+    gradients: dict[str, list[Tensor | None]] = {}
+    flat = list(itertools.chain.from_iterable(probes.values()))
+    each = iter(torch.autograd.grad(total, flat, allow_unused=True, retain_graph=True))
+    for key, of_calls in probes.items():
+        gradients[key] = list(itertools.islice(each, len(of_calls)))
+    return gradients
 
 
 def _cond(chosen: Any, true: Any, false: Any, operands: Sequence[Any]) -> Any:
@@ -231,11 +218,7 @@ class EagerControlFlow(RecordingInterpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an operator; execute conditions and loops in Python.
-
-        Raises:
-            MXError: for an unknown higher-order operator.
-        """
+        """Call an operator; execute conditions and loops in Python."""
         if not isinstance(target, HigherOrderOperator):
             return super().call_function(target, args, kwargs)
         if target.name() not in _RUN:

@@ -20,7 +20,7 @@ from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
 from pt2mx.pt2e.report.results import OPERANDS, Sensitivity, SensitivityRow
 from pt2mx.pt2e.sensitivity.candidates import Candidate
-from pt2mx.pt2e.sensitivity.estimate import estimates
+from pt2mx.pt2e.sensitivity.estimate import Key, estimates
 
 #: method -> (measures, estimates)
 METHODS = {"forward": (True, False), "gradient": (False, True), "both": (True, True)}
@@ -88,18 +88,17 @@ def sensitivity(
     for name, candidate in prepared.items():
         if not candidate.modules:
             raise MXError(f"the candidate {name!r} quantizes nothing of the model")
-    numbers: dict[tuple[str, str, str], dict[str, Any]] = defaultdict(dict)
-    whole: dict[str, float] = {}
-    kinds = [
-        candidate.observers(module, one)
-        for candidate in prepared.values()
-        for module in candidate.modules
-        for one in operands
-    ]
-    if not any(kinds):
+    numbers: dict[Key, dict[str, Any]] = {}
+    for name, candidate in prepared.items():
+        for module in candidate.modules:
+            for which in operands:
+                if candidate.observers(module, which):
+                    numbers[module, name, which] = {}
+    if not numbers:
         raise MXError(f"the candidates quantize no {' and no '.join(operands)} of any module: give other operands")
-    steps = sum(map(bool, kinds)) * measures * (1 + left)
-    with torch.no_grad(), tqdm(total=steps + len(batches) * estimated, disable=not progress, leave=False) as bar:
+    whole: dict[str, float] = {}
+    steps = len(numbers) * measures * (1 + left) + len(batches) * estimated
+    with torch.no_grad(), tqdm(total=steps, disable=not progress, leave=False) as bar:
         if measures:
             with unchanged(model):
                 references = [call(model, batch) for batch in batches]
@@ -107,18 +106,18 @@ def sensitivity(
             for name, candidate in prepared.items():
                 everything = dict.fromkeys(candidate.modules, "both")
                 whole[name] = _measure(candidate, everything, batches, references, metric)
-                for module in candidate.modules:
-                    for which in (one for one in operands if candidate.observers(module, one)):
-                        row = numbers[module, name, which]
-                        row["alone"] = _measure(candidate, {module: which}, batches, references, metric)
-                        bar.update()
-                        if left:
-                            others = {**everything, module: _OTHER_OPERANDS[which]}
-                            others = {one: part for one, part in others.items() if part}
-                            row["left"] = _measure(candidate, others, batches, references, metric)
-                            bar.update()
+            for (module, name, which), row in numbers.items():
+                candidate = prepared[name]
+                row["alone"] = _measure(candidate, {module: which}, batches, references, metric)
+                bar.update()
+                if left:
+                    others = {**dict.fromkeys(candidate.modules, "both"), module: _OTHER_OPERANDS[which]}
+                    row["left"] = _measure(candidate, others, batches, references, metric)
+                    bar.update()
         if estimated and not callable(metric):
-            totals, count, generator = defaultdict[Any, float](float), 0.0, Generator().manual_seed(seed)
+            totals: dict[Key, float] = defaultdict(float)
+            count = 0.0
+            generator = Generator().manual_seed(seed)
             for batch in batches:
                 terms, rows = estimates(model, prepared, tuple(operands), batch, metric, draws, generator)
                 count += rows
@@ -129,13 +128,14 @@ def sensitivity(
                 raise MXError("no gradient of an output reaches a module: give method='forward'")
             for key, total in totals.items():
                 numbers[key]["estimate"] = _nan_to_inf(total / count)
-    result = [SensitivityRow(*key, **values) for key, values in numbers.items()]
+    # no number: no gradient reached the module
+    result = [SensitivityRow(*key, **values) for key, values in numbers.items() if values]
     result.sort(key=lambda row: -row.cost if not math.isnan(row.cost) else math.inf)
     return Sensitivity(name_of_metric(metric), tuple(result), whole)
 
 
 #: the operands of a module that stay quantized when these are left in float
-_OTHER_OPERANDS = {"both": "", "weights": "activations", "activations": "weights"}
+_OTHER_OPERANDS = {"both": "none", "weights": "activations", "activations": "weights"}
 
 
 def _measure(
@@ -175,9 +175,9 @@ def _configs(candidates: object) -> dict[str, MXQuantizationConfig]:
         for name, config in named.items():
             if not isinstance(config, MXQuantizationConfig):
                 raise MXError(f"the candidate {name!r} must be an MXQuantizationConfig, not {type(config).__name__}")
+    elif not isinstance(candidates, Iterable):
+        raise MXError(f"candidates must be formats, or a dict of configs, not {type(candidates).__name__}")
     else:
-        if not isinstance(candidates, Iterable):
-            raise MXError(f"candidates must be formats, or a dict of configs, not {type(candidates).__name__}")
         formats = [candidates] if isinstance(candidates, str) else list(candidates)
         named = {str(one): get_default_mx_quantization_config(weight=one, activation=one) for one in formats}
     if not named:

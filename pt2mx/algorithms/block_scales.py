@@ -29,14 +29,6 @@ class BlockScales:
         spec: the format, with the axis of the weight counted from the front; blocks of one row.
         stored: (..., ceil(n / block_size), ...) as `quantize_mx` gives them.
         tensor_scale: () float32, of formats with one; otherwise None.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.algorithms.block_scales import choose_scales
-        >>> weight = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-        >>> scales = choose_scales(weight, pt2mx.parse("nvfp4{4}", axis=1))
-        >>> scales.round(weight)  # with the largest value on 6 the others are 4.5, 3 and 1.5
-        tensor([[4., 3., 2., 1.]])
     """
 
     spec: MXSpec
@@ -44,50 +36,21 @@ class BlockScales:
     tensor_scale: Tensor | None
 
     def to(self, device: torch.device) -> BlockScales:
-        """Return the scales on a device.
-
-        Args:
-            device: where the weight is.
-
-        Returns:
-            The scales.
-        """
         t = None if self.tensor_scale is None else self.tensor_scale.to(device)
         return BlockScales(self.spec, self.stored.to(device), t)
 
     def of_values(self, length: int) -> Tensor:
-        """Return what multiplies the element of each value.
-
-        Args:
-            length: n, values along the axis.
-
-        Returns:
-            (..., n, ...) float32.
-        """
+        """Return what multiplies the element of each of `length` values along the axis: (..., length, ...) float32."""
         scale = multiplier_of(self.stored, self.spec, self.tensor_scale)
         return reference.of_each_value(scale, self.spec.axis, self.spec.block_size, length)
 
     def round(self, values: Tensor) -> Tensor:
-        """Return the values of the format that are nearest to `values`.
-
-        Args:
-            values: (..., n, ...) float.
-
-        Returns:
-            (..., n, ...) float32.
-        """
+        """Return the nearest values of the format: (..., n, ...) float -> (..., n, ...) float32."""
         scale = self.of_values(values.shape[self.spec.axis])
         return elements.round_to_element(values.float() / scale, self.spec.element, self.spec.rounding) * scale
 
     def codes(self, values: Tensor) -> Tensor:
-        """Return the codes of values.
-
-        Args:
-            values: (..., n, ...) float.
-
-        Returns:
-            (..., bytes, ...) uint8, as `quantize_mx` packs them.
-        """
+        """Return the codes of values, as `quantize_mx` packs them: (..., n, ...) float -> (..., bytes, ...) uint8."""
         return reference.codes_by_scales(values, self.spec, self.stored, self.tensor_scale)
 
 
@@ -103,9 +66,6 @@ def choose_scales(
         spec: a format whose scales have a significand; its axis is the axis of the weight.
         importance: the weight of each squared error, in the shape of `weight`.
         amax: () float32, the largest magnitude of all weights that share the tensor scale; None: of this weight.
-
-    Returns:
-        The scales.
     """
     spec = spec.replace(axis=spec.axis % weight.dim())
     t = _tensor_scale(weight.float(), spec.replace(scale_mode="four_six"), amax)
@@ -130,19 +90,15 @@ def choose_scales(
 
 
 def nearest_scales(weight: Tensor, spec: MXSpec, tensor_scale: Tensor | None = None) -> BlockScales:
-    """Return the scales that `quantize_mx` gives.
+    """Return the scales that `quantize_mx` gives a weight, (..., n, ...) float.
 
     Args:
-        weight: (..., n, ...) float.
-        spec: a format whose scales have a significand; its axis is the axis of the weight.
         tensor_scale: () float32, of formats with one; None: the scale of this weight.
-
-    Returns:
-        The scales.
     """
     spec = spec.replace(axis=spec.axis % weight.dim())
-    t = _tensor_scale(weight, spec, None) if tensor_scale is None else tensor_scale
-    return BlockScales(spec, reference.scales(weight, spec, t), t)
+    if tensor_scale is None:
+        tensor_scale = _tensor_scale(weight, spec, None)
+    return BlockScales(spec, reference.scales(weight, spec, tensor_scale), tensor_scale)
 
 
 def _tensor_scale(weight: Tensor, spec: MXSpec, amax: Tensor | None) -> Tensor | None:

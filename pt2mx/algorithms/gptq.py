@@ -106,15 +106,6 @@ def gptq_of_groups(
 
     Raises:
         MXError: for a Hessian that is far from positive semidefinite.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.algorithms.gptq import gptq_of_groups
-        >>> weights, hessians = torch.full((2, 1, 2), 0.3), torch.stack([torch.ones(2, 2), torch.eye(2)])
-        >>> gptq_of_groups(weights, hessians, pt2mx.MXSpec("int3", 2), torch.full((2, 1, 2), 0.125), torch.zeros(2))
-        tensor([[[0.2500, 0.3750]],
-        <BLANKLINE>
-                [[0.2500, 0.2500]]])
     """
     groups, _, k = weights.shape
     columns = weights.float().mT.contiguous()  # (groups, K, N): a column is a row in memory
@@ -124,26 +115,25 @@ def gptq_of_groups(
     hessians = hessians.float() / peak[:, None, None]
     diagonal = hessians.diagonal(dim1=1, dim2=2)
     mean = torch.where(dead, 0, diagonal).sum(1) / (~dead).sum(1)
-    diagonal.copy_(torch.where(dead, torch.where(dead.all(1), 1.0, mean)[:, None], diagonal))
+    mean = torch.where(dead.all(1), 1.0, mean)
+    diagonal.copy_(torch.where(dead, mean[:, None], diagonal))
     order = torch.arange(k, device=weights.device).expand(groups, k)
     if act_order:
         order = diagonal.argsort(dim=1, descending=True, stable=True)
     each = torch.arange(groups, device=weights.device)[:, None]
     ends = [bound.mT for bound in bounds]
     # rows first, then columns: both at once take three times as long
-    scale, ordered = scales.mT, hessians[each, order].gather(2, order[:, None].expand_as(hessians))
+    ordered = hessians[each, order].gather(2, order[:, None].expand_as(hessians))
+    scale = scales.mT
     factor = _inverse_factor(ordered, damping)  # (groups, K, K) upper
     rounded = _round_columns(columns[each, order], factor, scale[each, order], spec, [end[each, order] for end in ends])
     result = torch.empty_like(columns)
     result[each, order] = rounded
-    inside = _within(columns[dead], [end[dead] for end in ends])
+    inside = columns[dead]
+    if ends:
+        inside = inside.clamp(*(end[dead] for end in ends))
     result[dead] = elements.round_to_element(inside / scale[dead], spec.element, spec.rounding) * scale[dead]
     return result.mT.contiguous()
-
-
-def _within(values: Tensor, ends: list[Tensor]) -> Tensor:
-    """Return the values clamped between two ends of their shape, or the values without ends."""
-    return values.clamp(*ends) if ends else values
 
 
 def _round_columns(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, ends: list[Tensor]) -> Tensor:

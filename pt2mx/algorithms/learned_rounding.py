@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pt2mx.algorithms.scales import LIMIT, pow2
+from pt2mx.algorithms.scales import LIMIT
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, quantize_mx
-from pt2mx.kernels import elements
+from pt2mx.kernels import elements, reference
 from pt2mx.spec import MXSpec
 
 #: bisection steps between a value of the format and the edge of its cell
@@ -36,16 +36,6 @@ class LatentWeight:
 
     Raises:
         MXError: for different shapes, stochastic rounding, and values that the format does not have.
-
-    Example:
-        >>> import torch, pt2mx
-        >>> from pt2mx.algorithms.learned_rounding import LatentWeight
-        >>> weight = LatentWeight(torch.tensor([0.7, 2.4, 6.0]), None, pt2mx.MXSpec("mxfp4"))
-        >>> weight.values()
-        tensor([0.5000, 2.0000, 6.0000])
-        >>> weight.descend(torch.tensor([-1.0, -1.0, 0.0]), 0.25)  # by a quarter of the way to the next value
-        >>> weight.values()
-        tensor([1., 3., 6.])
     """
 
     def __init__(self, weight: Tensor, rounded: Tensor | None, spec: MXSpec, scale: Tensor | None = None) -> None:
@@ -62,9 +52,9 @@ class LatentWeight:
             raise MXError(f"the rounded weight holds values that {spec} does not: quantize it first")
         edge = within_cells(weight.detach().float(), rounded, self._round)
         self.latent = rounded + _WAY * (edge - rounded)
-        element = spec.element
-        magnitude = (rounded / self._scale).abs().clamp(min=2.0**element.emin)
-        self._step = torch.ldexp(self._scale, torch.frexp(magnitude).exponent - 1 - element.mantissa_bits)
+        magnitude = (rounded / self._scale).abs().clamp(min=2.0**spec.element.emin)
+        exponent = torch.frexp(magnitude).exponent - 1
+        self._step = torch.ldexp(self._scale, exponent - spec.element.mantissa_bits)
 
     def values(self) -> Tensor:
         """Return the values of the format, float32.
@@ -75,12 +65,8 @@ class LatentWeight:
         return self._round(self.latent)
 
     def descend(self, gradient: Tensor, rate: float) -> None:
-        """Move each latent value against the sign of its gradient.
-
-        Args:
-            gradient: of a loss with respect to `values()`.
-            rate: the step, in distances between adjacent values of the format.
-        """
+        """Move each latent value against the sign of its gradient, the gradient with respect to `values()`, by `rate`
+        distances between adjacent values of the format."""
         self.latent.addcmul_(self._step, gradient.sign().float(), value=-rate)
 
     def _round(self, x: Tensor) -> Tensor:
@@ -90,13 +76,7 @@ class LatentWeight:
 def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the points nearest to `weight`, on the line from `rounded` to it, that `round_to` rounds to `rounded`.
 
-    Args:
-        weight: float32.
-        rounded: the same shape, values that `round_to` does not change.
-        round_to: rounds each value to nearest.
-
-    Returns:
-        float32: the weight itself if it is rounded to `rounded`.
+    `weight` and `rounded` are float32 of one shape; `round_to` rounds to nearest, and does not change `rounded`.
     """
     whole = round_to(weight) == rounded
     inside, way = torch.where(whole, weight, rounded), torch.where(whole, 0.0, weight - rounded)
@@ -108,8 +88,6 @@ def within_cells(weight: Tensor, rounded: Tensor, round_to: Callable[[Tensor], T
 
 def scales_of(rounded: Tensor, spec: MXSpec) -> Tensor:
     """Return the block scale of each value, (..., n, ...) float32 powers of two."""
-    axis = spec.axis % rounded.dim()
     scale, _ = quantize_mx(rounded, spec)
-    exponents = (scale.int() - 127).clamp(-LIMIT, LIMIT)
-    block = min(spec.block_size, rounded.shape[axis])
-    return pow2(exponents).repeat_interleave(block, axis).narrow(axis, 0, rounded.shape[axis])
+    powers = elements.pow2((scale.int() - elements.BIAS).clamp(-LIMIT, LIMIT))
+    return reference.of_each_value(powers, spec.axis, spec.block_size, rounded.shape[spec.axis])

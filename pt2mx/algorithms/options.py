@@ -14,8 +14,9 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            value, (kind, least, most) = getattr(self, field.name), _RANGES[field.name]
-            right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            value = getattr(self, field.name)
+            kind, least, most = RANGES[field.name]
+            right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
             if not right or not least <= value <= most:  # NaN is in no range
                 name = type(self).__name__
                 allowed = "True or False" if kind is bool else f"a number from {least} to {most}"
@@ -152,7 +153,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 #: option -> its type, least and largest value
-_RANGES: dict[str, tuple[Any, float, float]] = {
+RANGES: dict[str, tuple[Any, float, float]] = {
     "strength": ((int, float), 0, 1),
     "weight_only": (bool, 0, 1),
     "size": (int, 4, 1024),
@@ -164,11 +165,6 @@ _RANGES: dict[str, tuple[Any, float, float]] = {
     "steps": (int, 1, 100_000),
     "seed": (int, 0, 2**63 - 1),
 }
-
-
-def range_of(option: str) -> tuple[Any, float, float]:
-    """The type of an option, and its least and largest value."""
-    return _RANGES[option]
 
 
 PRESETS: dict[str, tuple[Algorithm, ...]] = {
@@ -185,16 +181,8 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
     Args:
         choice: the name of a preset, algorithms in any order, or a mapping from their names to their options.
 
-    Returns:
-        A tuple of instances of the classes of `ALGORITHMS`, each class once.
-
     Raises:
         MXError: for an unknown name or option, an algorithm given twice, and none.
-
-    Example:
-        >>> from pt2mx.algorithms.options import chosen_algorithms
-        >>> chosen_algorithms({"gptq": {"damping": 0.1}, "rotation": None})
-        (Rotation(size=32, attention=False), GPTQ(damping=0.1, damping_of_few=0.5, act_order=True))
     """
     if isinstance(choice, str):
         if choice not in PRESETS:
@@ -204,14 +192,13 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
         passed: list[object] = [_made(name, options) for name, options in choice.items()]
     else:
         passed = list(choice) if isinstance(choice, Iterable) else [choice]
-    known = [one for one in passed if isinstance(one, Algorithm) and type(one) in ALGORITHMS.values()]
-    if len(known) < len(passed):
+    by_kind = {type(one): one for one in passed if isinstance(one, Algorithm)}
+    if not all(type(one) in ALGORITHMS.values() for one in passed):
         names = ", ".join(kind.__name__ for kind in ALGORITHMS.values())
         raise MXError(
             f"algorithms must be a preset's name, a tuple of {names}, or a mapping from {', '.join(ALGORITHMS)} to "
             f"their options, not {passed!r}"
         )
-    by_kind = {type(one): one for one in known}
     if len(by_kind) < len(passed) or not passed:
         raise MXError(f"algorithms={passed!r} must name at least one algorithm, and each once")
     return tuple(by_kind[kind] for kind in ALGORITHMS.values() if kind in by_kind)
@@ -219,18 +206,17 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
 
 def look_at_inputs(algorithms: tuple[Algorithm, ...]) -> bool:
     """True if an algorithm needs batches."""
-    return any(isinstance(one, Smoothing | GPTQ | LearnedRounding) or _weighs(one) for one in algorithms)
-
-
-def _weighs(algorithm: Algorithm) -> bool:
-    return isinstance(algorithm, ScaleSearch) and algorithm.by_inputs
+    looks = (Smoothing, GPTQ, LearnedRounding)
+    return ScaleSearch(by_inputs=True) in algorithms or any(isinstance(one, looks) for one in algorithms)
 
 
 def plain_algorithms(algorithms: tuple[Algorithm, ...]) -> str | dict[str, dict[str, Any]]:
     """The form of a recipe: the name of a preset, or options by the names of algorithms."""
+    for name, preset in PRESETS.items():
+        if preset == algorithms:
+            return name
     names = {kind: name for name, kind in ALGORITHMS.items()}
-    preset = [name for name, of_preset in PRESETS.items() if of_preset == algorithms]
-    return preset[0] if preset else {names[type(one)]: asdict(one) for one in algorithms}  # type: ignore[call-overload]
+    return {names[type(one)]: asdict(one) for one in algorithms}  # type: ignore[call-overload]
 
 
 def _made(name: object, options: object) -> Algorithm:

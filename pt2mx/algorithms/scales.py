@@ -54,15 +54,17 @@ def block_exponents(
         raise MXError(f"the importance of {weight.shape[1]} columns has the shape {tuple(importance.shape)}")
     blocks = to_blocks(weight.float(), spec, line)  # (N, blocks, block)
     whole = spec.replace(axis=1, block_size=blocks.shape[2])
-    exponent, _ = exponent_scales.shared_exponent(blocks, whole)
-    candidates = torch.stack([exponent + offset for offset in (_OFFSETS if importance is not None else (0,))])
-    candidates = candidates.clamp(-LIMIT, LIMIT)  # (candidates, N, blocks, 1)
+    exponent, _ = exponent_scales.shared_exponent(blocks, whole)  # (N, blocks, 1)
     if importance is None:
-        return candidates[0].squeeze(2)
+        return exponent.clamp(-LIMIT, LIMIT).squeeze(2)
     weights = to_blocks(importance.float().unsqueeze(0), spec, line)
-    errors = [((_rounded(blocks, c, spec) - blocks).square() * weights).sum(2, keepdim=True) for c in candidates]
+    candidates, errors = [], []
+    for offset in _OFFSETS:
+        candidates.append((exponent + offset).clamp(-LIMIT, LIMIT))
+        error = (_rounded(blocks, candidates[-1], spec) - blocks).square() * weights
+        errors.append(error.sum(2, keepdim=True))
     best = torch.stack(errors).argmin(0, keepdim=True)  # of equal ones the first
-    return candidates.gather(0, best).squeeze(0).squeeze(2)
+    return torch.stack(candidates).gather(0, best).squeeze(0).squeeze(2)
 
 
 def round_to_blocks(weight: Tensor, exponents: Tensor, spec: MXSpec, *, line: int | None = None) -> Tensor:
@@ -88,7 +90,10 @@ def round_to_blocks(weight: Tensor, exponents: Tensor, spec: MXSpec, *, line: in
     check_matrix(weight)
     check_exponents(exponents, weight, spec, line)
     blocks = to_blocks(weight.float(), spec, line)
-    return from_blocks(_rounded(blocks, exponents.unsqueeze(2), spec), weight.shape[1], line)
+    rounded = _rounded(blocks, exponents.unsqueeze(2), spec).flatten(1)
+    line = check_line(weight.shape[1], line)
+    lines = rounded.unflatten(1, (weight.shape[1] // line, -1))
+    return lines[:, :, :line].flatten(1)
 
 
 def to_blocks(weight: Tensor, spec: MXSpec, line: int | None) -> Tensor:
@@ -100,17 +105,13 @@ def to_blocks(weight: Tensor, spec: MXSpec, line: int | None) -> Tensor:
     return lines.unflatten(2, (-1, block)).flatten(1, 2)
 
 
-def from_blocks(blocks: Tensor, k: int, line: int | None) -> Tensor:
-    """(N, blocks, block) -> (N, K)."""
-    line = check_line(k, line)
-    return blocks.flatten(1).unflatten(1, (k // line, -1))[:, :, :line].flatten(1)
-
-
 def scales_of_values(exponents: Tensor, k: int, spec: MXSpec, line: int | None) -> Tensor:
     """(N, blocks) -> the scale of each of `k` columns, (N, K) float32 powers of two."""
     line = check_line(k, line)
-    blocks, column = -(-line // min(spec.block_size, line)), torch.arange(k, device=exponents.device)
-    return pow2(exponents)[:, column // line * blocks + column % line // spec.block_size]
+    blocks_of_line = -(-line // spec.block_size)
+    column = torch.arange(k, device=exponents.device)
+    block = column // line * blocks_of_line + column % line // spec.block_size
+    return elements.pow2(exponents.int())[:, block]
 
 
 def check_matrix(weight: Tensor) -> None:
@@ -137,11 +138,7 @@ def check_line(k: int, line: int | None) -> int:
     return line
 
 
-def pow2(exponents: Tensor) -> Tensor:
-    """2**exponents in fp32; exponents: integers in [-126, 126]."""
-    return ((exponents.to(torch.int32) + 127) << 23).view(torch.float32)
-
-
 def _rounded(blocks: Tensor, exponents: Tensor, spec: MXSpec) -> Tensor:
-    units = elements.round_to_element(blocks * pow2(-exponents), spec.element, spec.rounding)
-    return units * pow2(exponents)
+    exponents = exponents.int()
+    units = elements.round_to_element(blocks * elements.pow2(-exponents), spec.element, spec.rounding)
+    return units * elements.pow2(exponents)

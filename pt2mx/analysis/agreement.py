@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -64,6 +65,47 @@ def _check_tensors(where: str, y1: Tensor, y2: Tensor, tol: float, ntol: int, ha
         )
 
 
+@dataclass
+class ErrorSums:
+    """The error of values against a reference, summed over batches.
+
+    Values that are NaN or Inf in the reference (a masked score) are left out.
+    """
+
+    signal: float = 0.0
+    noise: float = 0.0
+    product: float = 0.0
+    energy: float = 0.0
+    max: float = 0.0
+    values: int = 0
+
+    def add(self, got: Tensor, want: Tensor) -> None:
+        """Add a pair of tensors of one shape."""
+        finite = want.isfinite()
+        got, want = got[finite].double(), want[finite].double()
+        if not want.numel():
+            return
+        self.signal += want.square().sum().item()
+        self.noise += (got - want).square().sum().item()
+        self.product += (got * want).sum().item()
+        self.energy += got.square().sum().item()
+        self.max = max(self.max, (got - want).abs().nan_to_num(nan=math.inf, posinf=math.inf).max().item())
+        self.values += want.numel()
+
+    @property
+    def sqnr(self) -> float:
+        """Return the SQNR in dB: Inf where nothing differs, NaN where nothing was compared."""
+        if not self.values:
+            return math.nan
+        return sqnr_db(self.signal, math.inf if math.isnan(self.noise) else self.noise)
+
+    @property
+    def cosine(self) -> float:
+        """Return the cosine of the two vectors of all values."""
+        scale = math.sqrt(self.signal * self.energy)
+        return self.product / scale if scale else float(self.signal == self.energy)
+
+
 class Fidelity(NamedTuple):
     """SQNR in dB, cosine, and the number of values compared."""
 
@@ -88,22 +130,16 @@ def fidelity(pairs: Iterable[tuple[object, object]]) -> Fidelity:
     Returns:
         `sqnr` in dB and `cosine` over all pairs, NaN if no value is finite; `values`, the number of values compared.
     """
-    signal = noise = product = energy = 0.0
-    values = compared = 0
+    sums, values = ErrorSums(), 0
     for outputs, references in pairs:
         for output, reference in zip(_floats(outputs), _floats(references), strict=True):
-            finite = reference.isfinite()
-            values, compared = values + reference.numel(), compared + int(finite.sum())
-            output, reference = output[finite], reference[finite]
-            signal += reference.square().sum().item()
-            noise += (output - reference).square().sum().item()
-            product += (output * reference).sum().item()
-            energy += output.square().sum().item()
-    if values and not compared:
+            values += reference.numel()
+            sums.add(output, reference)
+    if not values:  # outputs without values agree
+        return Fidelity(math.inf, 1.0, 0)
+    if not sums.values:
         return Fidelity(math.nan, math.nan, values)
-    scale = math.sqrt(signal * energy)
-    cosine = product / scale if scale else float(signal == energy)
-    return Fidelity(sqnr_db(signal, math.inf if math.isnan(noise) else noise), cosine, compared)
+    return Fidelity(sums.sqnr, sums.cosine, sums.values)
 
 
 def describe_agreement(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -113,6 +149,19 @@ def describe_agreement(outputs: Sequence[Tensor], expected: Sequence[Tensor]) ->
     return f"{fidelity([(outputs, expected)])}, largest difference {largest:.1e}"
 
 
+def comparable(got: object, want: object) -> bool:
+    """Return whether both are floating tensors of one shape."""
+    return is_floating(got) and is_floating(want) and got.shape == want.shape
+
+
+def is_floating(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def tensors_in(tree: object) -> list[Tensor]:
+    """Return the tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _floats(tree: object) -> list[Tensor]:
-    leaves = pytree.tree_leaves(tree)
-    return [leaf.double().cpu() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor.double().cpu() for tensor in tensors_in(tree) if tensor.is_floating_point()]

@@ -42,7 +42,8 @@ class MXComparison:
 
     def __str__(self) -> str:
         header = ("format", "bits", "SQNR dB", "max abs error", "mean abs error", "saturated %", "flushed %", "ratio")
-        return "\n".join([text_table([header, *map(_comparison_row, self.rows)], left=1), *_byte_notes(self.rows)])
+        table = text_table([header, *map(_comparison_row, self.rows)], left=1)
+        return "\n".join([table, *_byte_notes(self.rows)])
 
     def __repr__(self) -> str:  # short, because a notebook shows it below the printed table
         return f"<MXComparison of {len(self.rows)} formats: {', '.join(row.format for row in self.rows)}>"
@@ -80,8 +81,10 @@ def compare_mx_formats(
         mxfp8_e4m3{32}  10.00      inf              0               0         0.00       0.00  3.20x
         mxfp4_e2m1{32}   6.00    17.45              1          0.3125        25.00      25.00  5.33x
     """
-    if formats is None or isinstance(formats, str | MXSpec):
-        formats = MX_FORMATS if formats is None else [formats]
+    if formats is None:
+        formats = MX_FORMATS
+    elif isinstance(formats, str | MXSpec):
+        formats = [formats]
     elif not isinstance(formats, Iterable):
         raise MXError(f"formats={formats!r} must be a format or several, for example ['mxfp4', 'mxfp8']")
     comparison = MXComparison(tuple(mx_statistics(data, format, block_size, axis) for format in formats))
@@ -134,7 +137,8 @@ def _byte_notes(rows: Iterable[MXStatistics]) -> list[str]:
     for row in rows:
         bits = 1 + row.exp_bits + row.sig_bits
         codes, size = group_of(bits)
-        if (width := 8 * size // codes) != bits:
+        width = 8 * size // codes
+        if width != bits:
             stored = row.bits_per_element + width - bits
             notes.append(f"{row.format}: a model stores {stored:.2f} bits a value: codes of {bits} bits take {width}")
     return notes
@@ -142,11 +146,23 @@ def _byte_notes(rows: Iterable[MXStatistics]) -> list[str]:
 
 def _format_row(name: str) -> tuple[str, ...]:
     spec = MX_FORMATS[name]
-    f, bits = spec.element, spec.effective_bits
-    special = ", ".join(name for name, has in (("Inf", f.has_inf), ("NaN", f.has_nan)) if has)
-    stored = ("-", str(f.bits - 2), "-") if f.is_int else (str(f.exponent_bits), str(f.mantissa_bits), str(f.bias))
-    smallest = ("-" if f.is_int else f"2^{f.emin}", f"2^{f.emin - f.mantissa_bits}")
-    element = (str(f.bits), *stored, str(f.emax), f"{f.max_normal:g}", *smallest, special or "-")
-    scale = f"E{spec.scale_exp_bits}M{spec.scale_sig_bits}"
-    ratios = (f"{dense / bits:.2f}" for dense in (16, 32))
-    return (name, *element, str(spec.block_size), scale, f"{bits:g}", *ratios)
+    element, bits = spec.element, spec.effective_bits
+    special = ["Inf"] * element.has_inf + ["NaN"] * element.has_nan
+    split = [str(element.exponent_bits), str(element.mantissa_bits), str(element.bias)]
+    if element.is_int:
+        split = ["-", str(element.bits - 2), "-"]
+    return (
+        name,
+        str(element.bits),
+        *split,
+        str(element.emax),
+        f"{element.max_normal:g}",
+        "-" if element.is_int else f"2^{element.emin}",
+        f"2^{element.emin - element.mantissa_bits}",
+        ", ".join(special) or "-",
+        str(spec.block_size),
+        f"E{spec.scale_exp_bits}M{spec.scale_sig_bits}",
+        f"{bits:g}",
+        f"{16 / bits:.2f}",
+        f"{32 / bits:.2f}",
+    )

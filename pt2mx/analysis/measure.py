@@ -43,15 +43,10 @@ class MXStorage:
 
     @classmethod
     def of(cls, shape: Sequence[int], spec: MXSpec, **fields: Any) -> Self:
-        """Return the size of a tensor of that shape whose blocks run along `spec.axis`.
-
-        Args:
-            shape: the shape of the tensor.
-            spec: its format.
-            fields: the fields that a subclass adds.
-        """
-        element, shape = spec.element, tuple(shape)
-        elements, counts = math.prod(shape), list(shape) or [1]
+        """Return the size of a tensor of that shape whose blocks run along `spec.axis`; `fields` are a subclass's."""
+        element = spec.element
+        elements = math.prod(shape)
+        counts = list(shape) or [1]
         counts[spec.axis] = -(-counts[spec.axis] // spec.block_size)
         if spec.block_rows > 1:
             rows = spec.row_axis(len(counts))
@@ -59,10 +54,10 @@ class MXStorage:
         blocks = math.prod(counts)
         scale_bits = blocks * spec.scale_bits + 32 * bool(spec.scale_format.tensor)
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
-        scales = spec.scale_format.grid
-        exponent, significand = scales.exponent_bits, scales.mantissa_bits
         if spec.scale_format.is_power_of_two:
             exponent, significand = spec.scale_exp_bits, spec.scale_sig_bits
+        else:
+            exponent, significand = spec.scale_format.grid.exponent_bits, spec.scale_format.grid.mantissa_bits
         return cls(
             format=str(spec),
             exp_bits=0 if element.is_int else element.exponent_bits,
@@ -70,7 +65,7 @@ class MXStorage:
             block_size=spec.block_size,
             scale_exp_bits=exponent,
             scale_sig_bits=significand,
-            original_shape=shape,
+            original_shape=tuple(shape),
             num_blocks=blocks,
             total_elements=elements,
             bits_per_element=bits,
@@ -131,14 +126,9 @@ def mx_statistics(
         fields: further fields of `MXSpec`.
 
     Returns:
-        An `MXStatistics`. It describes the size under the names of pychop's `MXTensor.statistics()`: `format`,
-        `exp_bits`, `sig_bits`, `block_size`, `scale_exp_bits`, `scale_sig_bits`, `original_shape`, `num_blocks`,
-        `total_elements`, `bits_per_element`, `compression_ratio_fp32`, `compression_ratio_fp16`, and
-        `compression_ratio` compared with `dtype`, the dtype of `data`. It describes the errors: `sqnr` in dB;
-        `mean_squared_error`, `mean_abs_error` and `max_abs_error`; the shares of the values that `saturated` (beyond
-        the largest value of their block's scale) and were `flushed` to zero; `scale_exponents`, the count of blocks by
-        shared exponent, with `scale_exponent_min` and `scale_exponent_max`; and `nan_blocks`, the count of blocks with
-        an Inf or a NaN.
+        An `MXStatistics`, which documents its fields: the size under the names of pychop's `MXTensor.statistics()`,
+        `compression_ratio`, `sqnr` in dB, `mean_squared_error`, `mean_abs_error`, `max_abs_error`, the shares of values
+        that `saturated` and were `flushed` to zero, `scale_exponents` with their ends, and `nan_blocks`.
 
     Raises:
         MXError: as `mx_quantize`; for a traced JAX array, data without values, and `scale_exp_bits` above 8.
@@ -151,7 +141,9 @@ def mx_statistics(
     """
     spec, flat = resolve(format, axis, block_size=block_size, **fields)
     x = as_torch(data)
-    shape, x = tuple(x.shape), x.reshape(-1) if flat else x
+    shape = tuple(x.shape)
+    if flat:
+        x = x.reshape(-1)
     if x.device.type == "meta":
         raise MXError("data on the meta device has no values: there is nothing to measure")
     if not x.numel():

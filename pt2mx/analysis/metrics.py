@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError, nearest
 
@@ -66,9 +66,10 @@ def _one_minus_cosine(output: Tensor, reference: Tensor) -> tuple[float, float]:
 
 
 def _orthogonal_signs(reference: Tensor, generator: Generator) -> Tensor:
-    unit, signs = F.normalize(reference, dim=-1), _signs(reference, generator)
-    across = (signs - (signs * unit).sum(-1, keepdim=True) * unit) / reference.norm(dim=-1, keepdim=True)
-    return across.where(reference.any(-1, keepdim=True), 0)
+    unit = F.normalize(reference, dim=-1)
+    signs = _signs(reference, generator)
+    across = signs - (signs * unit).sum(-1, keepdim=True) * unit
+    return (across / reference.norm(dim=-1, keepdim=True)).where(reference.any(-1, keepdim=True), 0)
 
 
 def _noise(output: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -116,11 +117,8 @@ def name_of_metric(metric: str | Distance) -> str:
 
 def mean_distance(metric: str | Distance, pairs: Iterable[tuple[Any, Any]]) -> float:
     """Return the metric over all pairs of (outputs of a batch, outputs of the float model); NaN without pairs."""
-    totals, counts = 0.0, 0.0
-    for output, reference in pairs:
-        total, count = batch_distance(metric, output, reference)
-        totals, counts = totals + total, counts + count
-    return totals / counts if counts else math.nan
+    total, count = sum_of_pairs([batch_distance(metric, *pair) for pair in pairs])
+    return total / count if count else math.nan
 
 
 def batch_distance(metric: str | Distance, output: Any, reference: Any) -> tuple[float, float]:
@@ -137,28 +135,25 @@ def own_distance(metric: str | Distance, references: Iterable[Any]) -> float:
         MXError: for outputs that cannot be compared.
     """
     distance = mean_distance(metric, ((reference, reference) for reference in references))
-    if not isinstance(metric, str) and not math.isfinite(distance):
-        raise MXError(
-            f"the metric {name_of_metric(metric)} gives {distance} for the float model: it must give a finite number"
-        )
-    if not math.isfinite(distance) or (isinstance(metric, str) and abs(distance) > _EQUAL):
+    if not isinstance(metric, str):
+        if not math.isfinite(distance):
+            raise MXError(
+                f"the metric {name_of_metric(metric)} gives {distance} for the float model: it must give a finite "
+                "number"
+            )
+        return distance
+    if not abs(distance) <= _EQUAL:  # also NaN
         raise MXError(
             "the float model's outputs hold NaN or Inf, no value, or zeros alone: there is nothing to compare with by "
-            f"{name_of_metric(metric)!r}"
+            f"{metric!r}"
         )
-    return 0.0 if isinstance(metric, str) else distance
+    return 0.0
 
 
 def number_of(value: object, source: str, better: str) -> float:
     """Return the number that a user's function returned, in the type of any library.
 
-    Args:
-        value: a number, or a tensor or array of one.
-        source: the function's name in the error.
-        better: "smaller" or "larger", whichever means a better model.
-
-    Raises:
-        MXError: for any other value.
+    An error names the function (`source`), and says whether "smaller" or "larger" means a better model.
     """
     try:
         number = value.item() if hasattr(value, "item") else value
@@ -172,18 +167,23 @@ def number_of(value: object, source: str, better: str) -> float:
 
 
 def outputs_of(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors of a model's output, with at least one dimension.
-
-    Raises:
-        MXError: where there is none.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not leaves:
+    """Return the floating-point tensors of a model's output, with at least one dimension."""
+    outputs = [torch.atleast_1d(tensor) for tensor in tensors_in(tree) if tensor.is_floating_point()]
+    if not outputs:
         raise MXError("the model gives no floating tensor: there is nothing to be sensitive")
-    return [torch.atleast_1d(leaf) for leaf in leaves]
+    return outputs
 
 
 def distance_over(metric: Metric, outputs: list[Tensor], references: list[Tensor]) -> tuple[float, float]:
     """Return the distance over all outputs: its sum, and the divisor."""
-    pairs = [metric.distance(one, other) for one, other in zip(outputs, references, strict=True)]
-    return sum(total for total, _ in pairs), sum(count for _, count in pairs)
+    pairs = zip(outputs, references, strict=True)
+    return sum_of_pairs(metric.distance(*pair) for pair in pairs)
+
+
+def sum_of_pairs(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Add up distances, each a sum and its divisor."""
+    total, count = 0.0, 0.0
+    for one_total, one_count in pairs:
+        total += one_total
+        count += one_count
+    return total, count

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from pt2mx.analysis.metrics import METRICS, Distance, batch_distance, distance_over, outputs_of
+from pt2mx.analysis.metrics import METRICS, Distance, batch_distance, distance_over, outputs_of, sum_of_pairs
 
 #: fewest samples whose spread is known well enough to rank by it
 LEAST_SAMPLES = 5
@@ -32,7 +32,7 @@ def sample_distances(metric: str | Distance, output: Any, reference: Any) -> lis
     outputs, references = outputs_of(output), outputs_of(reference)
     sizes = {len(y) if y.dim() > 1 else 1 for y in references}
     if len(sizes) > 1 or sizes <= {0, 1}:
-        return [batch_distance(metric, output, reference)]
+        return [distance_over(METRICS[metric], outputs, references)]
     distances = []
     for i in range(sizes.pop()):
         output_i = [y[i : i + 1] for y in outputs]
@@ -46,13 +46,8 @@ def mean_and_samples(pairs: Sequence[tuple[float, float]]) -> tuple[float, tuple
 
     Args:
         pairs: the sum and the divisor of each sample.
-
-    Example:
-        >>> from pt2mx.analysis.samples import mean_and_samples
-        >>> mean_and_samples([(1.0, 4.0), (2.0, 2.0)])
-        (0.5, (0.16666666666666669, 0.8333333333333333))
     """
-    total, count = sum(total for total, _ in pairs), sum(count for _, count in pairs)
+    total, count = sum_of_pairs(pairs)
     if not count:
         return math.nan, ()
     ratio, divisor = total / count, count / len(pairs)
@@ -73,8 +68,8 @@ def can_rank(a: Sequence[float], b: Sequence[float]) -> bool:
     if not a or len(a) != len(b) or list(a) == list(b):
         return True
     if len(a) < LEAST_SAMPLES:
-        means = fmean(a), fmean(b)
-        return not abs(means[0] - means[1]) < _CLEAR * max(map(abs, means))  # also of NaN
+        mean_a, mean_b = fmean(a), fmean(b)
+        return not abs(mean_a - mean_b) < _CLEAR * max(abs(mean_a), abs(mean_b))  # also of NaN
     differences = [one - other for one, other in zip(a, b, strict=True)]
     return not abs(fmean(differences)) < _RANK * _standard_error(differences)
 

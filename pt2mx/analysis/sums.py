@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,10 +50,17 @@ def quantization_sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None = Non
     spec = spec.replace(axis=spec.axis % x.dim())
     if tensor_scale is None:
         tensor_scale = _tensor_scale(x, spec)
-    parts = [_sums(part, spec, tensor_scale) for part in _slices(x, spec)]
     values = torch.tensor(x.numel(), device=x.device)
     counts = {"tensors": torch.ones_like(values), "empty": (values == 0).to(torch.int64), "values": values}
-    return counts | {name: functools.reduce(torch.add, [part[name] for part in parts]) for name in parts[0]}
+    return counts | _added([_sums(part, spec, tensor_scale) for part in _slices(x, spec)])
+
+
+def _added(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Add up sums by their names."""
+    total, *others = parts
+    for part in others:
+        total = {name: total[name] + part[name] for name in total}
+    return total
 
 
 def _sums(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> dict[str, Tensor]:
@@ -77,10 +83,7 @@ def _run(step: str, *args: Any) -> Any:
 def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> Tensor:
     """Return the E8M0 byte of the power of two at or below each scale, int64; `NAN_SCALE` for NaN.
 
-    Args:
-        stored: scales, as `quantize_mx` gives them.
-        spec: their format.
-        tensor_scale: () float32, of formats that have one; it multiplies the scales.
+    `stored` are scales as `quantize_mx` gives them; `tensor_scale`, of formats that have one, multiplies them.
     """
     if spec.scale_format.is_power_of_two:
         return stored.to(torch.int64)
@@ -89,13 +92,11 @@ def exponent_bytes(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None) ->
     return torch.where(scale.isnan(), NAN_SCALE, (power + 127).clamp(0, NAN_SCALE - 1))
 
 
-def _row_axis(x: Tensor, spec: MXSpec) -> int | None:
-    return spec.row_axis(x.dim()) if spec.block_rows > 1 else None
-
-
 def _slices(x: Tensor, spec: MXSpec) -> list[Tensor]:
     """Return x in slices of whole blocks."""
-    return [part for (part,) in split(spec.axis, x, rows=spec.block_rows, row_axis=_row_axis(x, spec))[1]]
+    row_axis = spec.row_axis(x.dim()) if spec.block_rows > 1 else None
+    _, parts = split(spec.axis, x, rows=spec.block_rows, row_axis=row_axis)
+    return [part for (part,) in parts]
 
 
 def _tensor_scale(x: Tensor, spec: MXSpec) -> Tensor | None:
@@ -111,19 +112,14 @@ def quantization_noise(
 
     Args:
         tensors: at least one, each as in `quantization_sums`.
-        spec: their format.
         tensor_scales: one of each tensor, as in `quantization_sums`; by default None.
-
-    Raises:
-        MXError: as `quantization_sums`.
     """
     tensors = [torch.atleast_1d(x) for x in tensors]
     scales = list(tensor_scales) or [None] * len(tensors)
     scaled = list(zip(tensors, scales, strict=True))
-    noise = math.sqrt(sum(_noise(x, spec.replace(axis=spec.axis % x.dim()), t) ** 2 for x, t in scaled))
+    noise = math.sqrt(sum(_noise(x, spec, t) ** 2 for x, t in scaled))
     if not math.isfinite(noise):
-        sums = [quantization_sums(x, spec, t) for x, t in scaled]
-        return QuantizationStatistics.of({name: sum((s[name] for s in sums[1:]), sums[0][name]) for name in sums[0]})
+        return QuantizationStatistics.of(_added([quantization_sums(x, spec, t) for x, t in scaled]))
     values = [x.numel() for x in tensors]
     return QuantizationStatistics(
         tensors=len(values),
@@ -140,10 +136,14 @@ def quantization_noise(
 
 def _noise(x: Tensor, spec: MXSpec, tensor_scale: Tensor | None) -> float:
     """Return the norm of the noise of a tensor."""
-    t = _tensor_scale(x, spec) if tensor_scale is None else tensor_scale
-    return math.hypot(
-        *(_norm(fake_quantize_mx(part, spec, tensor_scale=t).float().sub_(part)) for part in _slices(x, spec))
-    )
+    spec = spec.replace(axis=spec.axis % x.dim())
+    if tensor_scale is None:
+        tensor_scale = _tensor_scale(x, spec)
+    norms = []
+    for part in _slices(x, spec):
+        quantized = fake_quantize_mx(part, spec, tensor_scale=tensor_scale)
+        norms.append(_norm(quantized.float().sub_(part)))
+    return math.hypot(*norms)
 
 
 def _norm(x: Tensor) -> float:
@@ -158,7 +158,9 @@ def sqnr_db(signal: float, noise: float) -> float:
         return math.inf
     if noise == math.inf:  # a scale mode that dequantizes to Inf in the top binade
         return -math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else (-math.inf if signal == 0 else math.nan)
+    if signal == 0:
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else math.nan
 
 
 @dataclass(frozen=True)
@@ -195,17 +197,17 @@ class QuantizationStatistics:
     @classmethod
     def of(cls, sums: dict[str, Tensor]) -> QuantizationStatistics:
         """Return the statistics of (added) `quantization_sums` of at least one tensor."""
-        tensors, values, empty, nonfinite = (int(sums[name]) for name in ("tensors", "values", "empty", "nonfinite"))
-        blocks = sums["exponents"].tolist()
-        some = any(blocks[:NAN_SCALE])
+        values = int(sums["values"])
+        *blocks, nan_blocks = sums["exponents"].tolist()
+        exponents = {byte - 127: count for byte, count in enumerate(blocks) if count}
         return cls(
-            tensors=tensors,
-            empty=empty,
+            tensors=int(sums["tensors"]),
+            empty=int(sums["empty"]),
             values=values,
-            nonfinite=nonfinite,
-            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])) if some else math.nan,
+            nonfinite=int(sums["nonfinite"]),
+            sqnr=sqnr_db(float(sums["signal"]), float(sums["noise"])) if exponents else math.nan,
             saturated=int(sums["saturated"]) / max(values, 1),
             flushed=int(sums["flushed"]) / max(values, 1),
-            exponents={byte - 127: count for byte, count in enumerate(blocks[:NAN_SCALE]) if count},
-            nan_blocks=blocks[NAN_SCALE],
+            exponents=exponents,
+            nan_blocks=nan_blocks,
         )

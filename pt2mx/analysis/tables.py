@@ -17,23 +17,16 @@ def text_table(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
         rows: the cells; the first row is the header.
         left: the number of first columns to align on the left; the others contain numbers. By default all.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = len(widths) if left is None else left
-    align = [str.ljust] * left + [str.rjust] * (len(widths) - left)
-    lines = ("  ".join(f(cell, w) for f, cell, w in zip(align, row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        align = str.ljust if left is None or i < left else str.rjust
+        width = max(map(len, column))
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
 def worst_rows(rows: Sequence[Row], worst: int | None) -> Sequence[Row]:
-    """Return the first rows of a table that is sorted by error, the worst first.
-
-    Args:
-        rows: the rows of the table.
-        worst: the number of rows; None for all.
-
-    Raises:
-        MXError: if `worst` is not a number of rows.
-    """
+    """Return the first `worst` rows of a table that is sorted by error, the worst first; None for all."""
     if worst is not None and (isinstance(worst, bool) or not isinstance(worst, int) or worst < 0):
         raise MXError(f"worst={worst!r} must be a number of rows, or None for all")
     return rows[:worst]
@@ -46,11 +39,6 @@ def ratio_text(ratio: float, more: str, less: str, equal: str) -> str:
         ratio: a positive number.
         more, less: the words after the ratio, or after its reciprocal if it is below 1.
         equal: the words for a ratio that is 1 with one digit.
-
-    Example:
-        >>> from pt2mx.analysis.tables import ratio_text
-        >>> [ratio_text(ratio, "smaller than", "larger than", "about as large as") for ratio in (4, 1.04, 0.5)]
-        ['4.0x smaller than', 'about as large as', '2.0x larger than']
     """
     if max(ratio, 1 / ratio) < _EQUAL:
         return equal

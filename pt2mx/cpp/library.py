@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.cpu.build import HEADERS as KERNEL_HEADERS
 from pt2mx.kernels.cpu.build import SOURCES as KERNEL_SOURCES
-from pt2mx.kernels.cpu.build import cache_folder, use_built
+from pt2mx.kernels.cpu.build import cache_folder, use_built, write_library
 
 #: the name of the file: a linked program looks for it
 NAME = "libpt2mx_ops.so"
@@ -49,7 +48,7 @@ def library_path() -> Path:
     try:
         if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(content, path)
+            write_library(content, path)
     except OSError as error:
         raise MXError(
             f"cannot keep {str(path)!r} ({error.strerror}): pt2mx.cpp.build writes to another folder"
@@ -82,7 +81,7 @@ def build(folder: str | os.PathLike[str], capability: str | None = None) -> Path
     if not path.parent.is_dir() or path.is_dir():
         raise MXError(f"cannot write {str(path)!r}: it must be a file in a folder that exists")
     try:
-        _write(_content(capability), path)
+        write_library(_content(capability), path)
     except OSError as error:
         raise MXError(f"cannot write {str(path)!r}: {error.strerror}") from None
     return path
@@ -128,14 +127,3 @@ def _content(capability: str | None = None) -> bytes:
         raise MXError(
             f"cannot build {NAME}: install a C++ compiler (g++ or clang++) or name one in CXX. {error}"
         ) from None
-
-
-def _write(content: bytes, path: Path) -> None:
-    """Write a file under a temporary name and rename it: a program may be loading the old one."""
-    unfinished = path.with_name(f".{secrets.token_hex(8)}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.chmod(0o755)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

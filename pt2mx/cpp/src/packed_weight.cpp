@@ -5,36 +5,6 @@
 #include <algorithm>
 
 namespace pt2mx {
-namespace {
-
-constexpr int64_t kDecoded = 1 << 20;  // bytes of the weight that a thread decodes at a time, for a second-level cache
-constexpr int64_t kPanel = 32;         // columns of a panel
-// The most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones.
-constexpr int64_t kDecodedK = 2048, kWaitingRows = 1024;
-
-int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-// Sets how many rows and columns of the result one thread computes at a time: `_task` of linear.py.
-void set_task(LinearCall& call, int64_t k) {
-  const int64_t threads = torch::stable::get_num_threads(), panels = parts(call.n, kPanel);
-  const bool in_parts = call.isa & AMX && k > kDecodedK;
-  const int64_t most =
-      std::max<int64_t>(1, std::min<int64_t>(32, kDecoded / (2 * (in_parts ? kDecodedK : k)) / kPanel));
-  int64_t size = parts(panels, parts(panels, most)), down = std::max(threads, std::min(4 * threads, call.m / 128));
-  if (call.m < 4 * call.n) {
-    const auto of_one_thread = [&](int64_t columns) { return parts(parts(panels, columns), threads) * columns; };
-    size = most;
-    for (int64_t other = most; other > 0; --other) {
-      if (of_one_thread(other) < of_one_thread(size)) size = other;
-    }
-    down = std::max<int64_t>(1, std::min(parts(threads, parts(panels, size)), call.m / 128));
-  }
-  if (in_parts) down = std::max(down, parts(call.m, kWaitingRows));
-  call.task_columns = size * kPanel;
-  call.task_rows = parts(parts(call.m, down), kPanel) * kPanel;
-}
-
-}  // namespace
 
 void check_scales(const std::optional<std::string>& scale_format, std::optional<int64_t> block_rows) {
   STD_TORCH_CHECK(scale_format.value_or("e8m0") == "e8m0" && block_rows.value_or(1) == 1,
@@ -50,7 +20,7 @@ void check_packed(const PackedWeight& weight, int64_t n) {
                   "codes and scales are uint8");
   STD_TORCH_CHECK(shape.back() == packed_length(element, n), n, " codes of ", element.name, " do not take ",
                   shape.back(), " bytes");
-  shape.back() = parts(n, block_size);
+  shape.back() = (n + block_size - 1) / block_size;
   STD_TORCH_CHECK(shape_of(scale) == shape, "the scales do not fit the codes");
 }
 
@@ -111,7 +81,7 @@ LinearOperands::LinearOperands(const Tensor& x, const PackedWeight& weight, cons
   call.scale = static_cast<const uint8_t*>(scale.const_data_ptr());
   call.bias = bias ? this->bias->const_data_ptr() : nullptr;
   call.out = out.mutable_data_ptr();
-  if (isa) set_task(call, k * taps);
+  if (isa) pt2mx_set_tasks(&call, taps, torch::stable::get_num_threads());
 }
 
 }  // namespace pt2mx

@@ -53,7 +53,7 @@ def _run(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> None:
         run("pt2mx_quantize_activation", call_of(x, out, spec, **fields))
 
 
-def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> ActivationCall:
+def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> ctypes.Structure:
     """Return the call that quantizes the contiguous x, which has values, into `out`, along its last dimension."""
     n = x.shape[-1] if x.dim() else 1
     table = spec_of(spec)
@@ -72,7 +72,7 @@ def call_of(x: Tensor, out: Tensor, spec: MXSpec, **fields: float) -> Activation
     return call
 
 
-def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> Epilogue:
+def epilogue_of(quantization: MXSpec, activation: str, dtype: torch.dtype) -> ctypes.Structure:
     """Return the epilogue that applies an activation, then quantizes blocks of `BLOCK` values and stores them in a
     dtype."""
     table = spec_of(quantization)

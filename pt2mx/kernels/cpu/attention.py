@@ -34,7 +34,7 @@ _FEW_QUERIES, _FEW_FOR_AMX = 32, 64
 #: the widest head, and the values of a group
 _WIDEST, _GROUP = 512, 32
 #: calls by the arguments of `attention_mx`
-_CALLS: RepeatedCalls[AttentionCall] = RepeatedCalls(AttentionCall)
+_CALLS = RepeatedCalls(AttentionCall)
 
 
 def attend(call: AttentionMX[Tensor], spec: MXSpec) -> Tensor | None:
@@ -63,7 +63,7 @@ def attend_again(args: tuple[object, ...]) -> Tensor | None:
 
 def call_of(
     query: Tensor, key: Packed, value: Packed, spec: MXSpec, value_width: int, mask: Tensor | None, scale: float | None
-) -> AttentionCall | None:
+) -> ctypes.Structure | None:
     """Return the call but for its pointers; None for one that the kernel does not support."""
     width = query.shape[3]
     (decoder, block), (value_decoder, value_block) = decoder_of(spec, width), decoder_of(spec, value_width)
@@ -76,13 +76,13 @@ def call_of(
     call.key_bytes, call.key_blocks = key[0].shape[3], key[1].shape[3]
     call.value_bytes, call.value_blocks = value[0].shape[3], value[1].shape[3]
     if not spec.scale_format.is_power_of_two:
-        call.float_scale = ctypes.pointer(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+        call.float_scale = ctypes.addressof(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
     return call
 
 
 def dense_call_of(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
-) -> AttentionCall | None:
+) -> ctypes.Structure | None:
     """Return the call over keys and values in the dtype of the query, but for its pointers and its slots, which are one
     in the shapes; None for one that the kernel does not support."""
     call = _shaped(query, keys, values.shape[3], mask, scale, _FEW_QUERIES)
@@ -103,7 +103,7 @@ def _fits(queries: int, width: int, value_width: int, most: int) -> bool:
 
 def _shaped(
     query: Tensor, key: Tensor, value_width: int, mask: Tensor | None, scale: float | None, most: int
-) -> AttentionCall | None:
+) -> ctypes.Structure | None:
     """Return a call of such shapes, with at most `most` queries of a head of the keys; None for unsupported ones."""
     (batch, heads, queries, width), (_, key_heads, slots, _) = query.shape, key.shape
     group = heads // max(key_heads, 1)
@@ -131,30 +131,35 @@ def _shaped(
 def attend_dense(call: DecodingAttention[Tensor]) -> Tensor | None:
     """Return None for many queries, and for widths that are not whole groups."""
     query, keys, values, mask = call.query, call.keys, call.values, call.mask
+    if 0 in keys.shape:
+        return None
     # a new mask: one with a single element is contiguous with any stride of its slots
-    of_one_slot = keys[:, :, :1], values[:, :, :1], None if mask is None else mask.new_empty((*mask.shape[:3], 1))
-    structure = None if 0 in keys.shape else dense_call_of(query, *of_one_slot, call.scale)
+    mask_of_slot = None if mask is None else mask.new_empty((*mask.shape[:3], 1))
+    structure = dense_call_of(query, keys[:, :, :1], values[:, :, :1], mask_of_slot, call.scale)
     if structure is None:
         return None
-    slots, out = keys.shape[2], query.new_empty((*query.shape[:3], values.shape[3]))
+    slots = keys.shape[2]
+    out = query.new_empty((*query.shape[:3], values.shape[3]))
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
-    mask = None if mask is None else mask.expand(*mask.shape[:3], slots).contiguous()
-    of_mask = None if mask is None else mask.data_ptr()
-    pointers = query.data_ptr(), keys.data_ptr(), values.data_ptr(), of_mask, out.data_ptr()
+    pointers = [query.data_ptr(), keys.data_ptr(), values.data_ptr(), None, out.data_ptr()]
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:3], slots).contiguous()
+        pointers[3] = mask.data_ptr()
     run("pt2mx_decoding_attention_of", structure, slots, *pointers)
     return out
 
 
-def _run(call: AttentionCall, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Tensor | None:
+def _run(call: ctypes.Structure, tensors: tuple[Tensor, ...], mask: Tensor | None) -> Tensor | None:
     query, key, key_scale, value, value_scale = (tensor.contiguous() for tensor in tensors)
     out = query.new_empty((*query.shape[:3], call.value_width))
     call.query, call.out = query.data_ptr(), out.data_ptr()
     call.key, call.key_scale, call.value = key.data_ptr(), key_scale.data_ptr(), value.data_ptr()
-    call.value_scale, call.mask = value_scale.data_ptr(), None if mask is None else mask.data_ptr()
+    call.value_scale = value_scale.data_ptr()
+    call.mask = None if mask is None else mask.data_ptr()
     return out if is_computed(call) else None
 
 
-def is_computed(call: AttentionCall) -> bool:
+def is_computed(call: ctypes.Structure) -> bool:
     """Run a call; return False for codes that are no numbers."""
     run("pt2mx_attention", call)
     return not call.invalid

@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -25,10 +26,10 @@ from typing import TypeVar
 
 import torch
 
-from pt2mx.kernels.cpu.calls import check_sizes
+from pt2mx.kernels.cpu.calls import FUNCTIONS
 
 __all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
-__all__ += ["load", "run", "use_built"]
+__all__ += ["load", "run", "use_built", "write_library"]
 
 _T = TypeVar("_T")
 
@@ -40,35 +41,8 @@ _FOLDER = Path(__file__).parent / "src"
 LIBRARIES = Path(__file__).parent / "libraries"
 SOURCES = tuple(str(path) for path in sorted(_FOLDER.glob("*.cpp")))
 HEADERS = tuple(str(path) for path in sorted(_FOLDER.glob("*.h")))
-#: the functions of the library that Python calls, and the types of their arguments
-_FUNCTIONS = {
-    "pt2mx_size_of": (ctypes.c_char_p,),
-    "pt2mx_run": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_random_bits": (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_linear": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_linear_of": (ctypes.c_void_p,) * 7,
-    "pt2mx_convolution": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 8),
-    "pt2mx_decoding_attention_of": (ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 6),
-    "pt2mx_bf16_isa": (),
-    "pt2mx_matmul": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_dense_attention": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_quantize_activation": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_quantize_activation_of": (ctypes.c_void_p,) * 4,
-    "pt2mx_hadamard": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_rotate_fake_quantize": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_gptq_panel": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_error_sums": (ctypes.c_void_p, ctypes.c_void_p),
-    "pt2mx_store": (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-    "pt2mx_replay": (ctypes.c_void_p, ctypes.c_int64),
-    "pt2mx_isa": (ctypes.c_int32, ctypes.c_void_p),
-    "pt2mx_integer_isa": (ctypes.c_int32, ctypes.c_void_p),
-    "pt2mx_isa_of_rows": (ctypes.c_int32, ctypes.c_int32, ctypes.c_int64),
-}
 #: what a function returns if it does not support a call
 _UNSUPPORTED = -1
-_RETURN_INT64 = "pt2mx_size_of", "pt2mx_replay"
 # no contraction to fused multiply-adds, no -ffast-math: both change bits
 _FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd"),
@@ -117,10 +91,9 @@ def _attempt() -> None:
         # a handle also finds the symbols of its dependencies: libtorch_cpu on every platform
         parallel_for = ctypes.cast(ctypes.CDLL(torch._C.__file__).torch_parallel_for, ctypes.c_void_p)
         library = _library()
-        for name, arguments in _FUNCTIONS.items():
+        for name, (result, arguments) in FUNCTIONS.items():
             getattr(library, name).argtypes = arguments
-        for name in _RETURN_INT64:
-            getattr(library, name).restype = ctypes.c_int64
+            getattr(library, name).restype = result
     except (OSError, RuntimeError, AttributeError) as error:
         _loaded.append(None)  # before the warning, which filters may turn into an error
         warnings.warn(
@@ -131,7 +104,6 @@ def _attempt() -> None:
             stacklevel=2,
         )
     else:
-        check_sizes(library)
         _loaded.append((library, parallel_for))
 
 
@@ -222,21 +194,23 @@ def _is_sound(path: Path) -> bool:
 
 
 def _keep(built: Path, cache: Path, name: str) -> Path:
-    """Copy a library to the cache, under a name that contains its digest. Other processes may do the same at the same
-    time: each writes a file with a temporary name, and renames it."""
+    """Copy a library to the cache, under a name that contains its digest."""
     content = built.read_bytes()
     path = cache / f"{name}-{_digest(content)}.so"
     cache.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=cache)
+    write_library(content, path)
+    return path
+
+
+def write_library(content: bytes, path: Path) -> None:
+    """Write a library under a temporary name and rename it: other processes may write or load it at the same time."""
+    unfinished = path.with_name(f".{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(unfinished, 0o755)
+        unfinished.write_bytes(content)
+        unfinished.chmod(0o755)
         os.replace(unfinished, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(unfinished)
-    return path
+        unfinished.unlink(missing_ok=True)
 
 
 def cache_folder() -> Path:

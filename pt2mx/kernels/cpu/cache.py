@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["store", "store_again"]
 
 #: calls by the arguments of `store_mx`
-_CALLS: RepeatedCalls[StoreCall] = RepeatedCalls(StoreCall)
+_CALLS = RepeatedCalls(StoreCall)
 
 
 def store(call: StoreMX[Tensor], spec: MXSpec) -> bool | None:
@@ -48,7 +48,7 @@ def store_again(args: tuple[object, ...]) -> bool | None:
     return None if structure is None else _run(structure, args[:7])  # type: ignore[arg-type]
 
 
-def _run(structure: StoreCall, tensors: tuple[Tensor, ...]) -> bool | None:
+def _run(structure: ctypes.Structure, tensors: tuple[Tensor, ...]) -> bool | None:
     key, value, key_data, key_scale, value_data, value_scale, slots = tensors
     key, value = key.contiguous(), value.contiguous()
     of_keys, of_values = structure.keys, structure.values

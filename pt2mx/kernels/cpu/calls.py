@@ -1,61 +1,86 @@
-"""The structures that the C++ kernels take, field by field as `src/calls.h` has them."""
+"""The structures and functions of the C++ kernels, as `src/calls.h` declares them."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Hashable
-from ctypes import c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
-from typing import Generic, TypeVar
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from pt2mx.errors import MXError
+__all__ = ["FUNCTIONS", "STRUCTURES", "RepeatedCalls"]
 
-__all__ = ["STRUCTURES", "RepeatedCalls", "StoreCall", "check_sizes"]
-
-Pair = c_int64 * 2
-_Call = TypeVar("_Call", bound=ctypes.Structure)
 #: the most structures that are kept of an operator
 _MOST_CALLS = 1024
+#: type in C++ -> in Python; pointers are `c_void_p`
+_NUMBERS: dict[str, Any] = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "ParallelFor": ctypes.c_void_p,
+    "void": None,
+}
 
 
-def _fields(type: type, names: str) -> tuple[tuple[str, type], ...]:
-    return tuple((name, type) for name in names.split())
+def _type_of(types: dict[str, Any], declaration: str) -> Any:
+    """Return the type of one number, pointer or structure, "const float* x"."""
+    return ctypes.c_void_p if "*" in declaration else types[declaration.removeprefix("const ").split()[0]]
 
 
-class FloatScale(ctypes.Structure):
-    _fields_ = (
-        ("factors", ctypes.POINTER(c_float)),
-        ("code_offsets", ctypes.POINTER(c_int32)),
-        *_fields(c_int32, "factor_count offset_count dtype tensor reciprocal rounds_up"),
-        *_fields(c_int32, "mantissa_bits bias emin max_code magnitude sign nan smallest largest"),
-        *_fields(c_float, "unit most least zero_below zero max_value"),
-    )
+def _structures(header: str, constants: dict[str, int]) -> dict[str, type[ctypes.Structure]]:
+    """Return the structures of a header by name, each after those that it contains."""
+    structures: dict[str, type[ctypes.Structure]] = {}
+    for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", header, re.DOTALL | re.MULTILINE):
+        fields = []
+        for type_and_first, *others in (line.split(",") for line in body.split(";")[:-1]):
+            of_first, _, first = type_and_first.strip().rpartition(" ")
+            for field in (first, *others):
+                type_of_field = _type_of(_NUMBERS | structures, f"{of_first} {field}")
+                field_name, _, length = field.strip(" *]").partition("[")
+                if length:
+                    type_of_field *= constants.get(length) or int(length)
+                fields.append((field_name, type_of_field))
+        structures[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return structures
 
 
-class Spec(ctypes.Structure):
-    _fields_ = (
-        ("exponent_offsets", ctypes.POINTER(c_int32)),
-        ("float_scale", ctypes.POINTER(FloatScale)),
-        *_fields(c_int32, "bits mantissa_bits emin emax max_code is_int full_range"),
-        *_fields(c_int32, "rounding threshold candidates searches error_bits codes_per_group bytes_per_group"),
-        *_fields(c_float, "max_normal lowest"),
-    )
+def _functions(header: str) -> dict[str, tuple[Any, list[Any]]]:
+    """Return the types of the result and of the arguments of the functions of a header, by name."""
+    functions = {}
+    for result, name, arguments in re.findall(r"^(\w+) (pt2mx_\w+)\(([^)]*)\);", header, re.MULTILINE):
+        types = [_type_of(_NUMBERS, argument.strip()) for argument in arguments.split(",") if argument]
+        functions[name] = _NUMBERS[result], types
+    return functions
 
 
-class QuantizeCall(ctypes.Structure):
-    _fields_ = (
-        ("spec", c_void_p),
-        *_fields(c_int32, "operation dtype out_dtype grad_bytes"),
-        *_fields(c_int64, "outer n inner block"),
-        *_fields(c_void_p, "x grad out scale"),
-        ("seed", c_uint64),
-        ("tensor_scale", c_float),
-        ("slots", c_void_p),
-        *_fields(c_int64, "new_slots all_slots"),
-        ("table", c_void_p),
-        ("format", c_int32),
-    )
+_header = re.sub(r" *//.*", "", (Path(__file__).parent / "src" / "calls.h").read_text(encoding="utf-8"))
+_constants = {name: int(value) for name, value in re.findall(r"constexpr \w+ (\w+) = (-?\d+);", _header)}
+#: name -> structure, whose fields have the names of the header
+STRUCTURES = _structures(_header, _constants)
+#: name of a function of the library -> the types of its result and of its arguments
+FUNCTIONS = _functions(_header)
+#: the most arguments of a recorded call
+MOST_ARGUMENTS = _constants["kMostArguments"]
+
+FloatScale = STRUCTURES["FloatScale"]
+Spec = STRUCTURES["Spec"]
+QuantizeCall = STRUCTURES["QuantizeCall"]
+Epilogue = STRUCTURES["Epilogue"]
+LinearCall = STRUCTURES["LinearCall"]
+ConvolutionCall = STRUCTURES["ConvolutionCall"]
+AttentionCall = STRUCTURES["AttentionCall"]
+MatmulCall = STRUCTURES["MatmulCall"]
+DenseAttentionCall = STRUCTURES["DenseAttentionCall"]
+HadamardCall = STRUCTURES["HadamardCall"]
+GptqPanelCall = STRUCTURES["GptqPanelCall"]
+ErrorSums = STRUCTURES["ErrorSums"]
+ErrorSumsCall = STRUCTURES["ErrorSumsCall"]
+ActivationCall = STRUCTURES["ActivationCall"]
+RecordedCall = STRUCTURES["RecordedCall"]
 
 
 class StoreCall(ctypes.Structure):
@@ -64,146 +89,15 @@ class StoreCall(ctypes.Structure):
     _fields_ = (("keys", QuantizeCall), ("values", QuantizeCall))
 
 
-class Epilogue(ctypes.Structure):
-    _fields_ = (
-        ("spec", c_void_p),
-        *_fields(c_int32, "activation out_dtype"),
-        ("block", c_int64),
-        *_fields(c_void_p, "residual activated"),
-    )
-
-
-class LinearCall(ctypes.Structure):
-    _fields_ = (
-        ("table", c_void_p),
-        *_fields(c_int32, "format bits codes_per_group bytes_per_group dtype out_dtype isa integer_isa"),
-        *_fields(c_int64, "m n k block task_rows task_columns row_bytes row_blocks rotation"),
-        *_fields(c_void_p, "x data scale bias epilogue out"),
-        ("float_scale", ctypes.POINTER(FloatScale)),
-        ("tensor_scale", c_float),
-    )
-
-
-class ConvolutionCall(ctypes.Structure):
-    _fields_ = (
-        ("linear", LinearCall),
-        ("pixels", c_int64),
-        *_fields(Pair, "size out_size kernel stride padding dilation"),
-    )
-
-
-class AttentionCall(ctypes.Structure):
-    _fields_ = (
-        ("table", c_void_p),
-        ("float_scale", ctypes.POINTER(FloatScale)),
-        *_fields(c_int32, "format dtype isa invalid"),
-        *_fields(c_int64, "heads queries group slots width value_width block value_block"),
-        *_fields(c_int64, "key_bytes key_blocks value_bytes value_blocks"),
-        *_fields(c_int64, "mask_batch mask_head mask_query mask_slot"),
-        *_fields(c_float, "factor key_tensor_scale value_tensor_scale"),
-        ("pairs", c_int64),
-        *_fields(c_void_p, "query key key_scale value value_scale mask out"),
-    )
-
-
-class MatmulCall(ctypes.Structure):
-    _fields_ = (
-        ("isa", c_int32),
-        *_fields(c_int64, "threads first second m n k"),
-        ("x_stride", c_int64 * 3),
-        ("y_stride", c_int64 * 4),
-        *_fields(c_void_p, "x y out"),
-    )
-
-
-class DenseAttentionCall(ctypes.Structure):
-    _fields_ = (
-        *_fields(c_int32, "isa causal dtype"),
-        *_fields(c_int64, "threads batch heads group queries keys width value_width"),
-        *_fields(c_int64 * 3, "query_stride key_stride value_stride mask_stride"),
-        ("factor", c_float),
-        *_fields(c_void_p, "query key value bool_mask additive_mask epilogue out"),
-    )
-
-
-class HadamardCall(ctypes.Structure):
-    _fields_ = (
-        ("dtype", c_int32),
-        *_fields(c_int64, "outer n inner size"),
-        *_fields(c_void_p, "x out"),
-    )
-
-
-class GptqPanelCall(ctypes.Structure):
-    _fields_ = (
-        ("spec", c_void_p),
-        *_fields(c_int64, "groups width n"),
-        *_fields(c_void_p, "columns shares scale low high rounded errors"),
-    )
-
-
-class ErrorSums(ctypes.Structure):
-    _fields_ = (*_fields(c_int64, "nonfinite saturated flushed"), *_fields(c_double, "signal noise"))
-
-
-class ErrorSumsCall(ctypes.Structure):
-    _fields_ = (
-        ("dtype", c_int32),
-        *_fields(c_float, "low high"),
-        *_fields(c_int64, "outer n inner block"),
-        *_fields(c_void_p, "x y scale sums"),
-    )
-
-
-class ActivationCall(ctypes.Structure):
-    _fields_ = (
-        ("spec", c_void_p),
-        *_fields(c_int32, "activation is_norm dtype out_dtype weight_dtype bias_dtype"),
-        ("eps", c_float),
-        *_fields(c_int64, "rows n block"),
-        *_fields(c_void_p, "x residual weight bias normed out"),
-    )
-
-
-#: the most arguments of a recorded call
-MOST_ARGUMENTS = 48
-
-
-class RecordedCall(ctypes.Structure):
-    _fields_ = (
-        ("kernel", c_void_p),
-        ("returns_error", c_int64),
-        ("arguments", c_uint64 * MOST_ARGUMENTS),
-    )
-
-
-#: all structures; the library knows the size of each by its name
-STRUCTURES = (
-    *(FloatScale, Spec, QuantizeCall, Epilogue, LinearCall, ConvolutionCall, AttentionCall, MatmulCall),
-    *(DenseAttentionCall, HadamardCall, GptqPanelCall, ErrorSums, ErrorSumsCall, ActivationCall, RecordedCall),
-)
-
-
-def check_sizes(library: ctypes.CDLL) -> None:
-    """Raise MXError if a structure has another size in the library: its fields would be read at wrong offsets."""
-    for structure in STRUCTURES:
-        size = library.pt2mx_size_of(structure.__name__.encode())
-        if size != ctypes.sizeof(structure):
-            raise MXError(
-                f"{structure.__name__} has {ctypes.sizeof(structure)} bytes in pt2mx/kernels/cpu/calls.py and {size} "
-                "in src/calls.h: the files are of different versions. Install pt2mx again "
-                "(pip install --force-reinstall pt2mx), or give both files the same fields"
-            )
-
-
-class RepeatedCalls(Generic[_Call]):
+class RepeatedCalls:
     """Structures of earlier calls by their arguments: shapes, strides and dtypes of tensors, and all else. A call with
     the same ones needs no checks, which take longer than a small kernel."""
 
-    def __init__(self, structure: type[_Call]) -> None:
-        self._structure, self._calls = structure, dict[tuple[Hashable, ...], tuple[_Call, object]]()
+    def __init__(self, structure: type[ctypes.Structure]) -> None:
+        self._structure = structure
+        self._calls: dict[tuple[Hashable, ...], tuple[ctypes.Structure, object]] = {}
 
-    def add(self, args: tuple[object, ...], call: _Call, kept: object = None) -> None:
+    def add(self, args: tuple[object, ...], call: ctypes.Structure, kept: object = None) -> None:
         """Keep a copy of a call, and an object to which it has pointers. `get` leaves those of tensors to the
         caller."""
         key = _signature(args)
@@ -213,7 +107,7 @@ class RepeatedCalls(Generic[_Call]):
             self._calls.clear()
         self._calls[key] = self._structure.from_buffer_copy(call), kept
 
-    def get(self, args: tuple[object, ...]) -> _Call | None:
+    def get(self, args: tuple[object, ...]) -> ctypes.Structure | None:
         """Return a copy of the call with such arguments, which keeps the object of `add`; None without one."""
         key = _signature(args)
         entry = None if key is None else self._calls.get(key)

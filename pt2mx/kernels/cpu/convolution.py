@@ -17,7 +17,7 @@ from torch import Tensor
 from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, run
-from pt2mx.kernels.cpu.calls import ConvolutionCall, Epilogue, Pair
+from pt2mx.kernels.cpu.calls import ConvolutionCall
 from pt2mx.kernels.cpu.linear import FEW_ROWS, call_of, isa_for
 from pt2mx.spec import MXSpec
 
@@ -67,7 +67,7 @@ def conv2d_fake_quantize(
 
 
 def _convolve(
-    call: Conv2dMX[Tensor], spec: MXSpec, out: Tensor, dtype: torch.dtype, epilogue: Epilogue | None = None
+    call: Conv2dMX[Tensor], spec: MXSpec, out: Tensor, dtype: torch.dtype, epilogue: ctypes.Structure | None = None
 ) -> bool:
     """Compute a convolution, rounded to `dtype`; return False if no matrix instructions support it."""
     x, stride = call.x, call.stride
@@ -80,7 +80,7 @@ def _convolve(
     x, data, scale = x.contiguous(), call.codes.contiguous(), call.scale.contiguous()
     bias = None if call.bias is None else call.bias.contiguous()
     sizes = x.shape[1:3], out.shape[1:3], kernel, stride, call.padding, call.dilation
-    pairs = (Pair(*map(int, pair)) for pair in sizes)
+    pairs = (tuple(map(int, pair)) for pair in sizes)
     linear = call_of(x, data, scale, bias, out, spec, isa, kernel.numel())
     linear.out_dtype = DTYPES.index(dtype)
     linear.epilogue = None if epilogue is None else ctypes.addressof(epilogue)

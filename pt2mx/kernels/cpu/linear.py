@@ -46,10 +46,6 @@ AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
 #: of AArch64 is for up to 4 rows
 VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
-#: bytes of the decoded weight that a thread handles at a time, so that they stay in its L2 cache
-_DECODED = 1 << 20
-#: most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones
-_DECODED_K, _WAITING_ROWS = 2048, 1024
 
 
 def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
@@ -69,7 +65,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
     structure.rotation = rotation
     if not spec.scale_format.is_power_of_two:
         float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
-        structure.float_scale = ctypes.pointer(float_scale)
+        structure.float_scale = ctypes.addressof(float_scale)
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
     return out if run("pt2mx_linear", structure) else None
 
@@ -125,15 +121,14 @@ def _are_bfloats(x: Tensor) -> bool:
 
 def call_of(
     x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, spec: MXSpec, isa: int, taps: int = 1
-) -> LinearCall:
+) -> ctypes.Structure:
     """Return the call of a matmul of contiguous tensors. x: (..., K), data: (N, ..., bytes), scale: (N, ...,
     blocks), bias: (N,) or None, out: (..., N); `taps`: the number of pixels of x, K values each, that a row of the
     weight multiplies."""
     k, (rows, n) = x.shape[-1], (out.shape[:-1].numel(), out.shape[-1])
     decoder, block = decoder_of(spec, k)
     codes_per_group, bytes_per_group = group_of(spec.element.bits)
-    task = _task(rows, n, k * taps, torch.get_num_threads(), bool(isa & AMX)) if isa else (0, 0)
-    return LinearCall(
+    call = LinearCall(
         table=ctypes.addressof(table_of(spec.element.name)),
         format=decoder,
         bits=spec.element.bits,
@@ -147,8 +142,6 @@ def call_of(
         n=n,
         k=k,
         block=block,
-        task_rows=task[0],
-        task_columns=task[1],
         row_bytes=data.shape[1:].numel(),
         row_blocks=scale.shape[1:].numel(),
         x=x.data_ptr(),
@@ -157,28 +150,9 @@ def call_of(
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
     )
-
-
-@functools.lru_cache(1024)
-def _task(rows: int, n: int, k: int, threads: int, amx: bool) -> tuple[int, int]:
-    """Return how many rows and columns of the result one thread computes at a time. The weight's rows of that many
-    columns stay in its L2 cache, decoded; with AMX a part of K at a time."""
-    groups, in_parts = _parts(n, 32), amx and k > _DECODED_K
-    together = _DECODED_K if in_parts else k
-    most = max(1, min(32, _DECODED // (2 * together) // 32))  # groups of 32 columns whose decoded weight fits
-    if rows >= 4 * n:  # decoding the weight in each thread is faster than gathering all rows in each
-        size, down = _parts(groups, _parts(groups, most)), max(threads, min(4 * threads, rows // 128))
-    else:
-        sizes = range(most, 0, -1)
-        size = min(sizes, key=lambda size: _parts(_parts(groups, size), threads) * size)  # what one thread computes
-        down = max(1, min(_parts(threads, _parts(groups, size)), rows // 128))
-    if in_parts:
-        down = max(down, _parts(rows, _WAITING_ROWS))
-    return _parts(_parts(rows, down), 32) * 32, size * 32
-
-
-def _parts(n: int, size: int) -> int:
-    return -(-n // size)
+    if isa:
+        load()[0].pt2mx_set_tasks(ctypes.addressof(call), taps, torch.get_num_threads())
+    return call
 
 
 def matrix_isa_for(spec: MXSpec, rows: int, k: int, dtype: torch.dtype) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.packing import group_of, packed_length, resized
-from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 # in the order of the C++ enumerations
-_ROUNDINGS = ("even", "half_away", "half_toward_zero", "half_up", "toward_zero", "up", "down", "stochastic")
 _BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
@@ -171,29 +170,29 @@ def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
 
 
-def spec_of(spec: MXSpec) -> Spec:
+def spec_of(spec: MXSpec) -> ctypes.Structure:
     """Return the numbers of a spec as the C++ reads them, cached."""
     return _spec(spec.element.name, spec.scale_format.name, spec.scale_mode, spec.rounding, spec.block_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> Spec:
+def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> ctypes.Structure:
     element, scale = ELEMENTS[name], SCALE_FORMATS[scale_format]
     mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
     constants = spec_constants(element, mode, block_size)
     constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
-    constants["rounding"], constants["candidates"] = _ROUNDINGS.index(rounding), len(mode.exponent_offsets)
+    constants["rounding"], constants["candidates"] = list(ROUNDINGS).index(rounding), len(mode.exponent_offsets)
     constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
     if not scale.is_power_of_two:
         float_scale = float_scale_of(name, scale_format, scale_mode)
         constants["candidates"] = float_scale.factor_count * float_scale.offset_count
         constants["searches"] = constants["candidates"] > 1
-        constants["float_scale"] = ctypes.pointer(float_scale)
+        constants["float_scale"] = float_scale
     return _structure(Spec, constants)
 
 
 @functools.cache
-def float_scale_of(name: str, scale_format: str, scale_mode: str) -> FloatScale:
+def float_scale_of(name: str, scale_format: str, scale_mode: str) -> ctypes.Structure:
     """Return the numbers of a scale format with a significand, for an element and mode, as the C++ reads them."""
     scale, mode = SCALE_FORMATS[scale_format], FLOAT_SCALE_MODES[scale_mode]
     constants = float_scale_constants(ELEMENTS[name], scale, mode)
@@ -206,9 +205,12 @@ def float_scale_of(name: str, scale_format: str, scale_mode: str) -> FloatScale:
     return _structure(FloatScale, constants)
 
 
-_T = TypeVar("_T", bound=ctypes.Structure)
-
-
-def _structure(type: type[_T], constants: Mapping[str, object]) -> _T:
-    """Return a structure with these fields; others stay zero."""
-    return type(**{field[0]: constants[field[0]] for field in type._fields_ if field[0] in constants})
+def _structure(type: type[ctypes.Structure], constants: Mapping[str, Any]) -> ctypes.Structure:
+    """Return a structure with these fields, which keeps those that it points to; others stay zero."""
+    structure = type()
+    structure.kept = constants
+    for name, *_ in type._fields_:
+        value = constants.get(name, 0)
+        points = isinstance(value, (ctypes.Array, ctypes.Structure))
+        setattr(structure, name, ctypes.addressof(value) if points else value)
+    return structure

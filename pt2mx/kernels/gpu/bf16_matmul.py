@@ -138,9 +138,13 @@ def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     tiles = first * second * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns)
     parts = _parts(tiles, k, x.device) if first * second == 1 else 1
     if parts > 1:
-        x, y = x[0, 0].unflatten(1, (1, parts, -1)).movedim(0, 2), y[0, 0].unflatten(0, (1, parts, -1))
-        result = _launch(tile, x, y, None, x.new_empty((parts, m, n), dtype=torch.float32)).sum(0)
-        return (result if bias is None else result.add_(bias)).view(out.shape)
+        x_parts = x[0, 0].unflatten(1, (1, parts, -1)).movedim(0, 2)  # (1, parts, M, K / parts)
+        y_parts = y[0, 0].unflatten(0, (1, parts, -1))
+        sums = _launch(tile, x_parts, y_parts, None, x.new_empty((parts, m, n), dtype=torch.float32))
+        result = sums.sum(0)
+        if bias is not None:
+            result.add_(bias)
+        return result.view(out.shape)
     return _launch(tile, x, y, bias, out)
 
 
@@ -168,11 +172,15 @@ def _parts(tiles: int, k: int, device: torch.device) -> int:
 
 
 def _tile_of(matrices: int, m: int, n: int, device: torch.device) -> _Tile:
-    fits = [tile for tile in _TILES if tile.rows < 2 * m and tile.columns < 2 * n] or [_TILES[-1]]
-    enough = (
-        t for t in fits if matrices * math.ceil(m / t.rows) * math.ceil(n / t.columns) >= multiprocessors_of(device)
-    )
-    return next(enough, fits[-1])
+    """Return the largest tile that fits and keeps all multiprocessors busy, else the smallest that fits."""
+    smallest = _TILES[-1]
+    for tile in _TILES:
+        if tile.rows < 2 * m and tile.columns < 2 * n:
+            smallest = tile
+            tiles = matrices * math.ceil(m / tile.rows) * math.ceil(n / tile.columns)
+            if tiles >= multiprocessors_of(device):
+                return tile
+    return smallest
 
 
 def attention(

@@ -54,7 +54,8 @@ def dense_attention_kernel(q, k, v, mask, out, sm_scale, sizes, S: tl.constexpr,
     offs_m = tl.program_id(1) * S.BLOCK_M + tl.arange(0, S.BLOCK_M)
     offs_d, offs_v, offs_n = tl.arange(0, S.BLOCK_D), tl.arange(0, S.BLOCK_V), tl.arange(0, S.BLOCK_N)
     inside = offs_m < queries
-    q_ptrs = q.pointer + batch * q.batch + head * q.head + offs_m.to(tl.int64)[:, None] * q.row + offs_d[None, :]
+    q_ptrs = q.pointer + batch * q.batch + head * q.head
+    q_ptrs = q_ptrs + offs_m.to(tl.int64)[:, None] * q.row + offs_d[None, :]
     q_tile = tl.load(q_ptrs, mask=inside[:, None] & (offs_d < S.HEAD_DIM)[None, :], other=0.0)
     k_ptrs = k.pointer + batch * k.batch + head // group * k.head + offs_d[:, None]
     v_ptrs = v.pointer + batch * v.batch + head // group * v.head + offs_v[None, :]

@@ -93,13 +93,16 @@ def decode_attention_kernel(
             slot = first + (start + 16 * i) + g
             s = _scores(keys[i], q_pairs, zero, S)
             s = _masked(s, sm_scale * _LOG2_E, slot, slots, row, rows, mask_0, mask_1, mask_slot, S)
-            new_0, new_1 = gl.maximum(new_0, gl.maximum(s[0], s[2])), gl.maximum(new_1, gl.maximum(s[1], s[3]))
+            new_0 = gl.maximum(new_0, gl.maximum(s[0], s[2]))
+            new_1 = gl.maximum(new_1, gl.maximum(s[1], s[3]))
             scores = scores + s
         new_0, new_1 = _over_slots("max", new_0), _over_slots("max", new_1)
         shift_0 = gl.where(new_0 == float("-inf"), 0.0, new_0)
         shift_1 = gl.where(new_1 == float("-inf"), 0.0, new_1)
         alpha_0, alpha_1 = gl.exp2(m_0 - shift_0), gl.exp2(m_1 - shift_1)
-        m_0, m_1, l_0, l_1, rescaled = new_0, new_1, l_0 * alpha_0, l_1 * alpha_1, ()
+        m_0, m_1 = new_0, new_1
+        l_0, l_1 = l_0 * alpha_0, l_1 * alpha_1
+        rescaled = ()
         for i in gl.static_range(gl.constexpr(S.VALUE_DIM // 8)):
             rescaled = rescaled + (acc[2 * i] * alpha_0, acc[2 * i + 1] * alpha_1)
         acc = rescaled

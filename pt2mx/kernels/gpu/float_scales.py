@@ -157,7 +157,7 @@ def divided(blocks, scale, finite, C: tl.constexpr):
 
 
 @triton.jit
-def candidate_of(q, INDEX: tl.constexpr, C: tl.constexpr):
+def code_of_candidate(q, INDEX: tl.constexpr, C: tl.constexpr):
     """Return candidate number INDEX of a search as a code."""
     FACTOR: tl.constexpr = C.scale.factors[INDEX // C.scale.offsets_of_factor]
     OFFSET: tl.constexpr = C.scale.code_offsets[INDEX % C.scale.offsets_of_factor]

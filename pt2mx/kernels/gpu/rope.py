@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 
 from pt2mx.kernels.gpu.device import uses_pdl
 from pt2mx.kernels.gpu.quantize import Tile, as_integers, constants_of, packs
-from pt2mx.kernels.gpu.rope_kernel import rotate_and_store_kernel, rotate_quantize_and_store_kernel
+from pt2mx.kernels.gpu.rope_kernel import rotate_and_store_kernel
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.kernels.packing import group_of
 from pt2mx.spec import MXSpec
@@ -26,7 +25,7 @@ __all__ = ["rotate_and_store", "rotate_quantize_and_store"]
 def rotate_and_store(call: RotateAndStore[Tensor]) -> Tensor | None:
     """Return None for widths that are not powers of two, and for a cache that is not contiguous."""
     cache = call.keys, call.values
-    return _run(rotate_and_store_kernel, call, cache) if _fits(call, cache) else None
+    return _run(call, cache, None, None) if _fits(call, cache) else None
 
 
 def rotate_quantize_and_store(call: RotateQuantizeAndStore[Tensor], spec: MXSpec) -> Tensor | None:
@@ -37,7 +36,7 @@ def rotate_quantize_and_store(call: RotateQuantizeAndStore[Tensor], spec: MXSpec
     if not _fits(call, cache) or None in constants:
         return None
     stored = call.key_data, as_integers(call.key_scale), call.value_data, as_integers(call.value_scale)
-    return _run(rotate_quantize_and_store_kernel, call, stored, *constants)
+    return _run(call, stored, *constants)
 
 
 def _fits(call: _Call, cache: tuple[Tensor, ...]) -> bool:
@@ -53,8 +52,8 @@ def _constants(spec: MXSpec, width: int) -> Constants | None:
     return constants_of(spec, group_of(spec.element.bits), width, 1, False, Tile(width, 1))
 
 
-def _run(kernel: triton.JITFunction, call: _Call, cache: tuple[Tensor, ...], *constants: Any) -> Tensor:
-    """Run a kernel on each head of each token, and return the rotated queries."""
+def _run(call: _Call, cache: tuple[Tensor, ...], *constants: Constants | None) -> Tensor:
+    """Run the kernel on each head of each token, and return the rotated queries."""
     tensors = call.query, call.key, call.value
     news = tuple(tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in tensors)
     (batch, heads, length, width), key_heads = news[0].shape, news[1].shape[1]
@@ -67,5 +66,5 @@ def _run(kernel: triton.JITFunction, call: _Call, cache: tuple[Tensor, ...], *co
     with torch.cuda.device_of(out):
         grid = batch * length, heads + 2 * key_heads
         widths = width, call.value.shape[3]
-        kernel[grid](*arguments, *sizes, *widths, *constants, use_pdl, num_warps=1, launch_pdl=use_pdl)
+        rotate_and_store_kernel[grid](*arguments, *sizes, *widths, *constants, use_pdl, num_warps=1, launch_pdl=use_pdl)
     return out

@@ -19,72 +19,44 @@ from pt2mx.kernels.gpu.scales import scale_of
 @triton.jit(do_not_specialize=["length", "count"])
 def rotate_and_store_kernel(
     news, strides, outs, slots, factors, length, heads, key_heads, count,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, USE_PDL: tl.constexpr,
-):  # fmt: skip
-    """news: query, key, value (B, heads, length, width) by their strides -> outs: (B, heads, length, WIDTH), keys (B,
-    key_heads, count, WIDTH) and values; factors: cos and sin (B, length, WIDTH)."""
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    head, sequence, position, slot = _row_of_program(slots, length)
-    inside = (slot >= 0) & (slot < count)  # a slot past the end of the cache is not written
-    at, at_value = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
-    if head < heads:
-        _store_query(news, strides, outs, factors, sequence, head, position, length, heads, WIDTH)
-    elif head < heads + key_heads:
-        rotated = _rotated(news[1], strides[1], factors, sequence, head - heads, position, length, WIDTH)
-        row = (sequence * key_heads + head - heads).to(tl.int64) * count + slot
-        tl.store(outs[1] + row * WIDTH + at, rotated, mask=(at >= 0) & inside)
-    else:
-        of_values = head - heads - key_heads
-        first = _row(news[2], strides[2], sequence, of_values, position)
-        row = (sequence * key_heads + of_values).to(tl.int64) * count + slot
-        tl.store(outs[2] + row * VALUE_WIDTH + at_value, tl.load(first + at_value), mask=(at_value >= 0) & inside)
-
-
-@triton.jit(do_not_specialize=["length", "count"])
-def rotate_quantize_and_store_kernel(
-    news, strides, outs, slots, factors, length, heads, key_heads, count,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `rotate_and_store_kernel`, but outs: the queries, codes (B, key_heads, count, bytes) and scales of the keys,
-    and of the values; KEY, VALUE: the constants of their rows."""
+    """news: query, key, value (B, heads, length, width) by their strides -> outs: (B, heads, length, WIDTH), keys (B,
+    key_heads, count, WIDTH) and values; factors: cos and sin (B, length, WIDTH).
+
+    KEY, VALUE: None, or the constants of rows that are stored as codes. Then outs have codes (B, key_heads, count,
+    bytes) and scales of the keys, and of the values."""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    head, sequence, position, slot = _row_of_program(slots, length)
-    inside = (slot >= 0) & (slot < count)
+    token, head = tl.program_id(0), tl.program_id(1)
+    sequence, position = token // length, token % length
+    slot = tl.load(slots + position)
+    inside = (slot >= 0) & (slot < count)  # a slot past the end of the cache is not written
     if head < heads:
-        _store_query(news, strides, outs, factors, sequence, head, position, length, heads, WIDTH)
+        row = (sequence * heads + head).to(tl.int64) * length + position
+        rotated = _rotated(news[0], strides[0], factors, sequence, head, position, length, WIDTH)
+        tl.store(outs[0] + row * WIDTH + tl.arange(0, WIDTH), rotated)
     elif head < heads + key_heads:
         rotated = _rotated(news[1], strides[1], factors, sequence, head - heads, position, length, WIDTH)
         row = (sequence * key_heads + head - heads).to(tl.int64) * count + slot
-        _store_codes(outs[1], outs[2], rotated, row, inside, KEY)
+        if KEY is None:
+            _store_values(outs[1], rotated, row, inside, WIDTH)
+        else:
+            _store_codes(outs[1], outs[2], rotated, row, inside, KEY)
     else:
         of_values = head - heads - key_heads
-        first = _row(news[2], strides[2], sequence, of_values, position)
+        values = tl.load(_row(news[2], strides[2], sequence, of_values, position) + tl.arange(0, VALUE_WIDTH))
         row = (sequence * key_heads + of_values).to(tl.int64) * count + slot
-        _store_codes(outs[3], outs[4], tl.load(first + tl.arange(0, VALUE_WIDTH)), row, inside, VALUE)
-
-
-@triton.jit
-def _row_of_program(slots, length):
-    """Return the head, the sequence, the position among the new tokens, and the slot that it is stored in."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    position = token % length
-    return head, token // length, position, tl.load(slots + position)
+        if VALUE is None:
+            _store_values(outs[2], values, row, inside, VALUE_WIDTH)
+        else:
+            _store_codes(outs[3], outs[4], values, row, inside, VALUE)
 
 
 @triton.jit
 def _row(x, strides, sequence, head, position):
     return x + sequence.to(tl.int64) * strides[0] + head * strides[1] + position * strides[2]
-
-
-@triton.jit
-def _store_query(news, strides, outs, factors, sequence, head, position, length, heads, WIDTH: tl.constexpr):
-    row = (sequence * heads + head).to(tl.int64) * length + position
-    rotated = _rotated(news[0], strides[0], factors, sequence, head, position, length, WIDTH)
-    tl.store(outs[0] + row * WIDTH + tl.arange(0, WIDTH), rotated)
 
 
 @triton.jit
@@ -98,6 +70,12 @@ def _rotated(x, strides, factors, sequence, head, position, length, WIDTH: tl.co
     other *= tl.where(at < WIDTH // 2, -1.0, 1.0)  # Triton's minus is 0 - x, which is no -0
     cos, sin = tl.load(factors[0] + of_token).to(tl.float32), tl.load(factors[1] + of_token).to(tl.float32)
     return (tl.load(row + at).to(tl.float32) * cos + other * sin).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _store_values(out, values, row, inside, WIDTH: tl.constexpr):
+    at = tl.arange(0, WIDTH)
+    tl.store(out + row * WIDTH + at, values, mask=(at >= 0) & inside)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from pt2mx.kernels.gpu.blocks import (
     scale_of_amax,
     with_sign,
 )
-from pt2mx.kernels.gpu.float_scales import candidate_of, finite_scale, quotient_of, ratio_of
+from pt2mx.kernels.gpu.float_scales import code_of_candidate, finite_scale, quotient_of, ratio_of
 
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _TWO_TO_23 = tl.constexpr(2.0**23)
@@ -31,11 +31,16 @@ def scale_of(parts, t, C: tl.constexpr):
         amax = maximum(amax, tl.reduce(tl.abs(parts[i]), 1, maximum))
     if C.has_significand:
         finite = finite_scale(amax, t)
-        scale = (float_code_of(parts, quotient_of(amax, t, C), t, finite, C), t)
+        quotient = quotient_of(amax, t, C)
+        if C.searches:
+            code = least_squares(parts, quotient, t, finite, C)
+        else:
+            code = candidate_of(quotient, 0, C)
+        scale = (code, t)
     else:
         scale, finite = scale_of_amax(amax.to(tl.int32, bitcast=True) & _MAGNITUDE, C)
         if C.searches:
-            scale = least_squares(parts, scale, finite, C)
+            scale = least_squares(parts, scale, t, finite, C)
     return scale, finite
 
 
@@ -45,29 +50,46 @@ def maximum(a, b):
 
 
 @triton.jit
-def least_squares(parts, scale, finite, C: tl.constexpr):
-    """Add each offset to `scale`, and return the scale with the smallest sum of squared errors; the first of equal
-    ones."""
-    best = clamp_scale(scale + C.exponent_offsets[0])
-    least = squared_error(parts, best, scale, finite, C)
+def least_squares(parts, start, t, finite, C: tl.constexpr):
+    """start: (lines), the E8M0 scales before the search, or the quotients of `quotient_of` -> the candidate with the
+    smallest sum of squared errors, the first of equal ones; (lines) int32."""
+    first = candidate_of(start, 0, C)
+    best = first
+    least = squared_error(parts, first, first, t, finite, C)
     for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.candidates)):
-        candidate = clamp_scale(scale + C.exponent_offsets[i])
-        total = squared_error(parts, candidate, scale, finite, C)
+        candidate = candidate_of(start, i, C)
+        total = squared_error(parts, candidate, first, t, finite, C)
         best = tl.where(total < least, candidate, best)
         least = tl.minimum(total, least)
     return best
 
 
 @triton.jit
-def squared_error(parts, candidate, scale, finite, C: tl.constexpr):
+def candidate_of(start, INDEX: tl.constexpr, C: tl.constexpr):
+    """Return candidate number INDEX of a search: an E8M0 scale, or the code of a scale with a significand."""
+    if C.has_significand:
+        candidate = code_of_candidate(start, INDEX, C)
+    else:
+        candidate = clamp_scale(start + C.exponent_offsets[INDEX])
+    return candidate
+
+
+@triton.jit
+def squared_error(parts, candidate, first, t, finite, C: tl.constexpr):
     """Return the sum of a block's squared errors with the scale `candidate`. Errors are whole units of 2**(emax + 1 -
-    error_bits) times the scale `scale`; (lines) int64."""
-    unit = tl.expand_dims(power_of_two(candidate - scale + (127 + C.error_bits - C.emax - 1)), 1)
-    total = tl.zeros_like(scale).to(tl.int64)
+    error_bits) times the scale `first`; (lines) int64."""
+    if C.has_significand:
+        scale = (candidate, t)
+        ratio = ratio_of(candidate, first, C)
+    else:
+        scale = candidate
+        ratio = power_of_two(candidate - first + 127)
+    ratio = tl.expand_dims(ratio, 1)
+    total = tl.zeros_like(candidate).to(tl.int64)
     for i in tl.static_range(tl.constexpr(len(parts))):
-        v = in_units(parts[i], candidate, finite, C)
+        v = in_units(parts[i], scale, finite, C)
         p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
-        total += sum_of_squares(tl.abs(tl.abs(v) - p) * unit, C)
+        total += sum_of_squares(tl.abs(tl.abs(v) - p) * ratio * 2.0 ** (C.error_bits - C.emax - 1), C)
     return total
 
 
@@ -77,33 +99,6 @@ def sum_of_squares(error, C: tl.constexpr):
     error = tl.minimum(error, 2.0**C.error_bits)
     error = tl.where(error < _TWO_TO_23, (error + _TWO_TO_23) - _TWO_TO_23, error).to(tl.int64)  # to a whole number
     return tl.sum(error * error, 1)
-
-
-@triton.jit
-def float_code_of(parts, quotient, t, finite, C: tl.constexpr):
-    """quotient: (lines) fp32, of `quotient_of` -> the code of the scale, of a search the one with the smallest sum of
-    squared errors, the first of equal ones; (lines) int32."""
-    best = candidate_of(quotient, 0, C)
-    if C.searches:
-        first, least = best, float_squared_error(parts, best, best, t, finite, C)
-        for i in tl.static_range(tl.constexpr(1), tl.constexpr(C.scale.candidates)):
-            candidate = candidate_of(quotient, i, C)
-            total = float_squared_error(parts, candidate, first, t, finite, C)
-            best = tl.where(total < least, candidate, best)
-            least = tl.minimum(total, least)
-    return best
-
-
-@triton.jit
-def float_squared_error(parts, candidate, first, t, finite, C: tl.constexpr):
-    """`squared_error` of a candidate's code, in units of the scale `first`."""
-    ratio = tl.expand_dims(ratio_of(candidate, first, C), 1)
-    total = tl.zeros_like(candidate).to(tl.int64)
-    for i in tl.static_range(tl.constexpr(len(parts))):
-        v = in_units(parts[i], (candidate, t), finite, C)
-        p = round_magnitude(v, None, tl.constexpr(C.nearest), C)
-        total += sum_of_squares(tl.abs(tl.abs(v) - p) * ratio * 2.0 ** (C.error_bits - C.emax - 1), C)
-    return total
 
 
 @triton.jit

@@ -102,7 +102,7 @@ class Constants:
 
     @property
     def candidates(self) -> int:
-        return len(self.exponent_offsets)
+        return len(self.exponent_offsets) if self.scale is None else self.scale.candidates
 
     @property
     def special(self) -> bool:

@@ -81,10 +81,9 @@ def attention_mx(call: AttentionMX[Box]) -> Box | None:
     shapes = _of_one_slot(query, cache, call.mask)
     if shapes is None or not _is_plain(call) or not call.spec.scale_format.is_power_of_two or has_tensor_scale:
         return None
-    of_query, of_cache, of_mask = shapes
     options = query.get_dtype(), call.spec.element.name, call.spec.block_size, call.value_width, _number(call.scale)
-    made_from = of_query, *of_cache, of_mask, *options
-    return _call(PreparedAttention, [query, *cache, call.mask], made_from, (*of_query[:3], call.value_width))
+    shape = *shapes[0][:3], call.value_width
+    return _call(PreparedAttention, [query, *cache, call.mask], (*shapes, *options), shape)
 
 
 def decoding_attention(call: DecodingAttention[Box]) -> Box | None:
@@ -92,29 +91,31 @@ def decoding_attention(call: DecodingAttention[Box]) -> Box | None:
     shapes = _of_one_slot(query, cache, call.mask)
     if shapes is None:
         return None
-    of_query, of_cache, of_mask = shapes
-    made_from = of_query, *of_cache, of_mask, query.get_dtype(), _number(call.scale)
-    return _call(PreparedDecodingAttention, [query, *cache, call.mask], made_from, (*of_query[:3], of_cache[1][3]))
+    of_query, _, of_values, _ = shapes
+    made_from = *shapes, query.get_dtype(), _number(call.scale)
+    return _call(PreparedDecodingAttention, [query, *cache, call.mask], made_from, (*of_query[:3], of_values[3]))
 
 
 def _number(scale: float | None) -> float | None:
     return None if scale is None else float(scale)
 
 
-def _of_one_slot(
-    query: Box, cache: Sequence[Box], mask: Box | None
-) -> tuple[Shape, tuple[Shape, ...], Shape | None] | None:
-    """Return the shapes of the query, the cache and the mask with one slot, whose number a call tells; None as
-    `_shapes` does, and where all slots share a mask."""
-    slots, of_mask = cache[0].get_size()[2], None if mask is None else mask.get_size()
-    if of_mask is not None and V.graph.sizevars.statically_known_true(sympy.Eq(of_mask[3], 1)) and slots != 1:
-        return None  # it broadcasts; a call compares other sizes
-    sizes = [query.get_size(), *([*size[:2], 1, *size[3:]] for size in (one.get_size() for one in cache))]
-    shapes = _known([query, *cache], [*sizes, *([] if of_mask is None else [[*of_mask[:3], 1]])])
-    if shapes is None:
-        return None
-    of_query, *of_cache = shapes
-    return of_query, tuple(of_cache[: len(cache)]), None if of_mask is None else of_cache[-1]
+def _of_one_slot(query: Box, cache: Sequence[Box], mask: Box | None) -> list[Any] | None:
+    """Return the shapes of the query, the cache and the mask, or None for it, with one slot: a call tells their number.
+    Return None as `_shapes` does, and where all slots share a mask."""
+    sizes = [query.get_size()]
+    for tensor in cache:
+        size = tensor.get_size()
+        sizes.append([*size[:2], 1, *size[3:]])
+    if mask is not None:
+        slots, size = cache[0].get_size()[2], mask.get_size()
+        if slots != 1 and V.graph.sizevars.statically_known_true(sympy.Eq(size[3], 1)):
+            return None  # it broadcasts; a call compares other sizes
+        sizes.append([*size[:3], 1])
+    shapes = _known([query, *cache], sizes)
+    if shapes is None or mask is not None:
+        return shapes
+    return [*shapes, None]
 
 
 def _is_plain(call: LinearMX[Box] | ActivationFakeQuantize[Box] | AttentionMX[Box]) -> bool:

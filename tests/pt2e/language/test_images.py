@@ -4,7 +4,7 @@ import torch
 import pt2mx
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
-from pt2mx.pt2e.language.cache_name import CACHE, cache_in
+from pt2mx.pt2e.language.cache import CACHE, cache_in
 from pt2mx.pt2e.language.step import Step
 from tests.language_models import exported_decoder
 from tests.vision_language_models import VISION_LANGUAGE, image_prompts, round_weights, tiny_vision_language_model

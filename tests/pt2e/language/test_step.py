@@ -8,7 +8,7 @@ import torch
 
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.kernels.inductor import record
-from pt2mx.pt2e.language import generation
+from pt2mx.pt2e.language import language_model
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, _advance, _argmax
 from tests.language_models import padded, quantized_decoder, transformers
@@ -189,8 +189,8 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
 
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
-    ids, steps, grow = padded()[0], [], generation.grow
-    monkeypatch.setattr(generation, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
+    ids, steps, grow = padded()[0], [], language_model.grow
+    monkeypatch.setattr(language_model, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
     kept.generate(ids, **GREEDY)
     cache = kept.new_cache(3, 8)
     expected = kept.generate(ids, **GREEDY)
@@ -249,7 +249,7 @@ def test_a_copy_has_no_step(kept, copied):
 
 
 def test_the_gpu_of_the_model_is_the_current_one(llama, monkeypatch):
-    devices, original, choose = [], torch.cuda.device_of, generation.choose_tokens
+    devices, original, choose = [], torch.cuda.device_of, language_model.choose_tokens
 
     class Current(original):
         def __enter__(self):
@@ -259,7 +259,7 @@ def test_the_gpu_of_the_model_is_the_current_one(llama, monkeypatch):
             devices.append("exit")
 
     monkeypatch.setattr(torch.cuda, "device_of", Current)
-    monkeypatch.setattr(generation, "choose_tokens", lambda *args: devices.append("choose") or choose(*args))
+    monkeypatch.setattr(language_model, "choose_tokens", lambda *args: devices.append("choose") or choose(*args))
     llama.generate(padded()[0], **GREEDY)
     first, last = devices.index("choose"), len(devices) - 1
     assert devices[:first].count("enter") == 1 and devices[last] == "exit" and devices.count("exit") == 1

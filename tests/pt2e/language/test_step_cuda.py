@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
-from pt2mx.pt2e.language import generation
+from pt2mx.pt2e.language.sampling import Choice
 from pt2mx.pt2e.language.step import Step
 from tests.language_models import padded, quantized_decoder, transformers
 
@@ -81,7 +81,7 @@ def test_logits_processors(model, monkeypatch, name):
 
 
 def test_tokens_are_drawn_as_by_multinomial():
-    choice = generation.Choice((), True, (), None)
+    choice = Choice((), True, (), None)
     scores = torch.randn(4, 128256, device="cuda") * 3
     torch.manual_seed(5)
     expected = [torch.multinomial(scores.softmax(-1), 1)[:, 0] for _ in range(20)]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
-from pt2mx.pt2e.language import generation, step_loop
+from pt2mx.pt2e.language import language_model, step_loop
 from tests.language_models import exported_decoder, padded, quantized_decoder, tokenizer_of_bytes, transformers
 
 #: a token that ends some texts of `padded`, at different steps, is chosen in `ends`
@@ -40,8 +40,8 @@ def behind(request, monkeypatch):
 def compare(monkeypatch):
     """Generate with steps and with transformers' loop: the results, the streams, and the state of random numbers."""
     calls = []
-    original = generation.choose_tokens
-    monkeypatch.setattr(generation, "choose_tokens", lambda *arguments: calls.append(1) or original(*arguments))
+    original = language_model.choose_tokens
+    monkeypatch.setattr(language_model, "choose_tokens", lambda *arguments: calls.append(1) or original(*arguments))
 
     def run(model, ids, criteria=lambda: None, **options):
         results = []
@@ -231,7 +231,7 @@ def test_a_maximum_time(llama, behind, monkeypatch):
     ids=lambda options: next(iter(options)),
 )
 def test_what_a_step_does_not_cover(llama, monkeypatch, options):
-    monkeypatch.setattr(generation, "choose_tokens", None)
+    monkeypatch.setattr(language_model, "choose_tokens", None)
     ids = torch.randint(256, (1, 12))
     result = llama.generate(ids, **{"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, **options})
     assert getattr(result, "sequences", result).shape == (1, 12 + options.get("max_new_tokens", 4))
@@ -239,7 +239,7 @@ def test_what_a_step_does_not_cover(llama, monkeypatch, options):
 
 def test_recurrent_layers_are_not_covered(monkeypatch):
     model, program = exported_decoder("lfm2")
-    monkeypatch.setattr(generation, "choose_tokens", None)
+    monkeypatch.setattr(language_model, "choose_tokens", None)
     ids = torch.randint(256, (1, 12))
     assert LanguageModel(program, model.config).generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 16)
 

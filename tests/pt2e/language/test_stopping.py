@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from pt2mx.pt2e.language.stopping import Stopping
+from pt2mx.pt2e.language.step_loop import Stopping
 from tests.language_models import tokenizer_of_bytes, transformers
 
 IDS = torch.tensor([[1, 2], [3, 4]])

@@ -11,7 +11,7 @@ from torch import nn
 
 from pt2mx import MXConfig, MXError, MXTensor, QAttentionConfig, QLinearConfig, quantize_llm_
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.cache_name import CACHE, cache_in
+from pt2mx.pt2e.language.cache import CACHE, cache_in
 from pt2mx.torchmx import MXInferenceLinear
 from pt2mx.torchmx.layers.mx_attention import mx_attention, register_attention
 

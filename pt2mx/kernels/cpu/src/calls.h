@@ -1,5 +1,6 @@
 // The interface of the kernels: functions over contiguous tensors, given as pointers, which run on torch's threads.
-// ../calls.py mirrors the structures field by field and checks their sizes; pt2mx/cpp fills them too.
+// ../calls.py reads the structures and the functions from this file: fields are numbers, pointers, arrays of these, or
+// structures that are declared above. pt2mx/cpp fills the structures too.
 
 #pragma once
 
@@ -64,7 +65,7 @@ struct LinearCall {
   int32_t format, bits, codes_per_group, bytes_per_group, dtype, out_dtype, isa;  // out_dtype: of the bias too
   int32_t integer_isa;  // bits of IntegerIsa; 0: not to multiply integers
   int64_t m, n, k, block;
-  int64_t task_rows, task_columns;  // of the result that a thread computes at a time, if `isa` is not 0
+  int64_t task_rows, task_columns;  // of the result that a thread computes at a time (`pt2mx_set_tasks`)
   int64_t row_bytes, row_blocks;    // of the weight
   int64_t rotation;                 // size of the blocks of x that are rotated first; 0: none
   const void* x;
@@ -206,10 +207,10 @@ enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
 extern "C" {
 
-int64_t pt2mx_size_of(const char* structure);  // in bytes; -1 for an unknown name
 int32_t pt2mx_run(const QuantizeCall* call, ParallelFor parallel_for);
 int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, int64_t size, ParallelFor parallel_for);
 int32_t pt2mx_dequantize_rows(const QuantizeCall* call, ParallelFor parallel_for);
+// Quantizes new keys and values into slots of a cache; kUnsupported if a slot does not exist.
 int32_t pt2mx_store(const QuantizeCall* calls, int64_t count, ParallelFor parallel_for);
 int32_t pt2mx_random_bits(uint64_t seed, int32_t* out, int64_t n, ParallelFor parallel_for);
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for);
@@ -220,6 +221,8 @@ int32_t pt2mx_convolution(const ConvolutionCall* call, ParallelFor parallel_for)
 int32_t pt2mx_isa(int32_t format, const float* table);          // bits of Isa that a weight of a LinearCall can use
 int32_t pt2mx_integer_isa(int32_t format, const float* table);  // the same of IntegerIsa
 int32_t pt2mx_isa_of_rows(int32_t isa, int32_t dtype, int64_t rows);  // those of them for x of a dtype; 0: vectors
+// Sets the tasks of a call with an `isa`. taps: pixels of x, k values each, that a row of the weight multiplies.
+void pt2mx_set_tasks(LinearCall* call, int64_t taps, int64_t threads);
 int32_t pt2mx_attention(AttentionCall* call, ParallelFor parallel_for);
 // The same with other pointers, and with a contiguous mask or null; the call is one with one slot. kUnsupported if a
 // code cannot be decoded.

@@ -62,10 +62,8 @@ inline __m128i load128(const u8* from) { return _mm_loadu_si128(reinterpret_cast
 inline __m256i load256(const u8* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
 #if defined(__AVX512BW__)
-inline Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c))); }
 inline void from_halves(__m256i halves, Floats* out) { out[0] = Floats(_mm512_cvtph_ps(halves)); }
 #else
-inline Floats fma(Floats a, Floats b, Floats c) { return Floats(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c))); }
 inline void from_halves(__m256i halves, Floats* out) {
   out[0] = Floats(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)));
   out[1] = Floats(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
@@ -206,8 +204,6 @@ struct Int8 {
   bool invalid() const { return false; }
 };
 
-#else
-inline Floats fma(Floats a, Floats b, Floats c) { return a * b + c; }
 #endif
 
 // Calls body(decoder) with a null pointer of the decoder's type, if codes of the format are integers of 8 bits times a

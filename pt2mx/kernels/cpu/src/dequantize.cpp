@@ -29,18 +29,6 @@ inline void interleave(Floats* v) {
 #endif
 }
 
-inline bool any(Ints condition) {
-#if defined(__AVX512BW__)
-  return _mm512_test_epi32_mask(__m512i(condition), __m512i(condition));
-#elif defined(__AVX2__)
-  return !_mm256_testz_si256(__m256i(condition), __m256i(condition));
-#else
-  i64 bits = 0;
-  for (i64 i = 0; i < kWidth; ++i) bits |= condition[i];
-  return bits;
-#endif
-}
-
 // Stores a group of values times a factor. Returns true if one is a NaN.
 template <class Decoder, class F>
 inline bool dequantize_group(const QuantizeCall& c, Decoder& decoder, const u8* codes, F factor, bool rounds, i64 at) {
@@ -53,7 +41,7 @@ inline bool dequantize_group(const QuantizeCall& c, Decoder& decoder, const u8* 
     if (rounds) v = rounded(v, c.out_dtype);
   }
   for (int v = 0; v < kVectors; v += 2) store_two(c.out, c.out_dtype, at + v * kWidth, values[v], values[v + 1]);
-  return any(nan);
+  return any_bit(nan);
 }
 
 // Stores the values of row `row` of the codes. Returns false for a row with a NaN, whose bits a decoder does not keep.

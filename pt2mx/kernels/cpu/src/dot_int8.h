@@ -133,7 +133,7 @@ NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, con
             const Bytes sums =
                 dot<Columns, kIsa>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
             const Ints factors = powers + load<Ints>(x[r].powers + p * kWidth);
-            total[q][r][p] = fma(to_floats(sums), Floats(factors), total[q][r][p]);
+            total[q][r][p] = fused(to_floats(sums), Floats(factors), total[q][r][p]);
           }
         }
       }

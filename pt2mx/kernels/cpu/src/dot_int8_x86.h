@@ -34,15 +34,6 @@ inline void split_even_odd(const u8* codes, u8* even, u8* odd) {
   store(odd, _mm256_extracti128_si256(halves, 1));
 }
 
-// sum += products of codes, four in each lane. In assembly, so that one function serves both instructions.
-inline __attribute__((always_inline)) void dpbusd(Bytes& sum, Bytes w, Bytes x) {
-#if defined(PT2MX_HAVE_VNNI) && defined(__AVX512BW__)
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "vm"(x));
-#elif defined(PT2MX_HAVE_VNNI)
-  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "xm"(x));
-#endif
-}
-
 // sum: plus the products of codes of the weight, as many vectors as x has, 4 * kLanes codes apart.
 template <class Columns, int kIsa>
 inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const u8* x) {

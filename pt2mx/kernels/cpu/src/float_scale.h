@@ -71,8 +71,6 @@ inline float divisor_or_reciprocal(float scale, const FloatScale& s, float t) {
   return s.tensor == FACTOR ? 1 / t / scale : s.tensor == DIVISOR ? t / scale : 1 / scale;
 }
 
-inline i64 bytes_of(const FloatScale& s) { return s.dtype == FP32 ? 4 : s.dtype == BYTE ? 1 : 2; }
-
 // Writes the scales [at, at + n) times a factor. Returns true if they are bytes without a sign, and no NaN.
 NOINLINE bool load_scales(const FloatScale& s, const void* stored, i64 at, i64 n, float factor, float* out) {
   if (s.dtype != BYTE) {

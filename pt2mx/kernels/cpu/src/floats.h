@@ -114,6 +114,14 @@ inline void get_floats(const void* x, i64 at, i64 n, int32_t dtype, float* y) {
   else widen(static_cast<const u16*>(x) + at, n, dtype, y);
 }
 
+// Stores y: (n) at value `at` of the output, in a dtype. NaNs become the canonical one, as narrow_bfloat needs it.
+inline void put_floats(float* y, i64 n, int32_t dtype, void* out, i64 at) {
+#pragma omp simd
+  for (i64 i = 0; i < n; ++i) y[i] = y[i] == y[i] ? y[i] : from_bits(0x7FC00000);
+  if (dtype == FP32) std::memcpy(static_cast<float*>(out) + at, y, 4 * n);
+  else narrow(y, n, dtype, static_cast<u16*>(out) + at);
+}
+
 // ---- a vector of values ----
 
 // Vectors of the target's width, by the extension that GCC and Clang share.
@@ -150,6 +158,19 @@ inline Floats fused(Floats a, Floats b, Floats c) {
   return _mm256_fmadd_ps(a, b, c);
 #else
   return a * b + c;
+#endif
+}
+
+// Returns true if any bit is 1.
+inline bool any_bit(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(__m512i(v), __m512i(v));
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256(__m256i(v), __m256i(v));
+#else
+  int32_t bits = 0;
+  for (i64 i = 0; i < kWidth; ++i) bits |= v[i];
+  return bits;
 #endif
 }
 

@@ -79,19 +79,14 @@ void round_strip(const GptqPanelCall& c, i64 group, i64 first, Strip* errors) {
   }
 }
 
-// By rounding; GPTQ does not draw random numbers.
-constexpr decltype(&round_strip<EVEN>) kRoundStrip[] = {
-    round_strip<EVEN>,    round_strip<HALF_AWAY>,   round_strip<HALF_TOWARD_ZERO>,
-    round_strip<HALF_UP>, round_strip<TOWARD_ZERO>, round_strip<UP>,
-    round_strip<DOWN>};
-
 void run(i64 begin, i64 end, void* context) {
   const Work& work = *static_cast<const Work*>(context);
   const KeepSubnormals keep;
   std::vector<Strip> errors(work.call.width);
   for (i64 task = begin; task < end; ++task) {
     const i64 first = task % work.strips * kStrip;
-    kRoundStrip[work.call.spec->rounding](work.call, task / work.strips, first, errors.data());
+    with_rounding(work.call.spec->rounding,
+                  [&](auto rounding) { round_strip<rounding()>(work.call, task / work.strips, first, errors.data()); });
   }
 }
 

@@ -52,7 +52,7 @@ class CodeTiles {
         Floats strip{};
         for (i64 g = 0; g < count; ++g) {
           const Floats sum = Floats(_mm512_cvtepi32_ps(_mm512_load_si512(sums[g][m - top])));
-          strip = fma(sum, Floats(load<Ints>(w[g].powers) + power[g]), strip);
+          strip = fused(sum, Floats(load<Ints>(w[g].powers) + power[g]), strip);
         }
         store(totals, load<Floats>(totals) + strip);
       }

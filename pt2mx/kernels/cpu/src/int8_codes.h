@@ -95,15 +95,6 @@ struct IntegerColumns {
 
 #if defined(__AVX2__)
 
-// Returns true if any bit is 1.
-inline bool any_bit(Ints v) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(__m512i(v), __m512i(v));
-#else
-  return !_mm256_testz_si256(__m256i(v), __m256i(v));
-#endif
-}
-
 // Returns the sum of signed bytes.
 inline int32_t sum_of_codes(__m256i codes) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
@@ -128,12 +119,6 @@ inline int32_t store_codes(const Ints* v, u8* out) {
 }
 
 #else
-
-inline bool any_bit(Ints v) {
-  int32_t bits = 0;
-  for (i64 i = 0; i < kWidth; ++i) bits |= v[i];
-  return bits;
-}
 
 inline int32_t store_codes(const Ints* v, u8* out) {
   int32_t sum = 0;

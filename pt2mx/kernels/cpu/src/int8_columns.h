@@ -17,17 +17,12 @@
 
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
 #define PT2MX_HAVE_VNNI
-#include <cpuid.h>
 #endif
 #if defined(__AVX512BW__)
 #define VECTOR(name) _mm512_##name
-#define TARGET_VNNI __attribute__((target("avx512vnni")))
 #define TARGET_VBMI __attribute__((target("avx512vbmi")))
-#define DPBUSD _mm512_dpbusd_epi32
 #else
 #define VECTOR(name) _mm256_##name
-#define TARGET_VNNI __attribute__((target("avxvnni")))
-#define DPBUSD _mm256_dpbusd_avx_epi32
 #endif
 
 namespace {
@@ -56,6 +51,15 @@ inline Bytes load_quarters(const u8* row, i64 stride) {
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(row)), load128(row + 4 * stride), 1);
 }
 #endif
+
+// sum += products of codes, four in each lane. In assembly, so that one function serves both instructions.
+inline __attribute__((always_inline)) void dpbusd(Bytes& sum, Bytes w, Bytes x) {
+#if defined(PT2MX_HAVE_VNNI) && defined(__AVX512BW__)
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "vm"(x));
+#elif defined(PT2MX_HAVE_VNNI)
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "xm"(x));
+#endif
+}
 
 // Returns codes of x in the order of a decoder with kEvenOdd.
 inline __m256i to_even_odd(__m256i codes) {

@@ -163,7 +163,7 @@ struct Vpdpbusd {
   }
   static void pack_w(const GroupColumns& group, int32_t, u8* to) { std::memcpy(to, &group, sizeof group); }
 
-  TARGET_VNNI inline static void multiply(const X* const* x, const W* w, i64 panels, Sums& sums) {
+  inline __attribute__((always_inline)) static void multiply(const X* const* x, const W* w, i64 panels, Sums& sums) {
     for (int r = 0; r < kInt8Rows; ++r) {
       for (int h = 0; h < kVecs; ++h) sums[r][h] = VECTOR(set1_epi32)(x[r]->offset);
     }
@@ -172,7 +172,7 @@ struct Vpdpbusd {
       for (int h = 0; h < kVecs; ++h) codes[h] = load<Bytes>(w[h * panels].codes + s * kStepBytes);
       for (int r = 0; r < kInt8Rows; ++r) {
         const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r]->codes + 4 * s));
-        for (int h = 0; h < kVecs; ++h) sums[r][h] = DPBUSD(sums[r][h], codes[h], values);
+        for (int h = 0; h < kVecs; ++h) dpbusd(sums[r][h], codes[h], values);
       }
     }
   }
@@ -183,8 +183,7 @@ struct Vpdpbusd {
 // ---- the sums of groups times their powers of two ----
 
 template <class Kernel>
-inline __attribute__((always_inline)) void multiply_groups(const u8* const* rows, const u8* panel, i64 panels, i64 n,
-                                                           float* strips) {
+NOINLINE void multiply_groups(const u8* const* rows, const u8* panel, i64 panels, i64 n, float* strips) {
   using X = typename Kernel::X;
   using W = typename Kernel::W;
   const X* x[kInt8Rows];
@@ -201,7 +200,7 @@ inline __attribute__((always_inline)) void multiply_groups(const u8* const* rows
       for (int h = 0; h < kVecs; ++h) {
         const Ints powers = load<Ints>(w[g + h * panels].powers);
         for (int r = 0; r < kInt8Rows; ++r) {
-          strip[r][h] = fma(Floats(VECTOR(cvtepi32_ps)(sums[r][h])), Floats(powers + x[r]->power), strip[r][h]);
+          strip[r][h] = fused(Floats(VECTOR(cvtepi32_ps)(sums[r][h])), Floats(powers + x[r]->power), strip[r][h]);
         }
       }
       for (int r = 0; r < kInt8Rows; ++r) ++x[r];
@@ -213,17 +212,6 @@ inline __attribute__((always_inline)) void multiply_groups(const u8* const* rows
 }
 
 template <class Kernel>
-NOINLINE void multiply_on(const u8* const* x, const u8* w, i64 panels, i64 n, float* strip) {
-  multiply_groups<Kernel>(x, w, panels, n, strip);
-}
-#if defined(PT2MX_HAVE_VNNI)
-template <>
-TARGET_VNNI NOINLINE void multiply_on<Vpdpbusd>(const u8* const* x, const u8* w, i64 panels, i64 n, float* strip) {
-  multiply_groups<Vpdpbusd>(x, w, panels, n, strip);
-}
-#endif
-
-template <class Kernel>
 constexpr Int8Kernel int8_kernel(int32_t isa, int32_t mantissa, int32_t largest, int32_t products) {
   return {isa,
           mantissa,
@@ -233,7 +221,7 @@ constexpr Int8Kernel int8_kernel(int32_t isa, int32_t mantissa, int32_t largest,
           sizeof(typename Kernel::W),
           Kernel::pack_x,
           Kernel::pack_w,
-          multiply_on<Kernel>};
+          multiply_groups<Kernel>};
 }
 
 // In the order of preference: the first one that fits the weight, and has the values of x as codes, multiplies.

@@ -17,17 +17,12 @@ inline __attribute__((always_inline)) void add_group(const Bytes* sums, const Gr
                                                      const CodeGroup* const* x, i64 g, Floats* strip) {
   const Ints powers = load<Ints>(w.powers);
   for (int r = 0; r < R; ++r) {
-    strip[r] = fma(Floats(VECTOR(cvtepi32_ps)(sums[r])), Floats(powers + x[r][g].power), strip[r]);
+    strip[r] = fused(Floats(VECTOR(cvtepi32_ps)(sums[r])), Floats(powers + x[r][g].power), strip[r]);
   }
 }
 
-template <int R>
-inline __attribute__((always_inline)) void add_strip(const Floats* strip, float* totals) {
-  for (int r = 0; r < R; ++r) store(totals + r * kWidth, load<Floats>(totals + r * kWidth) + strip[r]);
-}
-
-// By vpmaddubsw, which adds two products in 16 bits.
-template <int kWideSums, int R>
+// By vpdpbusd, or by vpmaddubsw, which adds two products in 16 bits.
+template <int kIsa, int kWideSums, int R>
 NOINLINE void multiply_strip(const GroupColumns* w, i64 groups, const CodeGroup* const* x, float* totals) {
   constexpr int kInner = std::max(kWideSums, 1);
   const Bytes ones = VECTOR(set1_epi16)(1);
@@ -41,7 +36,9 @@ NOINLINE void multiply_strip(const GroupColumns* w, i64 groups, const CodeGroup*
         const Bytes codes = load<Bytes>(w[g].codes + i * kStepBytes);
         for (int r = 0; r < R; ++r) {
           const Bytes values = VECTOR(set1_epi32)(load<int32_t>(x[r][g].codes + 4 * i));
-          if (kWideSums) {
+          if (kIsa == VPDPBUSD) {
+            dpbusd(sums[r], codes, values);
+          } else if (kWideSums) {
             wide[r] = VECTOR(add_epi16)(wide[r], VECTOR(maddubs_epi16)(codes, values));
           } else {  // the lower seven bits of a code, and the eighth
             wide[r] = VECTOR(maddubs_epi16)(codes & VECTOR(set1_epi8)(127), values);
@@ -50,51 +47,28 @@ NOINLINE void multiply_strip(const GroupColumns* w, i64 groups, const CodeGroup*
           }
         }
       }
-      for (int r = 0; r < R; ++r) sums[r] = VECTOR(add_epi32)(sums[r], VECTOR(madd_epi16)(wide[r], ones));
+      for (int r = 0; r < R && kIsa != VPDPBUSD; ++r) {
+        sums[r] = VECTOR(add_epi32)(sums[r], VECTOR(madd_epi16)(wide[r], ones));
+      }
     }
-    for (int r = 0; r < R && !kWideSums; ++r) {
+    for (int r = 0; r < R && kIsa != VPDPBUSD && !kWideSums; ++r) {
       sums[r] = VECTOR(add_epi32)(sums[r], VECTOR(madd_epi16)(upper[r], VECTOR(set1_epi16)(128)));
     }
     add_group<R>(sums, w[g], x, g, strip);
   }
-  add_strip<R>(strip, totals);
-}
-
-#if defined(PT2MX_HAVE_VNNI)
-
-template <int R>
-TARGET_VNNI NOINLINE void multiply_strip_vnni(const GroupColumns* w, i64 groups, const CodeGroup* const* x,
-                                              float* totals) {
-  Floats strip[R] = {};
-  for (i64 g = 0; g < groups; ++g) {
-    Bytes sums[R];
-    for (int r = 0; r < R; ++r) sums[r] = VECTOR(set1_epi32)(x[r][g].offset);
-    for (int s = 0; s < kSteps; ++s) {
-      const Bytes codes = load<Bytes>(w[g].codes + s * kStepBytes);
-      for (int r = 0; r < R; ++r) {
-        sums[r] = DPBUSD(sums[r], codes, VECTOR(set1_epi32)(load<int32_t>(x[r][g].codes + 4 * s)));
-      }
-    }
-    add_group<R>(sums, w[g], x, g, strip);
-  }
-  add_strip<R>(strip, totals);
+  for (int r = 0; r < R; ++r) store(totals + r * kWidth, load<Floats>(totals + r * kWidth) + strip[r]);
 }
 
 inline bool has_vnni() {
-#if defined(__AVX512BW__)
+#if !defined(PT2MX_HAVE_VNNI)
+  return false;
+#elif defined(__AVX512BW__)
   return has_avx512_vnni();
 #else
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-  }();
+  static const bool available = Cpuid(1).a >> 4 & 1;
   return available;
 #endif
 }
-
-#else
-inline bool has_vnni() { return false; }
-#endif
 
 using MultiplyStrip = void (*)(const GroupColumns*, i64, const CodeGroup* const*, float*);
 
@@ -102,12 +76,13 @@ using MultiplyStrip = void (*)(const GroupColumns*, i64, const CodeGroup* const*
 template <int kWideSums>
 const MultiplyStrip* strip_kernels(int32_t isa) {
 #if defined(PT2MX_HAVE_VNNI)
-  static constexpr MultiplyStrip vnni[] = {multiply_strip_vnni<1>, multiply_strip_vnni<2>, multiply_strip_vnni<4>,
-                                           multiply_strip_vnni<8>};
+  static constexpr MultiplyStrip vnni[] = {multiply_strip<VPDPBUSD, 0, 1>, multiply_strip<VPDPBUSD, 0, 2>,
+                                           multiply_strip<VPDPBUSD, 0, 4>, multiply_strip<VPDPBUSD, 0, 8>};
   if (isa & VPDPBUSD) return vnni;
 #endif
-  static constexpr MultiplyStrip plain[] = {multiply_strip<kWideSums, 1>, multiply_strip<kWideSums, 2>,
-                                            multiply_strip<kWideSums, 4>, multiply_strip<kWideSums, 8>};
+  static constexpr MultiplyStrip plain[] = {
+      multiply_strip<VPMADDUBSW, kWideSums, 1>, multiply_strip<VPMADDUBSW, kWideSums, 2>,
+      multiply_strip<VPMADDUBSW, kWideSums, 4>, multiply_strip<VPMADDUBSW, kWideSums, 8>};
   return plain;
 }
 

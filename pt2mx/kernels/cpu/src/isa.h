@@ -5,11 +5,23 @@
 
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "decode.h"
 
 namespace {
 
 constexpr i64 kNR = kGroup;  // columns of a micro-tile of the result, which are rows of the weight
+
+#if defined(__x86_64__)
+// The registers of the CPUID instruction for leaf 7, "Structured Extended Feature Flags"; 0 where it does not exist.
+struct Cpuid {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  explicit Cpuid(unsigned subleaf) { __get_cpuid_count(7, subleaf, &a, &b, &c, &d); }
+};
+#endif
 
 }  // namespace
 
@@ -18,7 +30,6 @@ constexpr i64 kNR = kGroup;  // columns of a micro-tile of the result, which are
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define PT2MX_HAVE_MATRIX_ISA
 
-#include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -28,18 +39,12 @@ namespace {
 
 // The results are cached, because the CPUID instruction takes microseconds in a virtual machine.
 inline bool has_avx512_vbmi() {
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 1 & 1);
-  }();
+  static const bool available = Cpuid(0).c >> 1 & 1;
   return available;
 }
 
 inline bool has_avx512_bf16() {
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_avx512_vbmi() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-  }();
+  static const bool available = has_avx512_vbmi() && Cpuid(1).a >> 5 & 1;
   return available;
 }
 
@@ -55,10 +60,7 @@ inline bool has_fast_avx512_bf16() {
 }
 
 inline bool has_avx512_vnni() {
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
-  }();
+  static const bool available = Cpuid(0).c >> 11 & 1;
   return available;
 }
 
@@ -66,8 +68,8 @@ inline bool has_avx512_vnni() {
 inline bool has_amx() {
 #if defined(__linux__)
   static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool present = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+    const unsigned d = Cpuid(0).d;
+    const bool present = (d >> 22 & 1) && (d >> 24 & 1);
     return present && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   }();
   return available;
@@ -78,10 +80,7 @@ inline bool has_amx() {
 
 // The same of AMX's instructions for 8-bit integers.
 inline bool has_amx_int8() {
-  static const bool available = [] {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_amx() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 25 & 1);
-  }();
+  static const bool available = has_amx() && Cpuid(0).d >> 25 & 1;
   return available;
 }
 

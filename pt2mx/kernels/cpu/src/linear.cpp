@@ -28,7 +28,10 @@
 
 namespace {
 
-constexpr i64 kGrain = 1 << 18;  // multiplications that are worth another thread
+constexpr i64 kGrain = 1 << 18;    // multiplications that are worth another thread
+constexpr i64 kDecoded = 1 << 20;  // bytes of the decoded weight that a thread handles at a time, for its L2 cache
+// The most values of K that AMX decodes at a time, and the most rows of x whose sums wait for the next ones.
+constexpr i64 kDecodedK = 2048, kWaitingRows = 1024;
 
 // True without an epilogue, or if the GEMM kernels support it: blocks must be the 32 columns of a micro-tile.
 bool supports_epilogue(const LinearCall& c) {
@@ -105,6 +108,8 @@ void with_register_decoder(int32_t format, Body body) {
   });
 }
 
+i64 parts(i64 n, i64 size) { return (n + size - 1) / size; }
+
 int32_t multiply(LinearCall call, ParallelFor parallel_for) {
   if (!supports_epilogue(call)) return kUnsupported;
   std::vector<float> rotated;
@@ -149,6 +154,28 @@ int32_t pt2mx_isa(int32_t format, const float* table) {
   int32_t isa = 0;
   with_register_decoder(format, [&](auto*) { isa = pt2mx_bf16_isa() | (pt2mx_integer_isa(format, table) ? INT8 : 0); });
   return isa;
+}
+
+void pt2mx_set_tasks(LinearCall* call, int64_t taps, int64_t threads) {
+  const i64 rows = call->m, n = call->n, groups = parts(n, kGroup), k = call->k * taps;
+  const bool in_parts = call->isa & AMX && k > kDecodedK;
+  // groups of columns whose decoded weight fits
+  const i64 most = std::max<i64>(1, std::min<i64>(32, kDecoded / (2 * (in_parts ? kDecodedK : k)) / kGroup));
+  i64 size, down;
+  if (rows >= 4 * n) {  // decoding the weight in each thread is faster than gathering all rows in each
+    size = parts(groups, parts(groups, most));
+    down = std::max(threads, std::min(4 * threads, rows / 128));
+  } else {
+    const auto of_one_thread = [&](i64 size) { return parts(parts(groups, size), threads) * size; };
+    size = most;
+    for (i64 other = most; other > 0; --other) {
+      if (of_one_thread(other) < of_one_thread(size)) size = other;
+    }
+    down = std::max<i64>(1, std::min(parts(threads, parts(groups, size)), rows / 128));
+  }
+  if (in_parts) down = std::max(down, parts(rows, kWaitingRows));
+  call->task_columns = size * kGroup;
+  call->task_rows = parts(parts(rows, down), kGroup) * kGroup;
 }
 
 int32_t pt2mx_linear(const LinearCall* call, ParallelFor parallel_for) { return multiply(*call, parallel_for); }

@@ -74,19 +74,12 @@ inline void prepare_once(Linear& linear, bool even_odd) {
   if (!linear.x.size()) prepare(linear, even_odd);
 }
 
-// Stores y: (n) at value `at` of the output.
-void put(const LinearCall& c, i64 at, i64 n, float* y) {
-  for (i64 i = 0; i < n; ++i) y[i] = y[i] == y[i] ? y[i] : from_bits(0x7FC00000);  // as narrow_bfloat needs it
-  if (c.out_dtype == FP32) std::memcpy(static_cast<float*>(c.out) + at, y, 4 * n);
-  else narrow(y, n, c.out_dtype, static_cast<u16*>(c.out) + at);
-}
-
 // Stores the sums y: (n) at (m, row) of the output, with the bias.
 void finish(const Linear& linear, i64 m, i64 row, i64 n, float* y) {
   if (!linear.bias.empty()) {
     for (i64 i = 0; i < n; ++i) y[i] += linear.bias[row + i];
   }
-  put(linear.call, m * linear.call.n + row, n, y);
+  put_floats(y, n, linear.call.out_dtype, linear.call.out, m * linear.call.n + row);
 }
 
 // Copies the codes of a row's last group of `kValues`, which is partial, and pads them with zeros.

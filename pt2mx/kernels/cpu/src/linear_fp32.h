@@ -43,7 +43,7 @@ NOINLINE void multiply(Decoder& decoder, const u8* const* data, i64 ahead, const
       for (int v = 0; v < kVectors; ++v) {
         for (int r = 0; r < R; ++r) {
           const Floats values = load<Floats>(x + r * stride + v * kWidth);
-          for (int q = 0; q < kRows; ++q) sum[q][r] = fma(w[q][v], values, sum[q][r]);
+          for (int q = 0; q < kRows; ++q) sum[q][r] = fused(w[q][v], values, sum[q][r]);
         }
       }
     }

@@ -128,7 +128,7 @@ struct LinearNibbles {
 // Returns the sum of a span's values times x, in each lane.
 inline Floats dot(const Floats* w, const float* x) {
   Floats sum = w[0] * load<Floats>(x);
-  for (int v = 1; v < kSpanVectors; ++v) sum = fma(w[v], load<Floats>(x + v * kWidth), sum);
+  for (int v = 1; v < kSpanVectors; ++v) sum = fused(w[v], load<Floats>(x + v * kWidth), sum);
   return sum;
 }
 
@@ -145,7 +145,7 @@ NOINLINE void multiply_row(const Span& span, const u8* const* codes, const u8* c
       __builtin_prefetch(data + kAhead);
       Floats w[kSpanVectors];
       decoder.decode(data, w);
-      total[q] = fma(dot(w, x), Span::factors(scales[q] + s * kSpanGroups), total[q]);
+      total[q] = fused(dot(w, x), Span::factors(scales[q] + s * kSpanGroups), total[q]);
     }
   }
   for (int q = 0; q < kRows; ++q) totals[q] = total[q];
@@ -172,9 +172,9 @@ NOINLINE void multiply_rows(const Span& span, const u8* const* codes, const u8* 
         Floats sums[kShare];
         for (int v = 0; v < kSpanVectors; ++v) {
           const Floats value = load<Floats>(values + v * kWidth);
-          for (int j = 0; j < kShare; ++j) sums[j] = v ? fma(w[j][v], value, sums[j]) : w[j][v] * value;
+          for (int j = 0; j < kShare; ++j) sums[j] = v ? fused(w[j][v], value, sums[j]) : w[j][v] * value;
         }
-        for (int j = 0; j < kShare; ++j) total[j] = fma(sums[j], factors[j], total[j]);
+        for (int j = 0; j < kShare; ++j) total[j] = fused(sums[j], factors[j], total[j]);
       }
     }
   }

@@ -67,13 +67,8 @@ struct PackedAttention {
   void store_row(i64 pair, i64 r, float sum_of_weights, float* row) const {
     const float l_i = sum_of_weights == 0.0f ? 1.0f : sum_of_weights, factor = value_factor;
 #pragma omp simd
-    for (i64 i = 0; i < call.value_width; ++i) {
-      const float y = row[i] / l_i * factor;
-      row[i] = y == y ? y : from_bits(0x7FC00000);
-    }
-    const i64 at = (pair * rows + r) * call.value_width;
-    if (call.dtype == FP32) std::memcpy(static_cast<float*>(call.out) + at, row, 4 * call.value_width);
-    else narrow(row, call.value_width, call.dtype, static_cast<u16*>(call.out) + at);
+    for (i64 i = 0; i < call.value_width; ++i) row[i] = row[i] / l_i * factor;
+    put_floats(row, call.value_width, call.dtype, call.out, (pair * rows + r) * call.value_width);
   }
 
  private:

@@ -1,4 +1,5 @@
-// The CPU kernel of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py.
+// The CPU kernel of pt2mx/kernels/reference.py, equal to it to the bit; built and called by ../quantize.py and
+// ../cache.py.
 //
 // A tensor is (outer, n, inner) with blocks along n. The kernel splits it into tiles of whole blocks that fit the
 // first-level cache. It computes the amax, scale and factors of each block, then processes the values in chunks: widens
@@ -214,7 +215,10 @@ void Tile::find_least_squares() {
     set_factors(candidate);
     set_ratios(candidate);
     each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64) {
-      (divides_ ? kToErrors<true> : kToErrors<false>)[spec_.rounding](c, spec_, c.scratch);
+      // a scale does not depend on the seed of stochastic rounding
+      with_rounding(spec_.rounding == STOCHASTIC ? EVEN : spec_.rounding, [&](auto rounding) {
+        (divides_ ? to_errors<rounding(), true> : to_errors<rounding(), false>)(c, spec_, c.scratch);
+      });
       for (i64 r = row, last; r < row + rows; r = last) {
         const i64 b = r / call_.block;
         const int32_t* e = c.scratch + (r - row) * w_;
@@ -297,8 +301,11 @@ void Tile::run(i64 index) {
   switch (call_.operation) {
     case FAKE_QUANTIZE:
       each_chunk(true, [&](const Chunk& c, i64 row, i64, i64) {
-        put(c, row,
-            [&](float* out) { (divides_ ? kToValues<true> : kToValues<false>)[spec_.rounding](c, spec_, out); });
+        put(c, row, [&](float* out) {
+          with_rounding(spec_.rounding, [&](auto rounding) {
+            (divides_ ? to_values<rounding(), true> : to_values<rounding(), false>)(c, spec_, out);
+          });
+        });
       });
       break;
     case CLIP_GRADIENT:
@@ -310,7 +317,9 @@ void Tile::run(i64 index) {
       break;
     case QUANTIZE:
       each_chunk(true, [&](const Chunk& c, i64 row, i64 rows, i64 at) {
-        (divides_ ? kToCodes<true> : kToCodes<false>)[spec_.rounding](c, spec_, codes_ + at);
+        with_rounding(spec_.rounding, [&](auto rounding) {
+          (divides_ ? to_codes<rounding(), true> : to_codes<rounding(), false>)(c, spec_, codes_ + at);
+        });
         const i64 end = row + rows, filled = at / w_ + rows, missing = (cut_.group - filled % cut_.group) % cut_.group;
         if (missing && end < rows_) return;
         std::memset(codes_ + filled * w_, 0, missing * w_);
@@ -395,6 +404,17 @@ int32_t pt2mx_rotate_fake_quantize(const QuantizeCall* call, i64 size, ParallelF
   in_place.x = call->out;
   RotatedWork work{in_place, Cut(in_place), Rotation(size), call->x};
   return parallel_for(0, call->outer, std::max<i64>(1, kGrain / call->n), run_rotated, &work);
+}
+
+int32_t pt2mx_store(const QuantizeCall* calls, i64 count, ParallelFor parallel_for) {
+  for (i64 i = 0; i < count; ++i) {
+    for (i64 s = 0; s < calls[i].new_slots; ++s) {
+      if (calls[i].slots[s] < 0 || calls[i].slots[s] >= calls[i].all_slots) return kUnsupported;
+    }
+  }
+  int32_t error = 0;
+  for (i64 i = 0; i < count && !error; ++i) error = pt2mx_run(calls + i, parallel_for);
+  return error;
 }
 
 }  // extern "C"

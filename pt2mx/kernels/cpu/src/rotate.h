@@ -134,16 +134,6 @@ class Rotation {
 
 constexpr i64 kRotated = 2048;  // values of a chunk, unless a block is longer
 
-void put_floats(float* y, i64 n, int32_t dtype, void* out, i64 at) {
-  if (dtype == FP32) {
-    std::memcpy(static_cast<float*>(out) + at, y, 4 * n);
-    return;
-  }
-#pragma omp simd
-  for (i64 i = 0; i < n; ++i) y[i] = y[i] == y[i] ? y[i] : from_bits(0x7FC00000);  // as narrow_bfloat needs it
-  narrow(y, n, dtype, static_cast<u16*>(out) + at);
-}
-
 // Rotates values [begin, end) of x, adjacent whole blocks, to out; y: scratch of a chunk and a vector.
 void rotate_run(const Rotation& rotation, int32_t dtype, const void* x, i64 begin, i64 end, void* out, float* y) {
   const i64 chunk = std::max(rotation.size(), kRotated);

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "floats.h"
 
 namespace {
 
+// In the order of `ROUNDINGS` in pt2mx/modes.py.
 enum Rounding { EVEN, HALF_AWAY, HALF_TOWARD_ZERO, HALF_UP, TOWARD_ZERO, UP, DOWN, STOCHASTIC };
 
 constexpr int32_t kNotFinite = 128;  // the exponent of a block with an Inf or a NaN: byte 255 of E8M0
@@ -260,21 +262,19 @@ NOINLINE void from_codes(const Chunk& c, const Spec& spec, const u8* codes, floa
   });
 }
 
-// By rounding; D: in0 divides values.
-template <bool D>
-constexpr decltype(&to_values<EVEN, D>) kToValues[] = {
-    to_values<EVEN, D>,    to_values<HALF_AWAY, D>,   to_values<HALF_TOWARD_ZERO, D>,
-    to_values<HALF_UP, D>, to_values<TOWARD_ZERO, D>, to_values<UP, D>,
-    to_values<DOWN, D>,    to_values<STOCHASTIC, D>};
-template <bool D>
-constexpr decltype(&to_codes<EVEN, D>) kToCodes[] = {
-    to_codes<EVEN, D>,    to_codes<HALF_AWAY, D>,   to_codes<HALF_TOWARD_ZERO, D>,
-    to_codes<HALF_UP, D>, to_codes<TOWARD_ZERO, D>, to_codes<UP, D>,
-    to_codes<DOWN, D>,    to_codes<STOCHASTIC, D>};
-template <bool D>
-constexpr decltype(&to_errors<EVEN, D>) kToErrors[] = {
-    to_errors<EVEN, D>,    to_errors<HALF_AWAY, D>,   to_errors<HALF_TOWARD_ZERO, D>,
-    to_errors<HALF_UP, D>, to_errors<TOWARD_ZERO, D>, to_errors<UP, D>,
-    to_errors<DOWN, D>,    to_errors<EVEN, D>};  // a scale does not depend on the seed
+// Calls body(rounding) with a rounding as a constant.
+template <class Body>
+inline void with_rounding(int32_t rounding, Body body) {
+  switch (rounding) {
+    case EVEN: return body(std::integral_constant<int, EVEN>());
+    case HALF_AWAY: return body(std::integral_constant<int, HALF_AWAY>());
+    case HALF_TOWARD_ZERO: return body(std::integral_constant<int, HALF_TOWARD_ZERO>());
+    case HALF_UP: return body(std::integral_constant<int, HALF_UP>());
+    case TOWARD_ZERO: return body(std::integral_constant<int, TOWARD_ZERO>());
+    case UP: return body(std::integral_constant<int, UP>());
+    case DOWN: return body(std::integral_constant<int, DOWN>());
+    default: return body(std::integral_constant<int, STOCHASTIC>());
+  }
+}
 
 }  // namespace

@@ -3,12 +3,13 @@
 import ctypes
 import os
 import struct
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch._inductor import cpp_builder
 
-from pt2mx import MXError
 from pt2mx.kernels.cpu import build as cpu_build
 from pt2mx.kernels.cpu import calls
 from tests.headers import errors
@@ -30,7 +31,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def has_all_functions(library: ctypes.CDLL) -> bool:
-    return all(hasattr(library, name) for name in cpu_build._FUNCTIONS)
+    return all(hasattr(library, name) for name in calls.FUNCTIONS)
 
 
 def written_anew(path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_cache_that_cannot_be_written(cache, what, monkeypatch):
         builds.clear()
     for count in (1, 2):
         assert has_all_functions(cpu_build._library()) and len(builds) == count
-    assert not list(where.glob("*.tmp"))
+    assert not list(where.glob(".*"))
     assert not any(path.exists() for path in builds), "the folder of a build is removed"
 
 
@@ -139,28 +140,19 @@ def test_at_the_same_time(cache):
     assert len(list(where.iterdir())) == 1 and 1 <= len(builds) <= 16
 
 
-def test_a_structure_of_another_size_is_an_error(cache, monkeypatch):
-    """A field that only one of calls.h and calls.py has moves the fields after it."""
-    library = cpu_build._library()
-    calls.check_sizes(library)
-
-    class HadamardCall(ctypes.Structure):
-        _fields_ = (*calls.HadamardCall._fields_, ("more", ctypes.c_int64))
-
-    monkeypatch.setattr(calls, "STRUCTURES", (calls.Spec, HadamardCall))
-    message = "HadamardCall has 64 bytes in pt2mx/kernels/cpu/calls.py and 56 in src/calls.h.*Install pt2mx again"
-    with pytest.raises(MXError, match=message):
-        calls.check_sizes(library)
-    monkeypatch.setattr(cpu_build, "_loaded", [])
-    with pytest.raises(MXError, match=message):
-        cpu_build.is_available()
-
-
-def test_the_library_knows_each_structure():
-    library = cpu_build.load()[0]
-    assert library.pt2mx_size_of(b"Call") == -1
-    for structure in calls.STRUCTURES:
-        assert library.pt2mx_size_of(structure.__name__.encode()) == ctypes.sizeof(structure)
+def test_structures_have_the_fields_of_the_header(tmp_path):
+    """The offset of each field, from the compiler."""
+    fields = [(name, field) for name, type in calls.STRUCTURES.items() for field, _ in type._fields_]
+    offsets = "".join(f'  printf("%zu ", offsetof({name}, {field}));\n' for name, field in fields)
+    sizes = "".join(f'  printf("%zu ", sizeof({name}));\n' for name in calls.STRUCTURES)
+    includes = '#include <cstddef>\n#include <cstdio>\n#include "calls.h"\n'
+    (tmp_path / "print.cpp").write_text(f"{includes}int main() {{\n{offsets}{sizes}}}\n")
+    command = [cpp_builder.get_cpp_compiler(), f"-I{Path(cpu_build.SOURCES[0]).parent}", "print.cpp", "-o", "print"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    printed = subprocess.run([tmp_path / "print"], capture_output=True, check=True).stdout
+    expected = [getattr(calls.STRUCTURES[name], field).offset for name, field in fields]
+    expected += map(ctypes.sizeof, calls.STRUCTURES.values())
+    assert list(map(int, printed.split())) == expected
 
 
 def test_a_header_that_does_not_compile_alone_is_reported(tmp_path):

@@ -11,6 +11,7 @@ from pt2mx.formats import ELEMENTS
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu.build import load
+from pt2mx.kernels.cpu.calls import LinearCall
 from pt2mx.kernels.cpu.decoders import TABLE, table_of
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.linear import LinearMX
@@ -155,24 +156,31 @@ def test_long_rows_are_summed_exactly(isa, k):
         assert torch.equal(got, F.linear(x.double(), values.double()).float())
 
 
+def task(rows: int, n: int, k: int, threads: int, amx: bool) -> tuple[int, int]:
+    """Return the rows and the columns of a task."""
+    call = LinearCall(m=rows, n=n, k=k, isa=cpu_linear.AMX if amx else cpu_linear.AVX512_BF16)
+    load()[0].pt2mx_set_tasks(ctypes.addressof(call), 1, threads)
+    return call.task_rows, call.task_columns
+
+
 @pytest.mark.parametrize("amx", [False, True])
 def test_tasks_cover_the_result(amx):
     for rows, n, k in ((65, 32, 64), (2048, 1536, 384), (100_000, 33, 4096), (70, 128_256, 2048)):
-        down, across = cpu_linear._task(rows, n, k, 2, amx)
+        down, across = task(rows, n, k, 2, amx)
         assert down % 32 == across % 32 == 0 and 32 <= across <= 1024 and 32 <= down <= rows + 31
 
 
 def test_amx_keeps_few_sums_of_a_part_of_k():
     for rows, n in ((512, 2048), (4096, 2048), (100_000, 64)):
-        down, across = cpu_linear._task(rows, n, 8192, 2, True)
+        down, across = task(rows, n, 8192, 2, True)
         assert down <= 1024 and across <= 256
-        assert across == min(n, cpu_linear._task(rows, n, 2048, 2, True)[1])
+        assert across == min(n, task(rows, n, 2048, 2, True)[1])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_threads_compute_the_same_number_of_columns(threads):
     for n, k in ((512, 4608), (384, 1536), (1536, 384), (2048, 2048)):
-        _, across = cpu_linear._task(n, n, k, threads, False)
+        _, across = task(n, n, k, threads, False)
         panels, tasks = n // 32, -(-n // across)
         assert -(-tasks // threads) * across // 32 == -(-panels // threads)
 
