@@ -21,7 +21,6 @@ from tests.language_models import quantized_decoder
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.slow
 def test_the_bytes_of_a_step():
     for tied in (False, True):
         model = quantized_decoder(
@@ -59,6 +58,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(language, "VOCABULARY", 300)
 
 
+@pytest.mark.slow
 def test_a_step_of_a_tiny_model(tiny, capsys):
     step.main(
         ["--shapes", "1b", "--layers", "1", "--batches", "1", "2", "--slots", "256", "--tokens", "30", "--rounds", "1"]

@@ -64,6 +64,7 @@ def test_a_recording_is_transcribed(run, place):
     assert answer["text"] == model.tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_answered(run, text_too):
     status, out, err = run("generate", "t5-mxfp4", "--prompt", "Hello", "--max-new-tokens", "9", "--json")
     assert status == 0, err

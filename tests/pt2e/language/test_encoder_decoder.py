@@ -251,6 +251,7 @@ def test_a_copy_gives_the_same_tokens():
     assert torch.equal(copied.generate(**source, **options), model.generate(**source, **options))
 
 
+@pytest.mark.slow
 def test_settings_of_one_of_both_programs():
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
     quantizer.set_module_name_regex(r".*encoder\.block.*", None).set_module_name_regex(r".*lm_head", None)
