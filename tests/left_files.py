@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-#: what libraries keep there until a process ends: multiprocessing's sockets, the session of onnxruntime
-_KEPT = ("pymp-", ".ses")
+#: what libraries keep there until a process ends: multiprocessing, onnxruntime, Inductor
+_KEPT = ("pymp-", ".ses", "torchinductor_")
 #: what tools write into a checkout, whatever the tests do
 _CACHES = ("__pycache__/", ".venv/", "build/", "dist/", "*.egg-info/", ".pytest_cache/", ".ruff_cache/", ".mypy_cache/")
 
