@@ -8,7 +8,7 @@ CONFORMANCE := tests/conformance
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test sanitize sweep neighbours lint types bench wheel docs clean
+.PHONY: demo test test-all test-rest sanitize sweep neighbours lint types bench wheel docs clean
 
 # run a command, with a line every 10 seconds
 define with_progress
@@ -36,8 +36,19 @@ $(VENV)/.installed: $(VENV)/.demo $(SCHEMAS)/pyproject.toml $(SCHEMAS)/torchvisi
 demo: $(VENV)/.demo
 	$(BIN)/pt2mx demo --output build/demo
 
+# threads that wait for work would take the cores from the other processes
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+	$(PYTEST)
+
+# the variants of these tests too, compiled models and what takes long: all that runs without a GPU
+test-all: $(VENV)/.installed
+	$(PYTEST) -m "not cuda"
+
+# those tests alone that `make test` leaves out: the compiled ones first, then folder by folder while minutes are left
+MINUTES ?= 600
+test-rest: $(VENV)/.installed
+	PYTEST="$(PYTEST)" tests/rest.sh $(MINUTES)
 
 # the C++ kernels, built with GCC's sanitizers of addresses and undefined behaviour, under their tests
 sanitize: $(VENV)/.installed

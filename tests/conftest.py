@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,26 +22,39 @@ import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.kernels.cpu import repeated
 from tests.fresh_process import IMPORTED, run_program
+from tests.left_files import files_of_the_user, temporary_files, use_own_temporary_folder
 from tests.models import exported_encoder
 from tests.patches import patched
 
+use_own_temporary_folder()
 pytest.register_assert_rewrite("tests.cpu_kernels", "tests.graph")
+
+#: a marker of cases -> the marker that they get, and whether the named cases or the others get it
+CASES = {
+    "slow_cases": ("slow", True),
+    "slow_except": ("slow", False),
+    "compiled_cases": ("compiled", True),
+    "compiled_except": ("compiled", False),
+}
+#: the files of the user before the tests
+FILES = pytest.StashKey[set]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config, items):
-    """Mark the cases of parametrized tests slow that `slow_cases` names, and those that `slow_except` does not name.
-    Names are ids, or patterns of them; in a collection of whole files, one that names no case is an error."""
+    """Mark the cases of parametrized tests slow that `slow_cases` names, and those that `slow_except` does not name;
+    the same for `compiled`. Names are ids, or patterns of them; in a collection of whole files, one that names no case
+    is an error."""
     cases = {}
     for item in items:
-        for name, others in (("slow_cases", False), ("slow_except", True)):
+        for name, (tier, the_named) in CASES.items():
             if marker := item.get_closest_marker(name):
                 patterns = cases.setdefault((item.nodeid.partition("[")[0], marker.args), set())
                 case = item.callspec.id
                 named = {p for p in marker.args if p == case or fnmatch.fnmatchcase(case, p)}
                 patterns |= named
-                if bool(named) != others:
-                    item.add_marker(pytest.mark.slow)
+                if bool(named) == the_named:
+                    item.add_marker(tier)
     if any("::" in argument for argument in config.args):
         return
     for (test, patterns), named in cases.items():
@@ -53,6 +67,42 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+
+
+def pytest_sessionstart(session):
+    session.config.stash[FILES] = files_of_the_user()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the summary
+def pytest_sessionfinish(session):
+    """The tests fail if they left files in the checkout or in the home of the user."""
+    config = session.config
+    if hasattr(config, "workerinput"):  # the process that started the workers looks
+        return
+    if left := sorted(files_of_the_user() - config.stash[FILES]):
+        config.get_terminal_writer().line(f"\nThe tests left files: {', '.join(left)}", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the slowest functions, all cases of one together, with their fixtures."""
+    seconds = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("[")[0]] += report.duration
+    if seconds.total() < 60:
+        return
+    terminalreporter.section("slowest functions")
+    for function, spent in seconds.most_common(10):
+        terminalreporter.write_line(f"{spent:6.1f} s  {function}")
+    terminalreporter.write_line(f"{seconds.total():6.1f} s  all {len(seconds):,} functions, of all processes")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_temporary_files():
+    before = temporary_files()
+    yield
+    assert temporary_files() <= before
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from tests.language_models import round_weights
 transformers = import_extra("transformers", "hf")
 
 #: large weights, so that the text varies
-_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "initializer_factor": 3.0}
 _BART = {
     "d_model": 64,
     "encoder_layers": 1,

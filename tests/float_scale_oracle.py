@@ -5,7 +5,7 @@ import math
 from bisect import bisect_left
 from fractions import Fraction
 
-from mx_conformance.exact import floor_log2, grid, random_number, round_value
+from mx_conformance.exact import floor_log2, grid, power_of_two, random_number, round_value
 from pt2mx import ElementFormat, ScaleFormat
 
 _TOP = Fraction(2) ** 128
@@ -14,8 +14,12 @@ _TOP = Fraction(2) ** 128
 def rounded(v: Fraction, mantissa_bits: int, emin: int) -> Fraction:
     """v to nearest, ties to even, in a float with that mantissa and smallest exponent."""
     binade = max(floor_log2(abs(v)), emin) if v else emin
-    step = Fraction(2) ** (binade - mantissa_bits)
-    return round(v / step) * step  # Python rounds a Fraction to nearest, ties to even
+    shift = mantissa_bits - binade  # the value in units of its last place, as a quotient of integers
+    numerator, denominator = v.numerator << max(shift, 0), v.denominator << max(-shift, 0)
+    quanta, rest = divmod(numerator, denominator)
+    if 2 * rest > denominator or (2 * rest == denominator and quanta % 2 == 1):
+        quanta += 1
+    return Fraction(quanta << max(-shift, 0), 1 << max(shift, 0))
 
 
 def f32(v: Fraction) -> Fraction:
@@ -26,7 +30,7 @@ def scale_code(v: Fraction, scale: ScaleFormat) -> int:
     """The code of a scale, which ascends with its value: exponent and mantissa next to each other."""
     grid_ = scale.grid
     binade = max(floor_log2(v), 1 - grid_.bias) if v else 1 - grid_.bias
-    quanta = v / Fraction(2) ** (binade - grid_.mantissa_bits)
+    quanta = v / power_of_two(binade - grid_.mantissa_bits)
     assert quanta.denominator == 1
     return ((binade + grid_.bias - 1) << grid_.mantissa_bits) + int(quanta)
 
@@ -35,7 +39,7 @@ def scale_value(code: int, scale: ScaleFormat) -> Fraction:
     m, bias = scale.grid.mantissa_bits, scale.grid.bias
     exponent, mantissa = code >> m, code & ((1 << m) - 1)
     significand = mantissa if exponent == 0 else mantissa + (1 << m)
-    return Fraction(significand) * Fraction(2) ** (max(exponent, 1) - bias - m)
+    return Fraction(significand) * power_of_two(max(exponent, 1) - bias - m)
 
 
 def applied(scale: Fraction, scale_format: ScaleFormat, t: Fraction) -> Fraction:
@@ -56,7 +60,7 @@ def in_units(x: Fraction, scale: Fraction, scale_format: ScaleFormat, mode: str,
 
 def codes_of_scales(amax: Fraction, element: ElementFormat, f: ScaleFormat, mode: str, t: Fraction) -> list[int]:
     """The candidates for a block's scale, by their codes."""
-    unit = Fraction(2) ** (2 - element.bits) if element.is_int else 1
+    unit = power_of_two(2 - element.bits) if element.is_int else 1
     most, largest = Fraction(element.max_normal) / unit, Fraction(f.max_value)
     if f.tensor == "divisor":
         quotient = f32(f32(amax / most) * t)
@@ -64,7 +68,7 @@ def codes_of_scales(amax: Fraction, element: ElementFormat, f: ScaleFormat, mode
         quotient = f32(f32(amax / most) / t) if mode == "nearest_reciprocal" else f32(amax / f32(most * t))
     else:
         quotient = f32(amax / most)
-    factors = (1, Fraction(element.max_normal) / Fraction(2) ** element.emax) if mode == "four_six" else (1,)
+    factors = (1, Fraction(element.max_normal) / power_of_two(element.emax)) if mode == "four_six" else (1,)
     m, emin = f.grid.mantissa_bits, 1 - f.grid.bias
     least, codes = Fraction(f.min_value), []
     for factor in factors:
@@ -73,7 +77,7 @@ def codes_of_scales(amax: Fraction, element: ElementFormat, f: ScaleFormat, mode
             q = Fraction(1, 2**m)
         elif q == 0 and mode != "nearest_reciprocal":
             q = Fraction(1)
-        q = max(q, Fraction(2) ** emin if mode == "nearest_reciprocal" else least)
+        q = max(q, power_of_two(emin) if mode == "nearest_reciprocal" else least)
         q = min(q, largest)
         code = scale_code(rounded(q, m, emin), f)
         codes.append(code + (mode == "rceil" and scale_value(code, f) < q))
@@ -97,15 +101,15 @@ def quantize_block(
     if not all(math.isfinite(x) for x in block):
         return f.nan, [0] * len(block), [math.nan] * len(block)
     exact, tensor = [Fraction(x) for x in block], Fraction(t)
-    unit = Fraction(2) ** (2 - element.bits) if element.is_int else Fraction(1)
+    unit = power_of_two(2 - element.bits) if element.is_int else Fraction(1)
 
     def values(code: int, rounding: str) -> list[tuple[Fraction, Fraction]]:
         """Each value in units of its scale, before and after it is rounded."""
         pairs = []
         for i, x in enumerate(exact):
             v = f32(in_units(x, scale_value(code, f), f, mode, tensor) * unit)
-            if rounding in ("up", "down") and abs(v) < Fraction(2) ** -126 and x:
-                v = Fraction(2) ** -126 * (1 if x > 0 else -1)
+            if rounding in ("up", "down") and abs(v) < power_of_two(-126) and x:
+                v = power_of_two(-126) * (1 if x > 0 else -1)
             number = random_number(place + i, seed) if rounding == "stochastic" else None
             pairs.append((v, round_value(v, element, rounding, number)))
         return pairs
@@ -116,7 +120,7 @@ def quantize_block(
     def error(code: int) -> int:
         ratio = f32(scale_value(code, f) / scale_value(codes[0], f))
         in_multiples = [
-            f32(f32(abs(f32(v - p)) * ratio) * Fraction(2) ** (bits - element.emax - 1))
+            f32(f32(abs(f32(v - p)) * ratio) * power_of_two(bits - element.emax - 1))
             for v, p in values(code, "even" if rounding == "stochastic" else rounding)
         ]
         return sum(min(round(e), 2**bits) ** 2 for e in in_multiples)

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import tempfile
@@ -47,9 +48,11 @@ def execute(path: Path, folder: Path) -> NotebookNode:
     """Return a notebook as it is after its cells ran in a folder. Progress on stderr is left out."""
     notebook = read(path)
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(
+    client = NotebookClient(
         notebook, timeout=600, resources=resources, kernel_manager_class=ThisInterpreter, coalesce_streams=True
-    ).execute()
+    )
+    with tempfile.TemporaryDirectory() as profile:  # IPython would keep its profile in the home of the user
+        client.execute(env={**os.environ, "IPYTHONDIR": profile})
     for cell in code_cells(notebook):
         cell.metadata.pop("execution", None)  # times
         cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]

@@ -58,6 +58,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(language, "VOCABULARY", 300)
 
 
+@pytest.mark.slow
 def test_a_step_of_a_tiny_model(tiny, capsys):
     step.main(
         ["--shapes", "1b", "--layers", "1", "--batches", "1", "2", "--slots", "256", "--tokens", "30", "--rounds", "1"]
@@ -186,6 +187,7 @@ def test_slices_of_a_small_model():
     assert float(str(rows["sliced balanced"]["mxfp4"]).split("(")[1].removesuffix("x)")) > 2
 
 
+@pytest.mark.slow
 def test_training_with_slices(monkeypatch):
     monkeypatch.setitem(qat.SCHEDULES, "cnn", (qat.Schedule(2, 3e-3), qat.Schedule(1, 2e-3)))
     figures = defaultdict(list)

@@ -265,7 +265,7 @@ def quantizes_alone(kernel):
     return "fake_quantize_mx" in kernel and not re.sub("fake_quantize_mx|transpose|view|clone|_", "", kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_no_kernel_of_a_bert_layer_only_quantizes(compiler):
     """Quantization sits in the kernel of the neighbour that gives the tensor: layer norm, the bias of a projection,
     softmax, GELU. But what attention gives comes from a call, into which nothing can be fused, and which has no bias:

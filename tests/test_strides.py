@@ -133,7 +133,7 @@ def test_every_stage(name, stages):
         assert equal(reloaded(program).module()(*inputs), prepared)
 
 
-@pytest.mark.slow_except("False-as_strided")
+@pytest.mark.compiled_except("False-as_strided")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "as_strided" else pytest.mark.slow) for n in CASES])
 @pytest.mark.parametrize("unpack", [False, True])
 @torch.no_grad()

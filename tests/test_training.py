@@ -68,6 +68,7 @@ FULL = [
 ]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("kind", "spelling", "layers", "steps"), [("bert", "mxfp8", 1, 5), *FULL])
 def test_compiled_training_without_fusion_is_eager_training(kind, spelling, layers, steps, compiler):
     """Inductor that calls eager's kernels: all losses of the two runs are equal, to the bit."""
@@ -112,7 +113,7 @@ CNNS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CNNS)
 def test_compiled_convolutional_networks_have_eagers_gradients(name, compiler):
     """Two steps, each from the same state, in the prepared form but without rounding: the last bit of a parameter

@@ -58,7 +58,7 @@ def test_a_converted_model_gets_the_lowered_graph(converted, monkeypatch):
     assert got - want == left
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_dynamic_shapes(converted):
     own = Recording()
     torch._dynamo.reset()
@@ -71,7 +71,7 @@ def test_dynamic_shapes(converted):
     assert [graph.count("pt2mx.fake_quantize_mx.default") for graph in own.graphs] == [3]
 
 
-@pytest.mark.slow_except("<lambda>1")
+@pytest.mark.compiled_except("<lambda>1")
 @pytest.mark.parametrize(
     "write",
     [

@@ -101,7 +101,7 @@ KINDS = {
 }
 
 
-@pytest.mark.slow_except("int8, -1")
+@pytest.mark.compiled_except("int8, -1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
     """Lengths below, at and above the bounds of blocks; a dynamic length, too, where all cases run."""
@@ -120,7 +120,7 @@ def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
     assert answers == ["True"] * sum(len(calls) for _, calls in programs.values())
 
 
-@pytest.mark.slow_except("linear, 33-mxint8")
+@pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", ["linear, 33", "conv, 5", "linear, 64"])
 def test_a_compiled_model_with_ragged_activations(name, recipe, compiler):
@@ -351,7 +351,7 @@ def test_codes_and_scales_as_many_as_the_data_say():
     ("model", "count"),
     [
         pytest.param(Selected, first, id="nonzero"),
-        pytest.param(First, torch.tensor, id="item", marks=pytest.mark.slow),
+        pytest.param(First, torch.tensor, id="item", marks=pytest.mark.compiled),
     ],
 )
 def test_compiled_as_long_as_the_data_say(model, count, compiler):
@@ -372,7 +372,7 @@ def test_compiled_as_long_as_the_data_say(model, count, compiler):
                 assert torch.equal(got, want)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_package_as_long_as_the_data_say(tmp_path):
     x, y = torch.randn(4, 100), torch.randn(100, 8)
     program = torch.export.export(Operators(), (x, y, torch.tensor(70)))

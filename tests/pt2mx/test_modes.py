@@ -112,7 +112,7 @@ def test_kernels_follow_the_table_of_neighbours(monkeypatch, exponent_offsets):
     assert len(exponent_offsets) > 1 or (changes == exponent_offsets[0]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled_code_follows_the_table_of_neighbours(monkeypatch, compiler):
     monkeypatch.setitem(SCALE_MODES, "other", ScaleMode(SCALE_MODES["floor"].threshold, (1, 0)))
     x = torch.randn(20, 64)
@@ -165,7 +165,7 @@ def test_a_seed_changes_no_other_rounding():
     assert torch.equal(fake_quantize_mx(x, "mxfp4", seed=1), fake_quantize_mx(x, "mxfp4"))
 
 
-@pytest.mark.slow  # test_inductor.py compiles every rounding
+@pytest.mark.compiled  # test_inductor.py compiles every rounding
 def test_stochastic_rounding_compiles(compiler):
     x = torch.randn(8, 64)
     seeded = torch.compile(lambda x, s: fake_quantize_mx(x, "mxfp4", rounding="stochastic", seed=s), fullgraph=True)
@@ -190,6 +190,7 @@ def test_clipped_gradient_is_zero_where_the_value_saturates(name, dtype, scale_m
     assert bool(beyond.any()) == (scale_mode != "rceil")
 
 
+@pytest.mark.compiled
 def test_clipped_gradient_compiled_and_of_odd_shapes(compiler):
     for shape in [(), (2, 40, 5)]:
         x = torch.randn(shape, requires_grad=True)

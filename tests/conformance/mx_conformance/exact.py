@@ -38,14 +38,21 @@ def random_number(index: int, seed: int) -> Fraction:
     return Fraction(words[index % 4] >> 1, 2**31)
 
 
+@functools.cache
+def power_of_two(e: int) -> Fraction:
+    return Fraction(2) ** e
+
+
 def floor_log2(x: Fraction) -> int:
     e = x.numerator.bit_length() - x.denominator.bit_length()
-    return e if Fraction(2) ** e <= x else e - 1
+    # integers are compared several times faster than fractions
+    is_at_least = x.denominator << max(e, 0) <= x.numerator << max(-e, 0)
+    return e if is_at_least else e - 1
 
 
 def ceil_log2(x: Fraction) -> int:
     e = floor_log2(x)
-    return e if Fraction(2) ** e == x else e + 1
+    return e if power_of_two(e) == x else e + 1
 
 
 @functools.cache
@@ -54,9 +61,9 @@ def grid(element: ElementFormat) -> list[Fraction]:
     if element.is_int:
         return [Fraction(i, 2 ** (element.bits - 2)) for i in range(2 ** (element.bits - 1))]
     step = Fraction(1, 2**element.mantissa_bits)
-    values = [i * step * Fraction(2) ** (1 - element.bias) for i in range(2**element.mantissa_bits)]
+    values = [i * step * power_of_two(1 - element.bias) for i in range(2**element.mantissa_bits)]
     for exponent in range(1, 2**element.exponent_bits):
-        values += [(1 + i * step) * Fraction(2) ** (exponent - element.bias) for i in range(2**element.mantissa_bits)]
+        values += [(1 + i * step) * power_of_two(exponent - element.bias) for i in range(2**element.mantissa_bits)]
     return [v for v in values if v <= Fraction(element.max_normal)]
 
 
@@ -76,7 +83,7 @@ def quantum(v: Fraction, element: ElementFormat) -> Fraction:
     """Return the distance of the element's values around v, as if there were no largest value."""
     smallest = 0 if element.is_int else 1 - element.bias
     binade = max(floor_log2(v), smallest) if v else smallest
-    return Fraction(2) ** (binade - (element.bits - 2 if element.is_int else element.mantissa_bits))
+    return power_of_two(binade - (element.bits - 2 if element.is_int else element.mantissa_bits))
 
 
 _HALF = Fraction(1, 2)
@@ -122,7 +129,7 @@ def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rou
         e = ceil_log2(amax / Fraction(29, 4))
     elif scale_mode.startswith("even"):
         mantissa_bits = int(scale_mode.removeprefix("even").removeprefix("_m") or element.mantissa_bits)
-        half_ulp = Fraction(2) ** (floor_log2(amax) - mantissa_bits - 1)
+        half_ulp = power_of_two(floor_log2(amax) - mantissa_bits - 1)
         e = floor_log2(amax + half_ulp) - element.emax
     else:
         e = floor_log2(amax) - element.emax
@@ -137,10 +144,10 @@ def _measured_error(block: list[Fraction], candidate: int, e: int, element: Elem
     """Return the sum of squared errors, each measured to `bits` bits of twice the largest power of two at exponent
     e."""
     bits = min(28, (62 - (len(block) - 1).bit_length()) // 2)
-    unit = Fraction(2) ** (e + element.emax + 1 - bits)
+    unit = power_of_two(e + element.emax + 1 - bits)
     total = 0
     for x in block:
-        scale = Fraction(2) ** candidate
+        scale = power_of_two(candidate)
         error = abs(x - scale * round_value(x / scale, element, "even" if rounding == "stochastic" else rounding))
         total += min(round(error / unit), 2**bits) ** 2  # Python rounds a Fraction to nearest, ties to even
     return total
@@ -164,12 +171,12 @@ def quantize_block(
     values, codes, dequantized = grid(element), [], []
     for i, (x, given) in enumerate(zip(exact, block, strict=True)):
         number = random_number(index + i, seed) if rounding == "stochastic" else None
-        value = round_value(x / Fraction(2) ** e, element, rounding, number)
+        value = round_value(x / power_of_two(e), element, rounding, number)
         negative = math.copysign(1, given) < 0
         if element.is_int:
             codes.append(int(value * 2 ** (element.bits - 2)) % 2**element.bits)
             negative = negative and value != 0
         else:
             codes.append(bisect_left(values, abs(value)) + (negative << (element.bits - 1)))
-        dequantized.append(math.copysign(float(abs(value) * Fraction(2) ** e), -1 if negative else 1))
+        dequantized.append(math.copysign(float(abs(value) * power_of_two(e)), -1 if negative else 1))
     return e + 127, codes, dequantized

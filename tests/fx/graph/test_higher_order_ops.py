@@ -44,7 +44,7 @@ def test_what_is_inside_is_quantized(model, quantize, tmp_path):
 
 
 @pytest.mark.parametrize(  # torch 2.13 does not compile the float scan either
-    "model", [NoGrad, *(pytest.param(m, marks=pytest.mark.slow) for m in (Autocast, Cond))]
+    "model", [NoGrad, *(pytest.param(m, marks=pytest.mark.compiled) for m in (Autocast, Cond))]
 )
 def test_compiles(model, quantize, compiler):
     want, _, converted = quantize(torch.export.export(model().eval(), (X,)), QUANTIZER, (X,))

@@ -207,6 +207,7 @@ def test_programs_for_other_processes():
     torch.testing.assert_close(portable(X), converted(X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_compiled():
     converted, model = lowered(
         lambda q, k: F.scaled_dot_product_attention(q, k, k).transpose(1, 2).reshape(2, 20, 96), X, Y, matmul=ATTENTION

@@ -155,6 +155,7 @@ def test_what_stays(model, name, monkeypatch):
     assert same(found(X), before(X))
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_compiled_and_portable(monkeypatch):
     model, _ = lowered(monkeypatch, Attention(), name="mxint8")

@@ -189,6 +189,7 @@ def test_unpacking_leaves_them_to_bfloat16_instructions(served, monkeypatch):
     torch.testing.assert_close(model(x), converted(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("rows", [3, 80, 200])
 def test_compiled_and_eager_agree(rows):

@@ -208,7 +208,7 @@ def test_one_dimension():
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.slow  # test_real_models of test_lowered_models.py has ResNet-18, too
+@pytest.mark.compiled  # test_real_models of test_lowered_models.py has ResNet-18, too
 def test_resnet():
     """Both quantizations of every block, except activations with other users."""
     torch.manual_seed(0)

@@ -190,6 +190,7 @@ def test_views_behind(tmp_path):
         assert [t.stride() for t in found(given)] == [t.stride() for t in want]
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_compiled():
     model, x = Views(), torch.randn(2, 32, 6, 5)

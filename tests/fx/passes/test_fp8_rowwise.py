@@ -155,7 +155,7 @@ def test_what_is_added_before_a_norm_is_read_before_it_is_written():
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled_without_cuda_graphs(monkeypatch):
     """Inductor decomposes the calls, and makes no FP8 rows."""
     monkeypatch.setattr(inductor, "_calls_are_cheap", lambda x: False)

@@ -87,7 +87,7 @@ def test_one_product_agrees_up_to_the_order_of_sums(modes):
     torch.testing.assert_close(after(x), converted(x))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_graph_exports_and_compiles(compiler, tmp_path, run_python):
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, nn.Linear(64, 32), (4, 64))
     want, after = before(x), scaled(before, force=True)

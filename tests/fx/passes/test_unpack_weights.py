@@ -48,7 +48,7 @@ def test_before_and_after(recipe):
         assert node.meta["val"].shape[:2] == (node.args[0].meta["val"].shape[0], 4)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_convolutions():
     torch.manual_seed(0)

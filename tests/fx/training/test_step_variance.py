@@ -107,7 +107,7 @@ def test_a_resumed_model_takes_the_same_steps():
     assert all(torch.equal(a, b) for x, y in zip(got, want, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.slow_except("1")
+@pytest.mark.compiled
 @pytest.mark.parametrize("passes", [1, 2])
 def test_compiled_training_has_eagers_gradients_and_statistics(passes, compiler):
     """Each step starts from the same state, because a difference in the last bit could change a rounding of the next
@@ -129,6 +129,7 @@ def test_compiled_training_has_eagers_gradients_and_statistics(passes, compiler)
                 torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["checkpointed", "checkpointed, reentrant"])
 def test_checkpointing_of_compiled_code_changes_no_gradient(name, compiler):
     model, other = prepared(2), prepared(2)

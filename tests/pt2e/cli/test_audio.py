@@ -64,6 +64,7 @@ def test_a_recording_is_transcribed(run, place):
     assert answer["text"] == model.tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_answered(run, text_too):
     status, out, err = run("generate", "t5-mxfp4", "--prompt", "Hello", "--max-new-tokens", "9", "--json")
     assert status == 0, err
@@ -110,7 +111,7 @@ def test_a_quantized_model_that_does_not_continue_texts(run, text_too):
     refused(run, ("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it")
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compile_writes_packages(run, text_too, compiler):
     for family in ("whisper", "t5"):
         status, out, err = run("compile", f"{family}-mxfp4")

@@ -296,7 +296,7 @@ def test_without_a_compiler(arguments, here, capsys):
     assert "there is no C++ compiler" in line and "no-compiler" in line and "name one in CXX" in line
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("portable", [False, True])
 def test_minilm(portable, minilm, tmp_path, run_python):
     """Dynamic batch and sequence, packed weights: the package is little more than the program."""

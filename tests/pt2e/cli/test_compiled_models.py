@@ -25,7 +25,7 @@ class Attention(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("example", [4, 64])
 def test_package_of_an_attention_takes_sequences_of_every_length(example, portable, quantize, tmp_path):
@@ -41,7 +41,7 @@ def test_package_of_an_attention_takes_sequences_of_every_length(example, portab
         assert ((package(x) - expected).norm() / expected.norm()).item() < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_inputs_that_a_model_writes(tmp_path, monkeypatch, capsys):
     class Cached(nn.Module):
         def __init__(self):

@@ -47,6 +47,7 @@ def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
     assert capsys.readouterr().out == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program\n"
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_the_package_agrees_with_its_program(folder, capsys):
     compilation = demo_compile.Compilation(folder, "mxfp8")

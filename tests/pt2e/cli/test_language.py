@@ -107,7 +107,7 @@ def test_what_is_not_for_packages_of_a_language_model(run, option, name):
     assert (status, out) == (2, "") and f"{name} is not for a language model" in err
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compile(run, place):
     arguments = ("generate", "quantized", "--prompt", "Hello", "--max-new-tokens", "6")
     text = run(*arguments)[1]

@@ -27,6 +27,7 @@ def place(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_model_with_its_vision_tower(run):
     status, out, _ = run(*_QUANTIZE, "--output", "both")
     assert status == 0 and "the program holds 100% of the checkpoint's" in out

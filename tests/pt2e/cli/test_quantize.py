@@ -176,6 +176,7 @@ def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     assert "2 rotated" in capsys.readouterr().out
 
 
+@pytest.mark.compiled
 def test_compile_compares_with_eager(capsys, compiler):
     assert quantize("--compile", recipe="mxfp4_weight_only") == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("compiled against eager")]

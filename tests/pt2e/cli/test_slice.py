@@ -97,6 +97,7 @@ def test_a_program_in_a_separate_process(place):
     assert torch.equal(torch.load(place / "y.pt"), expected)
 
 
+@pytest.mark.slow
 def test_a_language_model_in_a_separate_process(place):
     (place / "int8" / "preprocessor_config.json").write_text("{}")
     recipe = ["--recipe", "mxfp4_weight_only", "--output", "fp4", "--report", "fp4.html"]

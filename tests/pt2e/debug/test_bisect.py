@@ -58,7 +58,7 @@ def test_a_form_that_is_made_of_subgraphs(net, tmp_path):
     assert f"relative error: {worst.error}" in run_file(worst.path)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled(net):
     exported, forms = net
     assert bisect(forms["lowered"], "compile", IDS, bound=0.05) is None

@@ -150,6 +150,7 @@ class Residual(nn.Module):
         return x + self.l(x)
 
 
+@pytest.mark.compiled_except("mxfp8-True")
 @pytest.mark.parametrize(("element", "compiles"), [("mxfp8", True), ("mxfp6", False), ("mxfp4", False)])
 def test_the_gradient_of_the_input_passes_straight_through(element, compiles, compiler):
     """Codes carry no gradient, so the quantized branches could be missing in it."""

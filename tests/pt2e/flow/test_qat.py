@@ -82,6 +82,7 @@ def assert_converts_to_the_bit(prepared, x):
         assert torch.equal(converted(x), prepared.eval()(x))
 
 
+@pytest.mark.compiled_except("Block")
 @pytest.mark.parametrize("kind", [ConvNet, Block])
 def test_compiled_training_is_one_graph_with_the_bits_of_eager(kind, compiler):
     """Without Inductor's own kernels; with them, see tests/test_training.py."""

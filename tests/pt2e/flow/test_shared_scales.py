@@ -149,6 +149,7 @@ def test_the_magnitude_of_many_siblings_is_computed_once():
     assert scales(pt2mx.convert_pt2e(qat)) == {f"experts.{i}.weight_tensor_scale": t for i in range(64)}
 
 
+@pytest.mark.compiled
 def test_training_compiles():
     qat = pt2mx.prepare_qat_pt2e(exported(Block(), X), quantizer())
     want = qat(X)

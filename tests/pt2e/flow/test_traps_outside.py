@@ -1,6 +1,7 @@
 """Traps of torch.compile, files and imports for operators and models of others. The numbers continue the list of
 test_traps.py."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ def converted(x):
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(nn.Linear(64, 8).eval(), x), QUANTIZER))
 
 
+@pytest.mark.compiled
 def test_trap_11_compiles_with_gradients_on(compiler):
     """An operator without an autograd formula fails under torch.compile where a gradient is asked for."""
     x = torch.randn(2, 64)

@@ -158,6 +158,7 @@ def test_whisper_returns_what_transformers_returns(options, monkeypatch):
             assert torch.allclose(layer.values, other.values, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_whisper_falls_back_with_a_cache_of_codes():
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
     model = quantize_language_model(tiny_encoder_decoder("whisper"), quantizer)
@@ -250,6 +251,7 @@ def test_a_copy_gives_the_same_tokens():
     assert torch.equal(copied.generate(**source, **options), model.generate(**source, **options))
 
 
+@pytest.mark.slow
 def test_settings_of_one_of_both_programs():
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
     quantizer.set_module_name_regex(r".*encoder\.block.*", None).set_module_name_regex(r".*lm_head", None)
@@ -259,7 +261,7 @@ def test_settings_of_one_of_both_programs():
     assert sum("matches no operator" in str(warning.message) for warning in caught) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", DEFAULT)
 def test_compiled(family, compiler):
     model, source = (
@@ -272,7 +274,7 @@ def test_compiled(family, compiler):
     assert torch.equal(model.generate(**source, **options), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packages(tmp_path, compiler):
     model, source = quantized_encoder_decoder("t5"), sources("t5")
     model.save_pretrained(tmp_path)

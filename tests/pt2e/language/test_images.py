@@ -78,6 +78,7 @@ def test_positions_go_on_after_images(folder):
     assert torch.equal(model.generate(**prompts, **GREEDY, use_cache=False), model.generate(**prompts, **GREEDY))
 
 
+@pytest.mark.slow
 def test_beams_and_a_quantized_cache(folder):
     model, eager = LanguageModel.from_pretrained(folder("llava")), round_weights(tiny_vision_language_model("llava"))
     prompts = image_prompts("llava")
@@ -171,7 +172,7 @@ def test_settings_of_one_of_both_programs():
     assert (tower + decoder).bytes_after == tower.bytes_after + decoder.bytes_after
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled(folder, compiler):
     model, prompts = LanguageModel.from_pretrained(folder("llava")), image_prompts("llava")
     expected = model.generate(**prompts, **GREEDY)

@@ -144,7 +144,7 @@ def test_a_folder_holds_all(llama, saved, tmp_path):
         llama.save_pretrained(saved / "config.json")
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_compiled(llama, compiler):
     ids, mask = padded()
     model = another(llama)

@@ -107,7 +107,7 @@ def test_generate_save_and_load(quantized, tmp_path):
     assert sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors) == 10 * 2 * 2 * 2 * 17
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("kv_cache", ["mxint8", "mxfp8"])
 def test_compiled(kv_cache):
     sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 300}

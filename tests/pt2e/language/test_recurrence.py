@@ -142,7 +142,7 @@ def test_states_cannot_drop_tokens():
     assert cache.get_seq_length() == 0 and not any(tensor.any() for tensor in cache.layers[0].tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1"])
 def test_compiled(family, compiler):
     model, (ids, mask) = quantized_decoder(family, QUANTIZER), padded()
@@ -154,7 +154,7 @@ def test_compiled(family, compiler):
     assert torch.equal(model.generate(ids[:, 1:], **shorter), expected[1])
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packages(tmp_path, compiler):
     model, (ids, mask) = quantized("mamba"), padded()
     model.save_pretrained(tmp_path)

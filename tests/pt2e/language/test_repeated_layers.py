@@ -294,6 +294,7 @@ FAMILIES = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "Llama"]
 
 
+@pytest.mark.slow_cases("Llama-False")
 @pytest.mark.parametrize("caches", [True, False])  # without the cache, a trace reads sizes of other tensors
 @pytest.mark.parametrize("family", ["Llama", *SLOW])
 def test_decoders_of_transformers_are_the_traced_ones(

@@ -24,7 +24,7 @@ def test_a_decoder_that_takes_its_weights():
         assert torch.equal(model(**call, weights=weights), quantized.decoder(**again))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packages(tmp_path, monkeypatch):
     quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
     with pytest.raises(MXError, match="holds no program"):
@@ -56,7 +56,7 @@ def test_packages(tmp_path, monkeypatch):
     assert not path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
     quantized = quantize_language_model(tiny_decoder("llama"), QUANTIZER)
     quantized.save_pretrained(tmp_path, QUANTIZER)
@@ -71,7 +71,7 @@ def test_packages_that_crash_are_not_left(tmp_path, monkeypatch):
     assert not [*tmp_path.glob("*.aoti.pt2")]
 
 
-@pytest.mark.slow_cases("options2")
+@pytest.mark.compiled_cases("options2")
 @pytest.mark.parametrize("options", [{}, {"mode": "default"}, {"options": {"max_fusion_size": 8}, "fullgraph": True}])
 def test_programs_without_guards_on_their_modules(options):
     torch._dynamo.reset()

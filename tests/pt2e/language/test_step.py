@@ -103,7 +103,7 @@ def test_the_largest_of_parts(length):
         assert torch.equal(_argmax(rows.bfloat16(), parts), rows.argmax(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("pad", [None, torch.tensor(9)])
 def test_the_state_is_advanced_by_compiled_code(compiler, pad):
     states = []
@@ -205,6 +205,7 @@ def test_no_step_is_kept_on_the_cpu(llama):
     assert llama._step is None
 
 
+@pytest.mark.compiled
 def test_a_compiled_step_is_recorded_on_the_cpu():
     """Tokens are those of the program; a second call needs no record, another number of threads does."""
     quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")

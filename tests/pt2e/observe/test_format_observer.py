@@ -96,7 +96,7 @@ def test_training_takes_fake_quantization_whatever_the_observer():
     assert {type(o) for o in observers(prepared)} == {MXFakeQuantize}
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_compiled_prepared_model_collects(compiler):
     prepared = pt2mx.prepare_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
     torch.compile(prepared, backend="aot_eager")(*IMAGES)

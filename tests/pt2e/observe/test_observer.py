@@ -113,10 +113,8 @@ def test_flags_break_no_graph():
     assert torch.allclose(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x))
 
 
-@pytest.mark.parametrize(
-    ("make", "backend"),
-    [pytest.param(MXObserver, "inductor", marks=pytest.mark.slow), (MXFormatObserver, "aot_eager")],
-)
+@pytest.mark.compiled
+@pytest.mark.parametrize(("make", "backend"), [(MXObserver, "inductor"), (MXFormatObserver, "aot_eager")])
 def test_observing_breaks_no_graph(make, backend, compiler):
     module, eager = make(QSCHEME), make(QSCHEME)
     compiled = torch.compile(module, fullgraph=True, backend=backend)

@@ -98,7 +98,7 @@ def test_statistics_and_numbers_are_those_of_mx_observer(make):
     assert other.value_range == observer.value_range and other.statistics == observer.statistics
 
 
-@pytest.mark.slow_except("MXHistogramObserver")
+@pytest.mark.compiled
 @pytest.mark.parametrize("make", KINDS)
 def test_observing_breaks_no_graph(make, compiler):
     module, eager = make(QSCHEME), make(QSCHEME)

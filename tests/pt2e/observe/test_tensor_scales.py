@@ -206,6 +206,7 @@ def test_gradients_beyond_a_static_scale(ste):
     assert torch.equal(x.grad, torch.ones(32) if ste == "identity" else inside)
 
 
+@pytest.mark.compiled
 def test_compiled_training_is_one_graph_with_the_bits_of_eager(compiler):
     model = prepare(Net(), prepare=pt2mx.prepare_qat_pt2e, batches=BATCHES[:1])
     before, results = copy.deepcopy(model.state_dict()), []

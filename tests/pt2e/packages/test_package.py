@@ -223,7 +223,7 @@ class Masked(nn.Module):
         return self.fc(x) * mask[rows[:, None], columns][..., None]
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_sizes_that_the_program_compares_at_run_time(tmp_path):
     """The example has a batch as large as its length."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
@@ -241,7 +241,7 @@ def test_sizes_that_the_program_compares_at_run_time(tmp_path):
             loaded(torch.randn(4, 9, 64), torch.rand(rows, columns))
 
 
-@pytest.mark.slow_except("KeyboardInterrupt")
+@pytest.mark.compiled_except("KeyboardInterrupt")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_failure_leaves_the_old_package(error, converted, tmp_path, monkeypatch):
     def fail(file, files):
@@ -269,7 +269,7 @@ class Patches(nn.Module):
         return self.fc(x).view(-1, 49, 8).mean(1) * scale
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_no_row_is_lost(inputs, portable, tmp_path):

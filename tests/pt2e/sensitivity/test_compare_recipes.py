@@ -155,13 +155,13 @@ def test_the_model_stays_as_it_is(net):
     assert all(torch.equal(t, before[name]) for name, t in exported.state_dict().items())
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_speed(net, compiler):
     actual = compare_recipes(*net, ["mxfp8"], speed=True)
     assert all(0 < row.milliseconds < 1000 for row in actual.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_speed_with_inputs_by_name(compiler):
     class Masked(nn.Module):
         def __init__(self):

@@ -84,6 +84,7 @@ def test_the_gradient_of_a_tensor_is_straight_through():
         assert torch.equal(x.grad, weight)
 
 
+@pytest.mark.compiled
 def test_compiles_without_a_graph_break(compiler):
     x = torch.randn(4, 40)
     compiled = torch.compile(lambda x: mx_quantize(x, "mxfp4", 16, axis=None), backend="eager", fullgraph=True)

@@ -136,7 +136,7 @@ class Operators(nn.Module):
         return y, grouped, ours.attention_mx(query, *codes, "int8", 32, 64), ours.random_bits(seed, [2, 5])
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_all_operators(host, tmp_path):
     torch.manual_seed(0)
     weight = pt2mx.quantize_mx(torch.randn(16, 64), MXSpec("fp4_e2m1"))
@@ -151,7 +151,7 @@ def test_all_operators(host, tmp_path):
         assert not differing(actual, expected).any()
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
 def test_the_cmake_example(tmp_path):
     for lines in ((EXAMPLE / "CMakeLists.txt").read_text(), _BY_LINES + cpp.cmake_lines()):

@@ -41,6 +41,7 @@ def test_bad_arguments(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_no_compiler(tmp_path):
     code = "from pt2mx.cpp.__main__ import main; print(main([]))"
     variables = {"CXX": "/no/compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": ""}

@@ -128,6 +128,7 @@ def test_errors(name, shape, options, match):
         layer(torch.randn(shape))
 
 
+@pytest.mark.compiled
 def test_compile(compiler):
     layer = nn.Sequential(Linear(20, 6, mx_specs=SPECS), nn.ReLU())
     x = torch.randn(3, 20)

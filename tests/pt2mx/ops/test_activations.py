@@ -120,6 +120,7 @@ def test_gradients_of_norms():
     torch.testing.assert_close(torch.autograd.grad(normed, x, grads[0]), want)
 
 
+@pytest.mark.compiled
 def test_dynamic_rows_compile():
     def layer(x):
         normed, got = layer_norm_fake_quantize_mx(x * 2, x, None, None, 1e-5, "fp6_e2m3", 32, "floor", "even")

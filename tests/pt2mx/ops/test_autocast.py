@@ -72,6 +72,7 @@ def test_lowered_models(name, activation, dtype):
         assert lowered(x).dtype == torch.float32  # outside of it
 
 
+@pytest.mark.compiled
 def test_compiled(compiler):
     converted, x = converted_model("convolution, linear, bias", None)
     check(torch.compile(lower_to_inductor(converted)), converted, x, torch.bfloat16)

@@ -71,6 +71,7 @@ def test_many_tokens_on_two_threads():
     assert all(map(torch.equal, got, written(key, value, cache, slots)))
 
 
+@pytest.mark.compiled
 def test_compiled_it_is_quantize_and_index_copy():
     key, value, cache, slots = made()
     want = written(2 * key, value, cache, slots)

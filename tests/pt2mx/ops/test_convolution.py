@@ -53,6 +53,7 @@ def test_registration():
     torch.library.opcheck(conv2d_mx, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_compiled_and_exported(tmp_path):
     """The same bits, for any batch and size."""

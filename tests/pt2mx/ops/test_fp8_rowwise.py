@@ -95,6 +95,7 @@ def test_what_is_no_product():
             mm_fp8_rows(*args)
 
 
+@pytest.mark.compiled
 def test_dynamic_rows_compile():
     weight, scale, _ = quantize_fp8_rows(torch.randn(16, 64), "fp4_e2m1", "floor", "even", "none")
     bias = torch.randn(16)

@@ -134,6 +134,7 @@ def test_quantized_opcheck_and_gradient():
     assert torch.equal(x.grad, rotate_back(grad, 32))
 
 
+@pytest.mark.compiled
 def test_quantized_compiled_it_has_the_same_bits(compiler):
     x = torch.randn(5, 96)
     compiled = torch.compile(

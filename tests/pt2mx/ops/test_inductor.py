@@ -17,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("compiler")
 _SLOW = {"fp8_e4m3", "fp6_e2m3"}
 
 
-@pytest.mark.slow_cases("fp8_e5m2-False", "fp6_e3m2-False")
+@pytest.mark.compiled_cases("fp8_e5m2-False", "fp6_e3m2-False")
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
-        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name in _SLOW)) for name in FORMATS),
-        pytest.param("fp6_e2m3", True, marks=pytest.mark.slow),
+        *(pytest.param(name, False, marks=[pytest.mark.compiled] * (name in _SLOW)) for name in FORMATS),
+        pytest.param("fp6_e2m3", True, marks=pytest.mark.compiled),
     ],
 )
 def test_equals_eager(name, dynamic):
@@ -46,6 +46,7 @@ def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
         assert torch.equal(got, want)
 
 
+@pytest.mark.compiled
 def test_compiled_takes_other_lengths():
     """With guards there is code of its own for one block."""
     compiled = torch.compile(through_all_operators, fullgraph=True, dynamic=True)
@@ -55,7 +56,7 @@ def test_compiled_takes_other_lengths():
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), pytest.param((2, 40, 6, 6), 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("shape", "axis"), [((70,), 0), pytest.param((2, 40, 6, 6), 1, marks=pytest.mark.compiled)])
 def test_ragged_last_blocks_are_written_whole(shape, axis):
     """torch 2.13's C++ loop splitting drops the values beyond the last whole block of a fused consumer."""
     x = torch.randn(shape)
@@ -131,7 +132,7 @@ def test_gradient_through_a_compiled_fake_quantize():
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_decompositions_are_in_the_table_of_a_process_that_compiled_before_the_import(run_python):
     code = """
 import torch

@@ -21,7 +21,7 @@ def check_compiled(x, *args, **options):
         assert same(a, b), args
 
 
-@pytest.mark.slow_except("nvfp4")
+@pytest.mark.compiled_except("nvfp4")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in NAMES[::4])) for name in NAMES]
 )
@@ -29,18 +29,19 @@ def test_compiled(name):
     check_compiled(values(), name)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in FLOAT_SCALE_MODES])
+@pytest.mark.compiled
+@pytest.mark.parametrize("mode", FLOAT_SCALE_MODES)
 def test_modes(mode):
     check_compiled(values(), "nvfp4", mode)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype):
     check_compiled(values().to(dtype), "nvfp4")
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
 def test_dynamic_sizes(name):
     compiled = torch.compile(through_float_scale_operators, fullgraph=True, dynamic=True)
@@ -50,7 +51,7 @@ def test_dynamic_sizes(name):
             assert same(a, b), shape
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
 def test_packages(name, tmp_path):
     x, sizes = values(), ({0: torch.export.Dim("rows", min=2, max=99)},)

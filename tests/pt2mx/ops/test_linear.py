@@ -120,6 +120,7 @@ def test_grouped_is_the_product_of_each_expert():
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("rows", [20, 200])
 def test_grouped_values_of_bfloat16_with_a_result_in_float32(rows, compiler):
     data, scale, *modes = packed(3, 40, 96, name="fp8_e4m3")
@@ -145,7 +146,7 @@ def test_gradient_of_groups(dtype):
     torch.testing.assert_close(got, torch.cat([grad[:3] @ weight[1], grad[3:] @ weight[2]]).to(dtype))
 
 
-@pytest.mark.slow_except("20-dtype0", "16-dtype1")
+@pytest.mark.compiled_except("20-dtype0", "16-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [16, 20])
 def test_rows_of_no_expert_have_no_gradient(n, dtype, compiler):
@@ -219,7 +220,7 @@ def test_errors_of_groups():
         grouped_linear_mx(torch.randn(1, 5, 64), data, scale, offs, *modes)
 
 
-@pytest.mark.slow_except("dtype1-3", "dtype0-200")
+@pytest.mark.compiled_except("dtype1-3", "dtype0-200")
 @pytest.mark.parametrize("rows", [3, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rotated_x(dtype, rows, compiler):

@@ -128,6 +128,7 @@ def test_any_strides_and_no_images():
     assert [y.shape for y in conv2d_fake_quantize_mx(*args)] == [(0, 3, 7, 64)] * 2
 
 
+@pytest.mark.compiled
 def test_compiled_with_any_size():
     args = arguments("fp8_e4m3")
 

@@ -84,6 +84,7 @@ def test_wide_elements(out_elem):
             assert torch.equal(linear_fake_quantize_mx(*args), in_two_steps(*args))
 
 
+@pytest.mark.compiled
 def test_dynamic_rows_compile():
     torch.manual_seed(0)
     data, scale = packed(64, 96)

@@ -41,7 +41,7 @@ def test_tables_whatever_was_imported_first(modules, lowers, run_python):
     assert run_python(KNOWN, modules, fresh=True).split() == ["True", str(lowers), "True", "True"]
 
 
-@pytest.mark.slow  # the first case above checks the tables, test_package.py packages of operators in general
+@pytest.mark.compiled  # the first case above checks the tables, test_package.py packages of operators in general
 def test_aotinductor_of_a_program_that_was_loaded(run_python, tmp_path):
     """No fake kernel ran in that process before."""
     x = torch.randn(4, 64)
@@ -60,7 +60,7 @@ print(len(sources) > 0, any("pt2mx::" in source or "pt2mx." in source for source
     assert torch.equal(package(x), Quantized()(x))
 
 
-@pytest.mark.slow  # the blocks of README.md compile in fresh processes, too
+@pytest.mark.compiled  # the blocks of README.md compile in fresh processes, too
 def test_a_compiled_first_call(run_python):
     code = """
 import torch, pt2mx

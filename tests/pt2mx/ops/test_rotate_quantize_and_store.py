@@ -47,6 +47,7 @@ def test_schema(text):
     opcheck(rotate_quantize_and_store, of_codes(text)[0])
 
 
+@pytest.mark.compiled
 def test_compiled_code_writes_the_cache_in_place():
     args, (query, *cache) = of_codes("mxfp4")
     compiled = torch.compile(lambda x, *rest: rotate_quantize_and_store(x + 0, *rest), fullgraph=True)

@@ -76,6 +76,7 @@ def test_convert_of_a_layer_by_itself():
     assert convert_linear_to_mx(converted) is converted
 
 
+@pytest.mark.compiled
 def test_a_layer_compiles(compiler):
     layer, x = loaded(MXLinear(24, 8), "linear").requires_grad_(False), recorded("x")
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-5, atol=1e-5)

@@ -260,6 +260,7 @@ def test_compiled_parameter(elem, compiler):
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
 
 
+@pytest.mark.compiled
 def test_compiled_quantization_with_gradients(compiler):
     def attention(q, k, v):
         scores = MXTensor.to_mx(q, "mxfp8") @ MXTensor.to_mx(k, "mxfp8").transpose(-1, -2)
@@ -280,6 +281,7 @@ def test_compiled_quantization_with_gradients(compiler):
     assert graphs.frame_count == 1
 
 
+@pytest.mark.compiled
 def test_compiled_quantization_with_a_tensor_scale(compiler):
     def function(x, w):
         return x @ MXTensor.to_mx(w, "nvfp4").t()

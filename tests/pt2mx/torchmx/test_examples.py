@@ -103,6 +103,7 @@ def linear_config(weights: str, activations: str, block_size: int = 32) -> QLine
     )
 
 
+@pytest.mark.compiled
 def test_llama_example_atenir_graph(compiler):
     torch.manual_seed(2)
     model = llama()

@@ -158,6 +158,7 @@ def test_persistence(kind):
     assert torch.equal(other(**inputs()).logits, expected)
 
 
+@pytest.mark.compiled
 @KINDS
 def test_compile(kind, compiler):
     model = make(kind)

@@ -140,6 +140,7 @@ def test_the_dtype_in_which_codes_are_read_can_be_set():
             q._orig_dtype = bad
 
 
+@pytest.mark.compiled
 def test_compiled_functions_see_which_dtype_comes_in(compiler):
     def run(x, dtype):
         return MXTensor.to_mx(x, dtype).to_dtype()

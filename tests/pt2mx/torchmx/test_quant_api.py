@@ -142,7 +142,7 @@ def test_meta_model_takes_a_checkpoint():
     assert torch.equal(other(x), model(x))
 
 
-@pytest.mark.slow  # test_llm.py compiles a model
+@pytest.mark.compiled  # test_llm.py compiles a model
 def test_compile(compiler):
     model, x = Block(), torch.randn(2, 40)
     quantize_linear_(model, QCONFIG)

@@ -1,0 +1,131 @@
+"""What `tests/conftest.py` does for a run: the cases of each tier, the slowest functions, files that are left."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fresh_process import run_program
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "tests/README.md").read_text()
+
+RUN = """
+import os
+import pytest
+os.environ["HOME"] = os.path.abspath("home")
+options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
+options += ["-m", "not slow and not compiled"]
+print("status", int(pytest.main(options)))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that runs a file of tests with our hooks, in a home of its own, and returns status and output."""
+    (tmp_path / "home").mkdir()
+
+    def call(code):
+        (tmp_path / "test_it.py").write_text(code)
+        finished = run_program(RUN, "-c", tmp_path)
+        assert finished.status == 0, finished.err
+        out, _, status = finished.out.rpartition("status ")
+        return int(status), out + finished.err
+
+    return call
+
+
+def test_cases_of_a_tier_are_left_out(run):
+    code = """
+import pytest
+
+@pytest.mark.slow_cases("a*")
+@pytest.mark.compiled_cases("b")
+@pytest.mark.parametrize("name", ["a1", "a2", "b", "c"])
+def test_some(name):
+    assert name == "c"
+
+@pytest.mark.slow_except("a1", "b")
+@pytest.mark.compiled_except("b", "a2")
+@pytest.mark.parametrize("name", ["a1", "a2", "b"])
+def test_others(name):
+    assert name == "b"
+"""
+    status, out = run(code)
+    assert status == 0 and "2 passed, 5 deselected" in out, out
+
+
+def test_a_name_of_no_case_is_an_error(run):
+    status, out = run("""
+import pytest
+
+@pytest.mark.compiled_except("d")
+@pytest.mark.parametrize("name", ["a"])
+def test_some(name):
+    pass
+""")
+    assert status == pytest.ExitCode.USAGE_ERROR and "test_some has no case d" in out, out
+
+
+def test_a_test_that_leaves_a_temporary_file_fails(run):
+    status, out = run("""
+import tempfile
+
+def test_leaves():
+    tempfile.mkdtemp("left")
+
+def test_removes():
+    with tempfile.TemporaryDirectory():
+        pass
+""")
+    assert status == 1 and "2 passed, 1 error" in out and "ERROR test_it.py::test_leaves" in out, out
+
+
+def test_tests_that_leave_a_file_at_home_fail(run, tmp_path):
+    status, out = run("""
+from pathlib import Path
+
+def test_leaves():
+    (Path.home() / "left.txt").touch()
+""")
+    assert status == 1 and "1 passed" in out and f"The tests left files: {tmp_path}/home/left.txt" in out, out
+
+
+def test_the_slowest_functions_are_printed(run):
+    status, out = run("""
+import pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    report.duration = 10.0
+
+@pytest.fixture(autouse=True, scope="session")
+def _clock(request):
+    request.config.pluginmanager.register(__import__("sys").modules[__name__])
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_often(name):
+    pass
+
+def test_once():
+    pass
+""")
+    assert status == 0, out
+    assert re.search(
+        r"^  60.0 s  test_it.py::test_often\n  30.0 s  test_it.py::test_once\n  90.0 s  all 2 f", out, re.M
+    ), out
+
+
+def test_the_representatives_of_the_table_exist():
+    """Each mechanism has a test that runs by default."""
+    table = README.partition("## Mechanisms")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) > 20
+    for _, representatives, _ in rows:
+        for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", representatives):
+            tree = ast.parse((ROOT / "tests" / file).read_text())
+            named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+            assert len(named) == 1, (file, name)
+            markers = {ast.unparse(decorator) for decorator in named[0].decorator_list}
+            assert not markers & {"pytest.mark.slow", "pytest.mark.compiled"}, (file, name)
