@@ -24,7 +24,7 @@ from pt2mx.fx.passes.activation_matmuls_bf16 import use_bf16_activation_matmuls
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul, use_bfloat16_tensor_cores
 from pt2mx.fx.passes.cache_writes import fuse_cache_writes
 from pt2mx.fx.passes.convolutions_as_matmuls import use_matmuls_for_convolutions
-from pt2mx.fx.passes.fold_weights import fold_all_weights, unpack_weights
+from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize, sink_bias
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
@@ -34,6 +34,7 @@ from pt2mx.fx.passes.interleave_gates import interleave_gates
 from pt2mx.fx.passes.merge_linears import merge_linears
 from pt2mx.fx.passes.packed_operands import use_packed_attention, use_packed_embeddings, use_packed_weights
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
+from pt2mx.fx.passes.unpack_weights import unpack_weights
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.select import USES

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from pt2mx.ops import attention, decoding, hadamard, linear, quantization, rope
+from pt2mx.ops import attention, convolution, decoding, hadamard, linear, quantization, rope
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
         node = place.graph.call_function(target, args)
     set_value(node)
     return node
+
+
+def insert_call(place: Node, call: Operator[Node]) -> Node:
+    """Insert a call of an operator of pt2mx before a node, set its `val` meta, and return it."""
+    return insert_before(place, call.overload, *call.args)
 
 
 def result_of(node: Node, replaced: dict[Node, Any] | None = None) -> Any:
@@ -205,6 +210,10 @@ class AttentionMX(OperatorCall, attention.AttentionMX[Node]):
     """A call of `attention_mx`."""
 
 
+class AttentionBfloat16(OperatorCall, attention.AttentionBfloat16[Node]):
+    """A call of `attention_bfloat16`."""
+
+
 class DecodingAttentionMX(OperatorCall, decoding.DecodingAttentionMX[Node]):
     """A call of `decoding_attention_mx`."""
 
@@ -225,8 +234,16 @@ class NormedLinearMX(OperatorCall, decoding.NormedLinearMX[Node]):
     """A call of `normed_linear_mx`."""
 
 
+class ResidualLinearMX(OperatorCall, decoding.ResidualLinearMX[Node]):
+    """A call of `residual_linear_mx`."""
+
+
 class GroupedLinearMX(OperatorCall, linear.GroupedLinearMX[Node]):
     """A call of `grouped_linear_mx`."""
+
+
+class Conv2dMX(OperatorCall, convolution.Conv2dMX[Node]):
+    """A call of `conv2d_mx`."""
 
 
 class Hadamard(OperatorCall, hadamard.Hadamard[Node]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -11,12 +10,21 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
-from pt2mx.fx.graph.node import args_of, dtype_of, named_args, node_arg, set_value, shape_of, value_of
+from pt2mx.fx.graph.node import (
+    AttentionBfloat16,
+    args_of,
+    dtype_of,
+    named_args,
+    node_arg,
+    set_value,
+    shape_of,
+    value_of,
+)
 from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.constants import LEAST_ROWS
 from pt2mx.kernels.select import supports
-from pt2mx.ops.attention import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
+from pt2mx.ops.attention import MatmulBfloat16
 
 aten = torch.ops.aten
 
@@ -42,19 +50,20 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
         call = rewrite(node) if rewrite else None
         if call is None:
             continue
-        operator, operands, options = call
-        if not all(_holds_bfloat16(operand, written) for operand in operands):
+        operands = {name: getattr(call, name) for name in _OPERANDS[type(call)]}
+        if not all(_holds_bfloat16(operand, written) for operand in operands.values()):
             continue
-        if operator is attention_bfloat16 and not accepts_any_order(node, writes):
+        is_attention = isinstance(call, AttentionBfloat16)
+        if is_attention and not accepts_any_order(node, writes):
             continue
         with model.graph.inserting_before(node):
             if dtype_of(node) == torch.float32 and supports("quantize activations to bfloat16", value_of(node)):
-                operands = tuple(_cast(operand) for operand in operands)
-            matmul = model.graph.call_function(operator, (*operands, *options))
+                call = call.replace(**{name: _cast(operand) for name, operand in operands.items()})
+            matmul = model.graph.call_function(call.overload, call.args)
         matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         set_value(matmul)
         node.replace_all_uses_with(matmul)
-        if operator is attention_bfloat16:
+        if is_attention:
             reordered[matmul] = node.meta["val"]
         model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
     settle_order(model.graph, reordered)
@@ -66,7 +75,8 @@ def _cast(operand: Node) -> Node:
     return cast
 
 
-_Call = tuple[torch._ops.OpOverload, tuple[Node, ...], tuple[Any, ...]]
+_Call = MatmulBfloat16[Node] | AttentionBfloat16
+_OPERANDS = {MatmulBfloat16: ("x", "y"), AttentionBfloat16: ("query", "key", "value")}
 
 
 def _matmul(node: Node) -> _Call | None:
@@ -78,7 +88,7 @@ def _matmul(node: Node) -> _Call | None:
     fits = len(of_x or ()) == len(of_y or ()) >= 2 and (of_x or ())[:-2] == (of_y or ())[:-2]
     if not fits or not supports("multiply activations in bfloat16", value_of(node), (*shape, (of_x or ())[-1])):
         return None
-    return matmul_bfloat16, (x, y), (torch.float32,)
+    return MatmulBfloat16(x, y, torch.float32)
 
 
 def _attention(node: Node) -> _Call | None:
@@ -100,7 +110,7 @@ def _attention(node: Node) -> _Call | None:
         return None
     if not supports("attend in bfloat16", value_of(node), (*of_query, keys, width), mask is not None):
         return None
-    return attention_bfloat16, operands, (mask, args["is_causal"], args["scale"], dtype, *NOT_QUANTIZED)
+    return AttentionBfloat16(*operands, mask, args["is_causal"], args["scale"], target_dtype=dtype, spec=None)
 
 
 _REWRITES: dict[object, Callable[[Node], _Call | None]] = {

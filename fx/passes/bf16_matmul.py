@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from pt2mx.fx.graph.node import (
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import dequantize_mx
-from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 
 aten = torch.ops.aten
 #: operators whose results bfloat16 may represent
@@ -70,14 +68,14 @@ def use_bf16_matmul(model: GraphModule) -> None:
 
 def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
     """Insert a node with the quantized values in bfloat16, and return it; `alone`: nothing else uses the values."""
-    args = _in_one_kernel(x) if alone else None
-    if args is None and dtype_of(x) == torch.bfloat16:
+    call = _in_one_kernel(x) if alone else None
+    if call is None and dtype_of(x) == torch.bfloat16:
         return x
     with model.graph.inserting_after(x):
-        if args is None:
+        if call is None:
             values = model.graph.call_function(aten.to.dtype, (x, torch.bfloat16))
         else:
-            values = model.graph.call_function(rotated_fake_quantize_mx, args)
+            values = model.graph.call_function(call.overload, call.args)
     set_value(values)
     return values
 
@@ -92,23 +90,22 @@ def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | 
     return FakeQuantize.of(x) or RotatedFakeQuantize.of(x) or Dequantize.of(x)
 
 
-def _in_one_kernel(x: Node) -> tuple[Any, ...] | None:
-    """Return arguments with which `rotated_fake_quantize_mx` computes a node's values in bfloat16; None if it
-    cannot."""
+def _in_one_kernel(x: Node) -> RotatedFakeQuantize | None:
+    """Return the call that computes a node's values in bfloat16; None if there is none."""
     if (rotated := RotatedFakeQuantize.of(x)) is not None:
-        return rotated.replace(target_dtype=torch.bfloat16).args
+        return rotated.replace(target_dtype=torch.bfloat16)
     quantization = FakeQuantize.of(x)
     return None if quantization is None else quantization_to_bfloat16(quantization, len(shape_of(x) or ()))
 
 
-def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> tuple[Any, ...] | None:
+def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> RotatedFakeQuantize | None:
     """Return arguments with which `rotated_fake_quantize_mx` computes what a `fake_quantize_mx` computes, in bfloat16;
     None if it cannot. `dimensions`: the number of dimensions of the tensor."""
     if quantization.spec.axis not in (-1, dimensions - 1):
         return None
     if quantization.ste != "identity" or ROUNDINGS[quantization.spec.rounding].random:
         return None
-    return RotatedFakeQuantize(quantization.x, 1, quantization.spec, torch.bfloat16).args
+    return RotatedFakeQuantize(quantization.x, 1, quantization.spec, torch.bfloat16)
 
 
 def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:

@@ -11,11 +11,11 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import Quantize, args_of, insert_before, named_args, node_arg, value_of
+from pt2mx.fx.graph.node import Quantize, args_of, insert_call, named_args, node_arg, value_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
-from pt2mx.ops.cache import StoreMX, store_mx
+from pt2mx.ops.cache import StoreMX
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def fuse_cache_writes(model: GraphModule) -> None:
             StoreMX(*map(value_of, nodes), *specs).check()
         except MXError:
             continue
-        insert_before(node, store_mx, *StoreMX(*nodes, *specs).args)
+        insert_call(node, StoreMX(*nodes, *specs))
         for write in writes:
             part = node_arg(write, 3)
             write.replace_all_uses_with(node_arg(write))

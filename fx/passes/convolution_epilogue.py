@@ -15,10 +15,12 @@ from torch.fx import Node
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.memory_order import same_sizes, same_strides
 from pt2mx.fx.graph.node import (
+    Conv2dMX,
     FakeQuantize,
     dtype_of,
     function_of,
     insert_before,
+    insert_call,
     named_args,
     node_arg,
     result_of,
@@ -29,7 +31,7 @@ from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.fuse_activation_quantize import ACTIVATIONS
 from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize
 
 if TYPE_CHECKING:
     from pt2mx.fx.passes.fuse_quantize_epilogue import Quantization
@@ -123,6 +125,8 @@ def _is_fusible(chain: _Chain, writes: Writes) -> bool:
     """Return whether the kernel can compute a chain, and nothing else uses or writes its intermediate values."""
     if any(len(node.users) > 1 for node in chain.computed[:-1]):
         return False
+    if not Conv2dMX.expect(chain.convolution).spec.has_plain_scale:
+        return False
     value, dtype = value_of(chain.convolution), dtype_of(chain.convolution)
     if not isinstance(value, Tensor) or not supports_epilogue(chain.quantization.spec, value.shape[-1], dtype):
         return False
@@ -155,10 +159,24 @@ def _replace(chain: _Chain) -> None:
         return node
 
     residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)
-    *args, _ = list(named_args(chain.convolution).values())[:10]  # up to the dtype; scales are E8M0
-    args.append(dtype_of(chain.convolution))
-    keeps, fused_args = chain.has_other_users, chain.quantization.fused_args
-    fused = insert_before(last, conv2d_fake_quantize_mx, *args, residual, chain.activation, keeps, *fused_args)
+    now, keeps = Conv2dMX.expect(chain.convolution), chain.has_other_users
+    call: Conv2dFakeQuantize[Node] = Conv2dFakeQuantize(
+        x=now.x,
+        codes=now.codes,
+        scale=now.scale,
+        bias=now.bias,
+        spec=now.spec,
+        stride=now.stride,
+        padding=now.padding,
+        dilation=now.dilation,
+        product_dtype=dtype_of(chain.convolution),
+        residual=residual,
+        activation=chain.activation,
+        keep_activated=keeps,
+        out_spec=chain.quantization.spec,
+        target_dtype=chain.quantization.dtype,
+    )
+    fused = insert_call(last, call)
     if keeps:
         activated = viewed(insert_before(last, operator.getitem, fused, 0), chain.views)
         activated.meta.update({key: value for key, value in last.meta.items() if key != "val"})

@@ -19,8 +19,10 @@ from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
 from pt2mx.fx.graph.node import (
+    Conv2dMX,
     Dequantize,
     FakeQuantize,
+    RotatedFakeQuantize,
     name_of,
     named_args,
     operator_of,
@@ -33,8 +35,6 @@ from pt2mx.fx.graph.node import (
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
 from pt2mx.kernels.select import supports
-from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -51,8 +51,7 @@ class Convolution:
     Args:
         dimensions: the number of spatial dimensions.
         x: the node that quantizes the images.
-        quantization: the arguments that quantize the images with channels last; None if the values of x are cast
-            instead.
+        quantization: the call that quantizes the images with channels last; None if the values of x are cast instead.
         codes, scale: of the weight (N, C, *kernel).
         spec: of the weight with channels last.
         conv_args: stride, padding and dilation, each of height and width.
@@ -60,7 +59,7 @@ class Convolution:
 
     dimensions: int
     x: Node
-    quantization: tuple[Any, ...] | None
+    quantization: RotatedFakeQuantize | None
     codes: Node
     scale: Node
     bias: Node | None
@@ -143,13 +142,13 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
     quantization = convolution.quantization
     with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
         call = _caller(model.graph)
-        x, *quantize_args = quantization or (convolution.x,)
+        x = convolution.x if quantization is None else quantization.x
         last = call(aten.permute.default, x, (0, 2, 3, 1) if convolution.dimensions == 2 else (0, 2, 1))
         if convolution.dimensions == 1:
             last = call(aten.unsqueeze.default, last, 1)
         if quantization is None:
             return call(aten.to.dtype, last, torch.bfloat16)
-        return call(rotated_fake_quantize_mx, last, *quantize_args)
+        return call(quantization.overload, *quantization.replace(x=last).args)
 
 
 def _matmul(
@@ -158,10 +157,22 @@ def _matmul(
     """Insert the calls that compute a convolution, and return the node of the result."""
     with model.graph.inserting_before(node):
         call = _caller(model.graph)
-        rows = [_rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)]
-        spec, dtype = convolution.spec, node.meta["val"].dtype
-        conv_args = (spec.element.name, spec.block_size, *convolution.conv_args, dtype)
-        result = call(conv2d_mx, values, *rows, convolution.bias, *conv_args)  # (B, H', W', N)
+        codes, scale = (
+            _rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)
+        )
+        stride, padding, dilation = convolution.conv_args
+        packed = Conv2dMX(
+            x=values,
+            codes=codes,
+            scale=scale,
+            bias=convolution.bias,
+            spec=convolution.spec,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            target_dtype=node.meta["val"].dtype,
+        )
+        result = call(packed.overload, *packed.args)  # (B, H', W', N)
         if convolution.dimensions == 2:
             return call(aten.permute.default, result, (0, 3, 1, 2))
         return call(aten.permute.default, call(aten.squeeze.dim, result, 1), (0, 2, 1))

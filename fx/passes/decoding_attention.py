@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.node import AttentionMX, DecodingAttentionMX, insert_before, named_args, register_buffer, value_of
+from pt2mx.fx.graph.node import AttentionMX, DecodingAttentionMX, insert_call, named_args, register_buffer, value_of
 from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
@@ -70,7 +70,7 @@ def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None
         with model.graph.inserting_before(next(iter(model.graph.nodes))):
             zeros = model.graph.get_attr(name)
     for node, operator, _ in calls:
-        new = insert_before(node, operator.overload, *operator.replace(zeros=zeros).args)
+        new = insert_call(node, operator.replace(zeros=zeros))
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it

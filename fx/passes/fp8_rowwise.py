@@ -15,6 +15,7 @@ from pt2mx.fx.graph.node import (
     FakeQuantize,
     LinearMX,
     insert_before,
+    insert_call,
     name_of,
     register_buffer,
     shape_of,
@@ -27,7 +28,7 @@ from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, QuantizeFP8Rows, mm_fp8_rows
+from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 
 #: fewest rows of x, and fewest values of a weight, for which FP8 is faster than bfloat16. Time relative to bfloat16 on
 #: an H200: 0.82 for 2048 x 1024 x 1024, 1.3 for 2048 x 1536 x 384
@@ -64,8 +65,10 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
         if call.x not in rows:
             rows[call.x] = _rows_of(call.x, quantization, written)
         with model.graph.inserting_before(node):
-            weight = [_read(model, name, old) for name, old in zip(names, (call.codes, call.scale), strict=True)]
-            matmul = model.graph.call_function(mm_fp8_rows, (*rows[call.x], *weight, call.bias))
+            weight, scale = (_read(model, *read) for read in zip(names, (call.codes, call.scale), strict=True))
+            data, of_x, unfit = rows[call.x]
+            of_rows: MmFP8Rows[Node] = MmFP8Rows(data, of_x, unfit, weight, scale, call.bias)
+            matmul = model.graph.call_function(of_rows.overload, of_rows.args)
         matmul.meta.update(node.meta)
         if node in written:
             written.add(matmul)
@@ -125,14 +128,12 @@ def _rows_of(x: Node, quantization: FakeQuantize, written: set[Node]) -> list[No
     """
     norm = norm_before(quantization.x, written)
     if norm is not None:
-        args = LayerNormFP8Rows(*norm[1:], quantization.spec).args
-        call = insert_before(norm.node, LayerNormFP8Rows.overload, *args)
+        call = insert_call(norm.node, LayerNormFP8Rows(*norm[1:], quantization.spec))
         normed, *rows = (insert_before(norm.node, operator.getitem, call, i) for i in range(4))
         normed.meta.update(norm.node.meta)
         norm.node.replace_all_uses_with(normed)
         erase_unused(norm.node)
         return rows
     activation, source = activation_before(quantization.x, written)
-    args = QuantizeFP8Rows(source, quantization.spec, activation).args
-    call = insert_before(x, QuantizeFP8Rows.overload, *args)
+    call = insert_call(x, QuantizeFP8Rows(source, quantization.spec, activation))
     return [insert_before(x, operator.getitem, call, i) for i in range(3)]

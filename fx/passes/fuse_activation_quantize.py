@@ -22,6 +22,7 @@ from pt2mx.fx.graph.node import (
     LinearMX,
     RotatedFakeQuantize,
     insert_before,
+    insert_call,
     named_args,
     node_arg,
     shape_of,
@@ -82,15 +83,13 @@ def fuse_activation_quantize(model: GraphModule) -> None:
         norm = norm_before(call.x, written)
         activation, source = activation_before(call.x, written)
         if norm is not None:
-            args = LayerNormFakeQuantize(*norm[1:], call.spec, dtype).args
-            fused = insert_before(norm.node, LayerNormFakeQuantize.overload, *args)
+            fused = insert_call(norm.node, LayerNormFakeQuantize(*norm[1:], call.spec, dtype))
             normed, quantized = (insert_before(norm.node, operator.getitem, fused, i) for i in range(2))
             normed.meta.update(norm.node.meta)
             norm.node.replace_all_uses_with(normed)
             erase_unused(norm.node)
         elif activation != "none" or isinstance(call, FakeQuantize):
-            args = ActivationFakeQuantize(source, activation, call.spec, dtype).args
-            quantized = insert_before(node, ActivationFakeQuantize.overload, *args)
+            quantized = insert_call(node, ActivationFakeQuantize(source, activation, call.spec, dtype))
         else:
             continue  # `rotated_fake_quantize_mx` is a call already
         quantized.meta.update({key: value for key, value in node.meta.items() if key != "val"})

@@ -17,10 +17,12 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     LinearMXMMALayout,
     NormedLinearMX,
+    ResidualLinearMX,
     args_of,
     dtype_of,
     function_of,
     insert_before,
+    insert_call,
     name_of,
     named_args,
     node_arg,
@@ -28,7 +30,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.interleave_gates import gate_of, interleaved_halves
-from pt2mx.ops.decoding import normed_linear_mx, residual_linear_mx
 from pt2mx.ops.linear import linear_mx_mma_layout
 
 aten = torch.ops.aten
@@ -107,8 +108,18 @@ def _fuse_norm(norm: Norm, written: set[Node]) -> None:
     ):
         return
     weight = _read_again(norm.total, norm.weight)
-    linear = call.x, call.codes, call.scale, call.bias, call.element, call.n
-    fused = insert_before(norm.total, residual_linear_mx, *linear, residual, weight, *_of_tensor(call))
+    summed = ResidualLinearMX(
+        x=call.x,
+        codes=call.codes,
+        scale=call.scale,
+        bias=call.bias,
+        element=call.element,
+        n=call.n,
+        residual=residual,
+        norm_weight=weight,
+        tensor_scale=call.tensor_scale,
+    )
+    fused = insert_call(norm.total, summed)
     total, weighted, squares = (insert_before(norm.total, operator.getitem, fused, i) for i in range(3))
     _replace(norm.total, total)
     for *path, layer in paths:
@@ -127,12 +138,19 @@ def _normed(
     eps: float,
     gate: str | None,
 ) -> Node:
-    args = x, call.codes, call.scale, call.bias, call.element, call.n, squares, eps, gate, *_of_tensor(call)
-    return insert_before(position, normed_linear_mx, *args)
-
-
-def _of_tensor(call: LinearMXMMALayout | NormedLinearMX) -> tuple[Node, ...]:
-    return () if call.tensor_scale is None else (call.tensor_scale,)
+    normed = NormedLinearMX(
+        x=x,
+        codes=call.codes,
+        scale=call.scale,
+        bias=call.bias,
+        element=call.element,
+        n=call.n,
+        squares=squares,
+        eps=eps,
+        gate=gate,
+        tensor_scale=call.tensor_scale,
+    )
+    return insert_call(position, normed)
 
 
 def _replace(old: Node, new: Node) -> None:

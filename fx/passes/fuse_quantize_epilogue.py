@@ -12,7 +12,7 @@ This saves memory traffic, and a kernel that reads the values only to quantize t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,11 +20,12 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import Writes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
+    AttentionBfloat16,
     FakeQuantize,
     LinearMX,
     RotatedFakeQuantize,
     dtype_of,
-    insert_before,
+    insert_call,
     named_args,
     node_arg,
     set_value,
@@ -39,7 +40,7 @@ from pt2mx.ops.activations import ActivationFakeQuantize
 from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.ops.convolution import conv2d_mx
-from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
+from pt2mx.ops.quantize_epilogue import LinearFakeQuantize
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -58,11 +59,6 @@ class Quantization(NamedTuple):
     activation: str
     spec: MXSpec
     dtype: torch.dtype | None
-
-    @property
-    def fused_args(self) -> tuple[Any, ...]:
-        """Return the arguments that come last in the fused operators."""
-        return ActivationFakeQuantize(self.source, self.activation, self.spec, self.dtype).args[2:]
 
     @classmethod
     def of(cls, node: Node) -> Quantization | None:
@@ -122,8 +118,18 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
 
     def fuse() -> None:
         now = LinearMX.expect(matmul)  # another fusion may have replaced its input
-        args = (*now.args[:6], dtype_of(matmul), quantization.activation, *quantization.fused_args)
-        fused = insert_before(matmul, linear_fake_quantize_mx, *args)
+        call: LinearFakeQuantize[Node] = LinearFakeQuantize(
+            x=now.x,
+            codes=now.codes,
+            scale=now.scale,
+            bias=now.bias,
+            spec=now.spec,
+            product_dtype=dtype_of(matmul),
+            activation=quantization.activation,
+            out_spec=quantization.spec,
+            target_dtype=quantization.dtype,
+        )
+        fused = insert_call(matmul, call)
         fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
         quantized.replace_all_uses_with(fused)
         for node in (quantized, matmul):
@@ -139,8 +145,8 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
     path = _path_from_attention(merged)
     if path is None or quantization.activation != "none" or writes.reach((quantized, *path)):
         return None
-    attention, args = path[0], named_args(path[0])
-    if args["elem_dtype_name"] is not None or quantization.spec.block_size != BLOCK:
+    attention = path[0]
+    if AttentionBfloat16.expect(attention).spec is not None or quantization.spec.block_size != BLOCK:
         return None
     if not supports("quantize the result of attention", value_of(attention), quantization.spec):
         return None
@@ -148,8 +154,9 @@ def _attention(quantization: Quantization, writes: Writes) -> _Fusion | None:
     casts = _casts_of(quantized, writes) if dtype == dtype_of(merged) else []
 
     def fuse() -> None:
-        fused_args = *quantization.fused_args[:-1], dtype_of(casts[0]) if casts else dtype
-        attention.args, attention.kwargs = (*list(named_args(attention).values())[:7], *fused_args), {}
+        out_dtype = dtype_of(casts[0]) if casts else dtype
+        call = AttentionBfloat16.expect(attention).replace(spec=quantization.spec, out_dtype=out_dtype)
+        attention.args, attention.kwargs = call.args, {}
         for node in path:
             set_value(node)
         for node in (*casts, quantized):

@@ -16,6 +16,8 @@ from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     AttentionMX,
     Dequantize,
+    GroupedLinearMX,
+    LinearMX,
     args_of,
     dtype_of,
     function_of,
@@ -30,7 +32,6 @@ from pt2mx.fx.graph.node import (
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import REORDERING
-from pt2mx.ops import linear
 from pt2mx.ops.attention import attention_mx
 
 aten = torch.ops.aten
@@ -45,16 +46,21 @@ class Matmul:
         x, weight, third: positions of the arguments; `third` is the bias, or the offsets of the groups.
         dims: the dimensions of the packed weight in the matmul's order; blocks run along the packed weight's last
             dimension.
-        packed: the operator that takes (x, codes, scales, third, element, block size, *others).
-        others: here the rotation of a `linear_mx`.
+        packed: the operator that computes it.
     """
 
     x: int
     weight: int
     third: int | None
     dims: tuple[int, ...]
-    packed: torch._ops.OpOverload = linear.linear_mx
-    others: tuple[int, ...] = (0,)
+    packed: type[LinearMX | GroupedLinearMX] = LinearMX
+
+    def call(self, x: Node, third: Any, weight: Dequantize) -> LinearMX | GroupedLinearMX:
+        """Return the call of `packed` that reads the codes of a weight."""
+        packed: dict[str, Any] = {field: getattr(weight, field) for field in ("codes", "scale", "spec", "tensor_scale")}
+        if self.packed is GroupedLinearMX:
+            return GroupedLinearMX(x=x, offs=third, **packed)
+        return LinearMX(x=x, bias=third, rotation=0, **packed)
 
 
 #: name of a matmul operator -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers
@@ -64,8 +70,8 @@ MATMULS = {
     "aten.matmul.default": Matmul(0, 1, None, (1, 0)),
     "aten.mm.default": Matmul(0, 1, None, (1, 0)),
     "aten.addmm.default": Matmul(1, 2, 0, (1, 0)),
-    "aten._grouped_mm.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx, ()),
-    "transformers.grouped_mm_fallback.default": Matmul(0, 1, 2, (0, 2, 1), linear.grouped_linear_mx, ()),
+    "aten._grouped_mm.default": Matmul(0, 1, 2, (0, 2, 1), GroupedLinearMX),
+    "transformers.grouped_mm_fallback.default": Matmul(0, 1, 2, (0, 2, 1), GroupedLinearMX),
 }
 
 
@@ -93,19 +99,12 @@ def use_packed_weights(model: GraphModule) -> None:
         blocks_last = weight.dims == matmul.dims and weight.axis == len(weight.dims) - 1
         if not (blocks_last and written.isdisjoint((weight.dequantize, call.codes, call.scale))):
             continue
-        x, third = args_of(node)[matmul.x], argument(node, matmul.third)
+        new = matmul.call(node_arg(node, matmul.x), argument(node, matmul.third), call)
         with model.graph.inserting_before(node):
-            blocks = call.spec.element.name, call.spec.block_size
-            args = (x, call.codes, call.scale, third, *blocks, *matmul.others, *_scales(call))
-            packed = model.graph.call_function(matmul.packed, args)
+            packed = model.graph.call_function(new.overload, new.args)
         packed.meta.update(node.meta)
         node.replace_all_uses_with(packed)
         erase_unused(node)
-
-
-def _scales(call: Dequantize) -> tuple[object, ...]:
-    """Return the arguments of a packed operator from its dtype on; none for scales that it has by default."""
-    return () if call.spec.has_plain_scale else (None, *call.args[7:])
 
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
@@ -160,7 +159,7 @@ def _matches_packed_operator(node: Node, matmul: Matmul, weight: Weight) -> bool
     x, third = args_of(node)[matmul.x], argument(node, matmul.third)
     if {dtype_of(node), dtype_of(x)} != {dtype}:
         return False
-    if matmul.packed is linear.grouped_linear_mx:
+    if matmul.packed is GroupedLinearMX:
         return dtype_of(third) == torch.int32 and len(shape_of(x) or ()) == 2
     return third is None or (dtype_of(third), shape_of(third)) == (dtype, (shape_of(node) or ())[-1:])
 
@@ -230,9 +229,10 @@ def use_packed_attention(model: GraphModule) -> None:
     pairs = [(node, pair) for node in calls if (pair := _pair(node))]
     writes = Writes(model.graph) if pairs else None
     for node, pair in pairs:
-        if writes and any(writes.between(one, node, (one, *Dequantize.expect(one).args[:2])) for one in pair):
-            continue
         args, (key, value) = named_args(node), map(Dequantize.expect, pair)
+        read = ((pair[0], key.codes, key.scale), (pair[1], value.codes, value.scale))
+        if writes and any(writes.between(tensors[0], node, tensors) for tensors in read):
+            continue
         width = value_of(pair[1]).shape[3]
         packed = key.codes, key.scale, value.codes, value.scale, key.spec, width
         of_tensors = key.tensor_scale, value.tensor_scale

@@ -15,7 +15,7 @@ from pt2mx.fx.graph.node import (
     Quantize,
     RotateQuantizeAndStore,
     args_of,
-    insert_before,
+    insert_call,
     named_args,
     node_arg,
     shape_of,
@@ -91,7 +91,7 @@ def _fuse(node: Node, cache: _Cache) -> None:
         writer(*map(value_of, tensors), *new.specs).check()
     except MXError:
         return
-    rotated = insert_before(node, writer.overload, *writer(*tensors, *new.specs).args)
+    rotated = insert_call(node, writer(*tensors, *new.specs))
     reads = [call["query"], *(call[name] for name in cache.arguments)]
     for read, replacement in zip(reads, (rotated, *(one.cache for one in writes)), strict=True):
         node.replace_input_with(read, replacement)

@@ -9,7 +9,6 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
@@ -18,8 +17,8 @@ from pt2mx.fx.graph.node import (
     FakeQuantize,
     LinearMX,
     Quantize,
-    dtype_of,
     insert_before,
+    insert_call,
     shape_of,
     value_of,
 )
@@ -30,7 +29,7 @@ from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.scaled_mm import FORMS, Form
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops.scaled_mm import scaled_mm_mx, swizzle_scale
+from pt2mx.ops.scaled_mm import ScaledMM, swizzle_scale
 
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
@@ -62,9 +61,17 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
         source = call.scale.target if call.scale.op == "get_attr" else call.scale  # a tied weight has several nodes
         if source not in scales:
             scales[source] = insert_before(node, swizzle_scale, call.scale)
-        elements = quantization.spec.element.name, call.spec.element.name
-        args = (*codes[call.x], call.codes, scales[source], call.bias, *elements, dtype_of(node))
-        matmul = insert_before(node, scaled_mm_mx, *args)
+        of_codes: ScaledMM[Node] = ScaledMM(
+            x=codes[call.x][0],
+            x_scale=codes[call.x][1],
+            weight=call.codes,
+            weight_scale=scales[source],
+            bias=call.bias,
+            x_element=quantization.spec.element.name,
+            weight_element=call.spec.element.name,
+            target_dtype=value_of(node).dtype,
+        )
+        matmul = insert_call(node, of_codes)
         matmul.meta.update(node.meta)
         node.replace_all_uses_with(matmul)
         erase_unused(node)
@@ -112,6 +119,7 @@ def _codes(x: Node) -> tuple[Node, Node]:
     if (pair := Dequantize.of(x)) is not None:
         codes, scale = pair.codes, pair.scale
     else:
-        quantize = insert_before(x, ops.quantize_mx, *FakeQuantize.expect(x).args[:7])
+        call = FakeQuantize.expect(x)
+        quantize = insert_call(x, Quantize(call.x, call.spec))
         scale, codes = (insert_before(x, operator.getitem, quantize, i) for i in range(2))
     return codes, insert_before(x, swizzle_scale, scale)

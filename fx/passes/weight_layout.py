@@ -10,14 +10,23 @@ from pt2mx import ops
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.memory_order import accepts_order_of
-from pt2mx.fx.graph.node import Dequantize, LinearMX, dtype_of, name_of, register_buffer, set_value, shape_of, tensor_of
+from pt2mx.fx.graph.node import (
+    Dequantize,
+    LinearMX,
+    LinearMXMMALayout,
+    dtype_of,
+    name_of,
+    register_buffer,
+    set_value,
+    shape_of,
+    tensor_of,
+)
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import supports
-from pt2mx.ops import linear
 
 
 @graph_pass(Dequantize)
@@ -140,11 +149,19 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
 def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -> None:
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
-        read = [model.graph.get_attr(name) for name in names]
-        of_tensor = () if call.tensor_scale is None else (call.tensor_scale,)
-        args = (call.x, *read, call.bias, call.spec.element.name, rows, call.rotation, *of_tensor)
-        new = model.graph.call_function(linear.linear_mx_mma_layout, args)
-    for buffer, old in zip(read, (call.codes, call.scale), strict=True):
+        codes, scale = (model.graph.get_attr(name) for name in names)
+        reordered = LinearMXMMALayout(
+            x=call.x,
+            codes=codes,
+            scale=scale,
+            bias=call.bias,
+            element=call.spec.element.name,
+            n=rows,
+            rotation=call.rotation,
+            tensor_scale=call.tensor_scale,
+        )
+        new = model.graph.call_function(reordered.overload, reordered.args)
+    for buffer, old in ((codes, call.codes), (scale, call.scale)):
         buffer.meta.update(old.meta)
         if "val" in old.meta:
             buffer.meta["val"] = old.meta["val"].new_empty(tensor_of(model, buffer).shape)

@@ -19,7 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours, node_arg, value_of
+from pt2mx.fx.graph.node import GroupedLinearMX, is_ours, node_arg, value_of
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
     delete_unused_tensors,
@@ -32,7 +32,6 @@ from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
-from pt2mx.ops.linear import grouped_linear_mx
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
 
@@ -41,7 +40,7 @@ aten = torch.ops.aten
 #: operators that become a node
 _NODES = (ops.fake_quantize_mx, ops.dequantize_mx, ops.tensor_scale_mx)
 #: the matmuls of experts, which ONNX lacks
-_GROUPED = {name for name, matmul in MATMULS.items() if matmul.packed is grouped_linear_mx}
+_GROUPED = {name for name, matmul in MATMULS.items() if matmul.packed is GroupedLinearMX}
 
 
 @GraphPass

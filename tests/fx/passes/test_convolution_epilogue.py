@@ -13,7 +13,7 @@ from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.cpu.linear import AVX512_BF16
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
-from tests.flow import convert
+from tests.flow import convert, exported
 from tests.graph import count, namespaces
 
 
@@ -197,6 +197,23 @@ def test_blocks_of_another_size_stay():
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8{64}"))
     fused, without = lowered(Between(activated), x, quantizer)
     assert_same(fused, without, x)
+
+
+def test_weights_with_other_scales_stay():
+    """The fused operator has E8M0 scales alone."""
+    scales, codes = pt2mx.quantize_mx(torch.randn(32, 1, 1, 64), "int8{32}(e4m3)")
+
+    class Convolution(nn.Module):
+        def forward(self, x):
+            kernel = codes, scales, None, "int8", 32, [1, 1], [0, 0], [1, 1], None, "e4m3"
+            y = torch.ops.pt2mx.conv2d_mx(x, *kernel)
+            return torch.ops.pt2mx.activation_fake_quantize_mx(y, "relu", "int8", 32, "floor", "even")
+
+    x = torch.randn(2, 8, 8, 64)
+    model = exported(Convolution(), x)
+    want = model(x)
+    fuse_quantize_epilogue(model)
+    assert count(model, conv2d_mx) == 1 and torch.equal(model(x), want)
 
 
 def test_one_dimension():

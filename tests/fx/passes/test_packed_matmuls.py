@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from pt2mx import FORMATS, dequantize_mx, ops
+from pt2mx.fx.graph.node import GroupedLinearMX, LinearMX
 from pt2mx.fx.passes.packed_operands import use_packed_weights
 from pt2mx.ops import linear
 from tests.flow import exported
@@ -26,14 +27,14 @@ def test_linear(name, dtype):
     module = Matmul(lambda x, w, b: F.linear(x, w, b), name=name, dtype=dtype)
     model = lowered(module, torch.randn(2, 3, 70, dtype=dtype))
     (packed,) = calls(model, linear.linear_mx)
-    x, data, scale, bias, *modes = packed.args
-    assert (x.op, data.target, scale.target, bias.target, modes) == (
+    call = LinearMX.expect(packed)
+    assert (call.x.op, call.codes.target, call.scale.target, call.bias.target) == (
         "placeholder",
         "data",
         "scale",
         "bias",
-        [name, 32, 0],
     )
+    assert (call.spec.element.name, call.spec.block_size, call.rotation, call.target_dtype) == (name, 32, 0, None)
     assert packed.meta["val"].shape == (2, 3, 24) and packed.meta["val"].dtype == dtype
     assert {"nn_module_stack", "stack_trace"} <= packed.meta.keys()
     assert not calls(model, ops.dequantize_mx, aten.linear.default)
@@ -119,8 +120,9 @@ def test_grouped(shape):
     packed = calls(model, linear.grouped_linear_mx)
     assert bool(packed) == is_packed(model) == transposed
     if transposed:
-        _, data, scale, ends, *modes = packed[0].args
-        assert (data.target, scale.target, ends.op, modes) == ("data", "scale", "placeholder", ["fp8_e4m3", 32])
+        call = GroupedLinearMX.expect(packed[0])
+        assert (call.codes.target, call.scale.target, call.offs.op) == ("data", "scale", "placeholder")
+        assert (call.spec.element.name, call.spec.block_size, call.target_dtype) == ("fp8_e4m3", 32, None)
 
 
 def test_readers_share_one_buffer():
