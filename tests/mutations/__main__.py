@@ -1,7 +1,7 @@
 """Put each fault into a copy of the last commit, and run the tests until one fails.
 
-The tests that have the name of the faulty file run first, then those of its folder, then the suite, `make test`'s or with `--all`
-`make test-all`'s. The faults that no test finds are listed last; each needs a test.
+The tests that have the name of the faulty file run first, then those of its folder, then the suite, `make test`'s or
+with `--all` `make test-all`'s. The faults that no test finds are listed last; each needs a test.
 
     python -m tests.mutations [--only TEXT] [--jobs 2] [--all]
 """
