@@ -14,11 +14,10 @@ from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
-from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of
+from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of, parameter_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
-from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import (
@@ -291,7 +290,7 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
     for graph in graphs:
         for node in graph.graph.nodes:
             if ROUNDED_KEY in node.meta:
-                names.append(parameter_name(name_of(Dequantize.expect(node).codes)))
+                names.append(parameter_of(name_of(Dequantize.expect(node).codes)))
     if names:
         warnings.warn(
             f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "

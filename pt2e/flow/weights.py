@@ -19,9 +19,8 @@ from pt2mx.analysis.sums import quantization_noise
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, parameter_of, tensor_of
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.kernels.float_scales import is_nan
@@ -159,7 +158,7 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
     for codes, scales, read in stored_weights(converted):
         scale = tensor_of(model_of(scales.graph), scales)
         if not is_fake(scale) and bool(is_nan(scale, read.spec).any()):
-            names.append(parameter_name(name_of(codes)))
+            names.append(parameter_of(name_of(codes)))
     names += (str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")
     return list(dict.fromkeys(names))
 
