@@ -105,7 +105,7 @@ def weight_statistics(
     values = [observer.anchored(value.detach()) for value, *_ in read]
     if any(map(is_fake, values)):
         return seen
-    scales = [_shared_scale(observer, *every) for every in read]
+    scales = [_shared_scale(observer, *amax) for _, *amax in read]
     noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec, scales)}
     if isinstance(observer, MXFormatObserver):
         noise[CANDIDATES_KEY] = {str(s): quantization_noise(values, s) for s in observer.candidate_specs}
@@ -138,11 +138,11 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
         return function_of(node)(*args, **kwargs)
     module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
-        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args))
+        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args[1:]))
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
 
 
-def _shared_scale(observer: MXObserver, x: Tensor, amax: Tensor | None = None) -> Tensor | None:
+def _shared_scale(observer: MXObserver, amax: Tensor | None = None) -> Tensor | None:
     """Return the tensor scale that a constant shares with its siblings; None without siblings."""
     return None if amax is None else tensor_scale_mx(amax, observer.spec)
 
