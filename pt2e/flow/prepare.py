@@ -155,8 +155,9 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     training = to_train_eval_modules(model)
     if training and not for_training:
         warnings.warn(
-            f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
-            "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
+            f"the exported model runs {listed(training)} in training mode, the prepared and the converted one in "
+            "evaluation mode, even where training is meant to stay (dropout that samples, batch statistics): "
+            "export model.eval()",
             stacklevel=3,
         )
     if names := random_operators(model, bool(training)):
