@@ -29,7 +29,7 @@ def attention(x):
 
 def columns_as_rows(x):
     x = x.repeat(1, 32, 1)
-    return [matmul(quantized(x[..., i : i + 64].mT)) for i in (0, 64)]
+    return [matmul(quantized(x[..., i : i + 64].transpose(1, 2))) for i in (0, 64)]
 
 
 @torch.library.custom_op("pt2mx_tests::reads_memory", mutates_args=())
