@@ -128,9 +128,10 @@ def fold_transposes(model: GraphModule) -> bool:
     folded = False
     for calls in readers.values():
         swapped = {_transposed(user) for node, _ in calls for user in node.users}
-        if len(swapped) != 1 or None in swapped:
+        dims = swapped.pop() if len(swapped) == 1 else None
+        if dims is None:
             continue
-        first, second = swapped.pop()
+        first, second = dims
         attributes = dict.fromkeys(one for _, call in calls for one in (call.codes, call.scale))
         for value in {id(value): value for value in (tensor_of(model, one) for one in attributes)}.values():
             replace_tensor(model, value, value.transpose(first, second).contiguous())
