@@ -35,6 +35,7 @@ from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.annotations import check_annotations
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver, observed_value
+from pt2mx.pt2e.observe.range_observers import MXMinMaxObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: the name that torch.export gives to tensors that are no attributes of a module
@@ -96,8 +97,8 @@ def prepare_qat_pt2e(
     after Jacob et al. (2018), section 3.2). The model starts in the mode of the export, in training mode if the export
     does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training. A warning
     names weights that do not train: those that `optimize` stored as codes (NVFP4), and those that torch.export made
-    constants (a Python list of parameters). Another warning names observers that only calibrate: `MXFakeQuantize`
-    replaces them.
+    constants (a Python list of parameters). Another warning names observers whose results would be lost:
+    `MXFakeQuantize` replaces all but those of ranges without a word.
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
@@ -322,7 +323,7 @@ def _warn_of_constants(model: GraphModule) -> None:
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:
     """Replace every `MXObserver` by an `MXFakeQuantize`, so that a config needs no flag for QAT. One observer may have
-    several names. A warning names subclasses, of which only the format stays."""
+    several names. A warning names other subclasses, of which only the format stays."""
     replacements: dict[MXObserver, MXFakeQuantize] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, MXObserver) and not isinstance(module, MXFakeQuantize):
@@ -331,7 +332,11 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
                 replacements[module] = MXFakeQuantize(module.qscheme).to(device)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, replacements[module])
-    if names := sorted({type(observer).__name__ for observer in replacements} - {MXObserver.__name__}):
+    # a range changes no number: configs of pt2-bfp and torch.ao name its observers for training, too
+    others = [
+        type(one) for one in replacements if type(one) is not MXObserver and not isinstance(one, MXMinMaxObserver)
+    ]
+    if names := sorted({kind.__name__ for kind in others}):
         warnings.warn(
             f"prepare_qat_pt2e inserts MXFakeQuantize instead of {listed(names)}, which observe calibration only: to "
             "observe, calibrate a model of prepare_pt2e; to train with a class of your own, derive it from "
