@@ -30,7 +30,7 @@ suite() {
 }
 
 in_place() {
-  local name=$1 clone=$work/$1/pt2mx home=$work/$1/home
+  local name=$1 clone=$work/$1/pt2mx home=$work/home  # one home: the C++ kernels are built once
   prefix=""
   [ "$name" != umlaut ] || clone="$work/$name/a folder für pt2mx"
   mkdir -p "$home"

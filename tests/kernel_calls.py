@@ -36,11 +36,10 @@ class ByArguments:
         self.module = module
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        make = globals()[name]
+        of_rows = self.module is not None and self.module.__name__.endswith("fp8_rowwise")
+        make = _FP8_ROWS[name] if of_rows else globals()[name]
         if self.module is None:
             return lambda *args: run_kernel(*make(*args))
-        if self.module.__name__.endswith("fp8_rowwise"):
-            make = _FP8_ROWS[name]
         return lambda *args, **named: getattr(self.module, name)(*make(*args, **named))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -289,6 +290,19 @@ def register_buffer(model: GraphModule, name: str, value: Tensor) -> str:
     unique = free_name(owner, attribute)
     owner.register_buffer(unique, value)
     return f"{path}.{unique}" if path else unique
+
+
+def parameter_of(codes: str) -> str:
+    """Return the name of the parameter whose codes are in a buffer of that name.
+
+    The layout of a lowered weight stays in the name, such as `_t`. After `_data` and `_rounded` a number is of
+    `register_buffer`; before them it belongs to the parameter, such as `weight_1`.
+    """
+    path, dot, attribute = codes.rpartition(".")
+    parameter, _, layout = attribute.rpartition("_data")
+    if not parameter or layout[:1] not in ("", "_"):
+        return codes
+    return path + dot + re.sub(r"_rounded(_\d+)?$", "", parameter) + re.sub(r"_\d+(?=_|$)", "", layout)
 
 
 def free_name(owner: object, name: str) -> str:

@@ -26,11 +26,12 @@ from pt2mx.fx.graph.node import (
     free_name,
     insert_before,
     name_of,
+    parameter_of,
     register_buffer,
 )
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, ROUNDED_KEY, SPEC_KEY, quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.tensors import remove_unused
-from pt2mx.fx.passes.fold_weights import fold_all_weights, parameter_name
+from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -117,7 +118,7 @@ def _to_parameters(model: GraphModule) -> dict[str, DecodedWeight]:
         if (first := equal[node]) not in names:
             nodes = {"codes": call.codes, "scale": call.scale, "tensor_scale": call.tensor_scale}
             tensors = {field: evaluate(model, one) for field, one in nodes.items() if one is not None}
-            names[first] = _register_parameter(model, parameter_name(root_name(call.codes)), evaluate(model, node))
+            names[first] = _register_parameter(model, parameter_of(root_name(call.codes)), evaluate(model, node))
             decoded[names[first]] = DecodedWeight(call, tensors, spec_of_dequantize(node))
         with model.graph.inserting_before(node):
             parameter = model.graph.get_attr(names[first])

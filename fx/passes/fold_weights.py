@@ -86,13 +86,6 @@ def fold_all_weights(model: GraphModule) -> GraphModule:
     return merge_equal_operands(model)
 
 
-def parameter_name(codes: str) -> str:
-    """Return the name of the parameter whose codes are in a buffer of that name."""
-    path, dot, attribute = codes.rpartition(".")
-    before, _, after = attribute.rpartition("_data")
-    return path + dot + before + after
-
-
 def _quantizes(node: Node) -> bool:
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.quantize_mx or name.startswith(_QUANTIZATIONS)

@@ -165,7 +165,7 @@ def _turned(node: object) -> Node | None:
         or args_of(first)[1:] not in [(d, 0, width // 2) for d in (-1, last)]
     ):
         return None
-    is_second = args_of(second)[1] in (-1, last) and args_of(second)[2] == width // 2 and args_of(second)[3] >= width
+    is_second = args_of(second)[1] in (-1, last) and args_of(second)[2] == width // 2
     return x if is_second else None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.node import Dequantize, Quantize, name_of, shape_of
+from pt2mx.fx.graph.node import Dequantize, Quantize, name_of, parameter_of, shape_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.spec import MXSpec
 
@@ -48,5 +48,5 @@ def _pair(node: Node, call: Dequantize) -> Pair:
     if shape is None:
         raise TypeError(f"{node} has no `val` meta")
     is_weight = call.codes.op == "get_attr"
-    name = name_of(call.codes).removesuffix("_data") if is_weight else node.name
+    name = parameter_of(name_of(call.codes)) if is_weight else node.name
     return Pair(name, spec.replace(axis=spec.axis % len(shape)), shape, is_weight, node)

@@ -48,7 +48,7 @@ class ScaledWeight(TrainEvalModule):
         self.rank, self.eps, self.transposed, self.groups = rank, eps, transposed, groups
 
     def in_training(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
-        return self._scaled(weight, safe(scale_of(gamma, self.step(variance), self.eps)))
+        return self._scaled(weight, ones_for_zeros(scale_of(gamma, self.step(variance), self.eps)))
 
     def in_evaluation(self, weight: Tensor, gamma: Tensor | None, variance: Tensor) -> Tensor:
         return self._scaled(weight, scale_of(gamma, variance, self.eps))
@@ -101,7 +101,7 @@ class NormalizedLayer(TrainEvalModule):
         variance: Tensor,
     ) -> Tensor:
         shape = [1, -1, *[1] * (self.rank - 2)]
-        scale = safe(scale_of(gamma, self.step(variance), self.eps))
+        scale = ones_for_zeros(scale_of(gamma, self.step(variance), self.eps))
         y = self.operator(x, weight, None, *self.layer_args) / scale.reshape(shape)
         y = y if bias is None else y + bias.reshape(shape)
         self.step.ends_with_gradient_of(y)
@@ -132,7 +132,8 @@ def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:
     return inverse if gamma is None else aten.mul.Tensor(gamma, inverse)
 
 
-def safe(scale: Tensor) -> Tensor:
+def ones_for_zeros(scale: Tensor) -> Tensor:
+    """Return the factors with 1 for each 0, by which nothing can be divided."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
@@ -173,7 +174,7 @@ def fold_biases(model: GraphModule) -> GraphModule:
 
 
 def computed_bias(node: Node) -> Node | None:
-    """Return a layer's bias if it is computed, so that `fold_biases` folds one that is constant; otherwise None."""
+    """Return the bias of a layer if an operator computes it, other than a dequantization; otherwise None."""
     bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
     if not isinstance(bias, Node) or bias.op != "call_function" or dequantizes(bias):
         return None

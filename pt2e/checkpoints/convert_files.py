@@ -6,8 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from pt2mx.pt2e.checkpoints.recode_plan import plan_recoding
 from pt2mx.pt2e.checkpoints.select_weights import check_weights_only
 from pt2mx.pt2e.checkpoints.sources import Source, read_source
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics
-from pt2mx.pt2e.files.output import check_output, write_text
+from pt2mx.pt2e.files.output import check_output, folder_errors, write_text
 from pt2mx.pt2e.models.checkpoint_files import CONFIG, INDEX, MODELOPT, WHOLE
 from pt2mx.pt2e.models.gguf_file import SUFFIX
 from pt2mx.pt2e.models.gguf_model import gguf_in
@@ -143,14 +142,14 @@ def convert_checkpoint(
     converter = ShardConverter(plan, statistics or {}, options)
     if layout == GGUF.name:
         check_output(output, (SUFFIX,))
-        with _write_errors(output):
+        with folder_errors(output):
             kept = convert_to_gguf(checkpoint, converter, output, json.dumps(manifest), finished)
     else:
-        with _write_errors(output):
+        with folder_errors(output):
             kept = sorted(_resume(output, plan.entries, manifest))
         remaining = [shard for shard in plan.entries if shard not in kept]
         converter.convert(remaining, output, jobs, lambda shard: finished(shard, len(plan.entries)))
-        with _write_errors(output):
+        with folder_errors(output):
             _write_other_files(plan, path, output)
     before = sum(entry.nbytes for entries in plan.entries.values() for entry in entries.values())
     return ConversionReport(formats, plan.left, kept, before, plan.size(), plan.changes, plan.engines)
@@ -194,17 +193,6 @@ def _check_statistics(statistics: object, plan: ConversionPlan) -> None:
             f"the statistics are of {next(iter(statistics))}, and of no weight that is quantized, such as "
             f"{next(iter(weights))}: collect them of this model"
         )
-
-
-@contextmanager
-def _write_errors(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except MXError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise MXError(f"cannot write to {str(output)!r}: {reason}; give a folder") from None
 
 
 def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> set[str]:

@@ -121,30 +121,38 @@ def fold_transposes(model: GraphModule) -> bool:
     Returns:
         True where there were any.
     """
+    readers: dict[int, list[tuple[Node, nodes.Dequantize]]] = {}  # of the same codes, under any name
+    for node, call in nodes.Dequantize.calls_in(model.graph):
+        if call.codes.op == "get_attr":
+            readers.setdefault(id(tensor_of(model, call.codes)), []).append((node, call))
     folded = False
-    for node, call in list(nodes.Dequantize.calls_in(model.graph)):
-        swapped = _transposed(next(iter(node.users)))
-        if call.codes.op != "get_attr" or swapped is None or any(_transposed(user) != swapped for user in node.users):
+    for calls in readers.values():
+        swapped = {_transposed(user) for node, _ in calls for user in node.users}
+        dims = swapped.pop() if len(swapped) == 1 else None
+        if dims is None:
             continue
-        for attribute in (call.codes, call.scale):
-            value = tensor_of(model, attribute)
-            replace_tensor(model, value, value.transpose(*swapped).contiguous())
-            attribute.meta["val"] = attribute.meta["val"].transpose(*swapped).contiguous()
-        first, second = swapped
-        axis = {first: second, second: first}.get(call.spec.axis, call.spec.axis)
-        node.update_arg(5, axis)
-        set_value(node)
-        for user in list(node.users):
-            user.replace_all_uses_with(node)
-            model.graph.erase_node(user)
+        first, second = dims
+        attributes = dict.fromkeys(one for _, call in calls for one in (call.codes, call.scale))
+        for value in {id(value): value for value in (tensor_of(model, one) for one in attributes)}.values():
+            replace_tensor(model, value, value.transpose(first, second).contiguous())
+        for attribute in attributes:
+            attribute.meta["val"] = attribute.meta["val"].transpose(first, second).contiguous()
+        for node, call in calls:
+            axis = {first: second, second: first}.get(call.spec.axis, call.spec.axis)
+            node.args = call.replace(spec=call.spec.replace(axis=axis)).args
+            set_value(node)
+            for user in list(node.users):
+                user.replace_all_uses_with(node)
+                model.graph.erase_node(user)
         folded = True
     model.recompile()
     return folded
 
 
-def _transposed(node: Node) -> tuple[int, ...] | None:
+def _transposed(node: Node) -> tuple[int, int] | None:
     """Return the dimensions that a node swaps; None for other nodes."""
     if node.target is not torch.ops.aten.transpose.int:
         return None
     rank = node.meta["val"].dim()
-    return tuple(sorted(dim % rank for dim in args_of(node)[1:]))
+    first, second = sorted(dim % rank for dim in args_of(node)[1:])
+    return first, second

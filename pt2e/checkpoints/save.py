@@ -23,7 +23,7 @@ from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
 from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
-from pt2mx.pt2e.files.output import whole_file, write_text
+from pt2mx.pt2e.files.output import folder_errors, whole_file, write_text
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.models.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.models.gguf_tensors import GGUF
@@ -133,23 +133,17 @@ def whole_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise MXError(f"cannot write to {folder!r}: give the path of a folder")
-    written: Path | None = None
-    try:
+    with folder_errors(folder):
         target = Path(os.path.realpath(folder))
-        written = target.with_name(f".{secrets.token_hex(8)}")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise MXError(f"{str(folder)!r} is there already: give a folder that is new or empty")
         target.parent.mkdir(parents=True, exist_ok=True)
-        written.mkdir()
-        yield written
-        os.replace(written, target)
-    except MXError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: the path holds a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise MXError(f"cannot write to {str(folder)!r}: {reason}; give a folder") from None
-    finally:
-        if written is not None:
+        written = target.with_name(f".{secrets.token_hex(8)}")
+        try:
+            written.mkdir()
+            yield written
+            os.replace(written, target)
+        finally:
             shutil.rmtree(written, ignore_errors=True)
 
 

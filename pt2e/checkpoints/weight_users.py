@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, parameter_of, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.ops.hadamard import hadamard
@@ -28,10 +28,6 @@ from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-#: the suffixes that rounding and folding append to a parameter's name
-_DATA = re.compile(r"(_rounded)?_data(_\d+)?$")
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node
     for argument, spec in zip(inputs, specs, strict=True):
         if spec.axis % argument.meta["val"].dim() != argument.meta["val"].dim() - 1:
             raise MXError(f"inputs of {module_name(node)} have blocks along dimension {spec.axis}, not the last one")
-    name = _DATA.sub("", name_of(to.codes))
+    name = parameter_of(name_of(to.codes))
     spec, tensor_scale = spec_of_dequantize(weight).replace(axis=-1), _tensor_scale(model, weight)
     if not inputs:
         return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, None)

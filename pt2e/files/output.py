@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -19,6 +20,10 @@ from pt2mx.errors import MXError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+#: errors of a full disk, of a quota, and of a limit of files
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_output(path: object, suffixes: tuple[str, ...] = ()) -> None:
@@ -146,6 +151,18 @@ class _File(io.FileIO):
         """Raise the error of a write, if there was one."""
         if self._error is not None:
             raise self._error
+
+
+@contextmanager
+def folder_errors(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise an `MXError` that names a folder where the system refuses to write it. Other errors pass."""
+    if "\0" in os.fsdecode(folder):
+        raise MXError(f"cannot write to {str(folder)!r}: embedded null byte; give a folder")
+    try:
+        yield
+    except OSError as error:
+        advice = "make room there, or give another folder" if error.errno in _NO_ROOM else "give a folder"
+        raise MXError(f"cannot write to {str(folder)!r}: {error.strerror or error}; {advice}") from error
 
 
 @contextmanager

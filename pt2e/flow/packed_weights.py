@@ -16,10 +16,10 @@ from pt2mx.analysis.measure import MXStorage
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import captured_operands, nodes_in_order, written_in
-from pt2mx.fx.graph.node import Dequantize, model_of, name_of, named_args, shape_of, tensor_of
+from pt2mx.fx.graph.node import Dequantize, model_of, name_of, named_args, parameter_of, shape_of, tensor_of
 from pt2mx.fx.graph.qdq import spec_of_dequantize
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.fold_weights import fold_all_weights, parameter_name
+from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.packing import group_of, packed_length, unpacked_length
 from pt2mx.ops import convolution, fp8_rowwise, linear, quantize_epilogue, scaled_mm
@@ -209,7 +209,7 @@ def _weight(codes: Node, scales: Node, read: _Read, outside: Mapping[Node, Seque
     shape = (*data.shape[:axis], length, *data.shape[axis + 1 :])
     spec, t = read.spec.replace(axis=axis), None if read.tensor_scale is None else _stored(read.tensor_scale, outside)
     tensor_scale = None if t is None else tensor_of(model_of(t.graph), t)
-    return PackedWeight(parameter_name(name_of(codes)), spec, data, bytes_of_scales, shape, tensor_scale)
+    return PackedWeight(parameter_of(name_of(codes)), spec, data, bytes_of_scales, shape, tensor_scale)
 
 
 def packed_bytes(shape: Sequence[int], spec: MXSpec) -> int:

@@ -14,11 +14,10 @@ from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
-from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of
+from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of, parameter_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY
 from pt2mx.fx.graph.recompile import generate_code
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, tensors_in_written_memory
-from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import (
@@ -36,6 +35,7 @@ from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.annotations import check_annotations
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver, observed_value
+from pt2mx.pt2e.observe.range_observers import MXMinMaxObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: the name that torch.export gives to tensors that are no attributes of a module
@@ -97,7 +97,8 @@ def prepare_qat_pt2e(
     after Jacob et al. (2018), section 3.2). The model starts in the mode of the export, in training mode if the export
     does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training. A warning
     names weights that do not train: those that `optimize` stored as codes (NVFP4), and those that torch.export made
-    constants (a Python list of parameters).
+    constants (a Python list of parameters). Another warning names observers whose results would be lost:
+    `MXFakeQuantize` replaces all but those of ranges without a word.
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
@@ -156,8 +157,9 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     training = to_train_eval_modules(model)
     if training and not for_training:
         warnings.warn(
-            f"{listed(training)} of the exported model train, and evaluate in the prepared and the converted one: "
-            "export model.eval(); what trains for good (dropout that samples, batch statistics) does not stay so",
+            f"the exported model runs {listed(training)} in training mode, the prepared and the converted one in "
+            "evaluation mode, even where training is meant to stay (dropout that samples, batch statistics): "
+            "export model.eval()",
             stacklevel=3,
         )
     if names := random_operators(model, bool(training)):
@@ -291,7 +293,7 @@ def _warn_of_codes(graphs: list[GraphModule]) -> None:
     for graph in graphs:
         for node in graph.graph.nodes:
             if ROUNDED_KEY in node.meta:
-                names.append(parameter_name(name_of(Dequantize.expect(node).codes)))
+                names.append(parameter_of(name_of(Dequantize.expect(node).codes)))
     if names:
         warnings.warn(
             f"optimize stored {listed(names)} as codes, which training does not change: to train them, prepare the "
@@ -321,7 +323,7 @@ def _warn_of_constants(model: GraphModule) -> None:
 
 def _observers_to_fake_quantize(model: nn.Module) -> None:
     """Replace every `MXObserver` by an `MXFakeQuantize`, so that a config needs no flag for QAT. One observer may have
-    several names."""
+    several names. A warning names other subclasses, of which only the format stays."""
     replacements: dict[MXObserver, MXFakeQuantize] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, MXObserver) and not isinstance(module, MXFakeQuantize):
@@ -330,3 +332,14 @@ def _observers_to_fake_quantize(model: nn.Module) -> None:
                 replacements[module] = MXFakeQuantize(module.qscheme).to(device)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, replacements[module])
+    # a range changes no number: configs of pt2-bfp and torch.ao name its observers for training, too
+    others = [
+        type(one) for one in replacements if type(one) is not MXObserver and not isinstance(one, MXMinMaxObserver)
+    ]
+    if names := sorted({kind.__name__ for kind in others}):
+        warnings.warn(
+            f"prepare_qat_pt2e inserts MXFakeQuantize instead of {listed(names)}, which observe calibration only: to "
+            "observe, calibrate a model of prepare_pt2e; to train with a class of your own, derive it from "
+            "MXFakeQuantize",
+            stacklevel=4,
+        )

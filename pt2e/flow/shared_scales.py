@@ -32,7 +32,6 @@ def share_tensor_scales(model: GraphModule) -> None:
     Args:
         model: a prepared graph, which is changed.
     """
-    placeholders_first(model)  # the weights of a subgraph
     observers: dict[Node, MXObserver] = {}  # by their calls
     for node in model.graph.find_nodes(op="call_module"):
         observer = model.get_submodule(str(node.target))
@@ -40,6 +39,9 @@ def share_tensor_scales(model: GraphModule) -> None:
             observers[node] = observer
     if not observers:
         return
+    # torchao observes a weight of a subgraph right after its placeholder: to compute the largest magnitude there, later
+    # placeholders would move past others
+    placeholders_first(model)
     constants = constant_nodes(model.graph)
     equal = first_equal(model, constants)
     weights: dict[Node, tuple[Node, tuple]] = {}  # call of an observer -> tensor, qscheme

@@ -6,7 +6,6 @@ the converted model if an operator still uses it.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from pt2mx import ops
 from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
+from pt2mx.fx.graph.node import Dequantize, attribute_of, model_of, name_of, node_arg, parameter_of
 from pt2mx.pt2e.flow.matmul_ops import is_matmul_like
 from pt2mx.pt2e.flow.packed_weights import packed_bytes
 from pt2mx.pt2e.observe.observer import MXObserver
@@ -128,9 +126,6 @@ def _covered(spans: list[tuple[int, int]]) -> int:
 #: meta key of an optimized, prepared or converted model: the `Size` of the float model
 FLOAT_SIZE_KEY = "mx_float_size"
 
-#: the suffix of a buffer of codes after the parameter's name
-_CODES = re.compile(r"_data(_\d+)?$")
-
 
 def tensors_of(model: GraphModule) -> dict[str, Tensor]:
     """Return the parameters, buffers and constants that a model reads, by name, without the sums of its observers."""
@@ -162,16 +157,17 @@ def float_size(model: GraphModule) -> Size:
         return model.meta[FLOAT_SIZE_KEY]
     tensors, captured = tensors_of(model), captured_operands(model)
     buffers: set[str] = set()
-    # parameter -> format -> its parts: one parameter may be packed in two formats
-    packed: dict[str, dict[str, dict[str, Size]]] = defaultdict(lambda: defaultdict(dict))
+    # parameter -> format -> its parts: one parameter may be packed in two formats, or cast for an operator
+    packed: dict[str, dict[tuple[MXSpec, torch.dtype], dict[str, Size]]] = defaultdict(lambda: defaultdict(dict))
     for graph in graph_modules(model):
-        for node in graph.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-            stored = buffers_of(node_arg(node, 0), captured) + buffers_of(node_arg(node, 1), captured)
-            buffers.update(stored)
-            for source in sources_of_codes(node, captured) if stored else ():
+        for node, call in Dequantize.calls_in(graph.graph):
+            codes = buffers_of(call.codes, captured)
+            scales = [scale for scale in (call.scale, call.tensor_scale) if scale is not None]
+            buffers.update(codes, *(buffers_of(scale, captured) for scale in scales))
+            for source in sources_of_codes(node, captured) if codes else ():
                 for name, size in source.tensors.items():
-                    parameter = _CODES.sub("", name) if name in buffers else name
-                    packed[parameter][str(node.args[2:6])][name] = size
+                    parameter = parameter_of(name) if name in codes else name
+                    packed[parameter][call.spec, call.dtype][name] = size
     values, total = size_of(tensor for name, tensor in tensors.items() if name not in buffers)
     for parameter, formats in packed.items():
         if parameter not in tensors:

@@ -19,9 +19,8 @@ from pt2mx.analysis.sums import quantization_noise
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, parameter_of, tensor_of
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.fx.passes.fold_weights import parameter_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.kernels.float_scales import is_nan
@@ -106,7 +105,7 @@ def weight_statistics(
     values = [observer.anchored(value.detach()) for value, *_ in read]
     if any(map(is_fake, values)):
         return seen
-    scales = [_shared_scale(observer, *every) for every in read]
+    scales = [_shared_scale(observer, *amax) for _, *amax in read]
     noise: dict[str, Any] = {STATISTICS_KEY: quantization_noise(values, observer.spec, scales)}
     if isinstance(observer, MXFormatObserver):
         noise[CANDIDATES_KEY] = {str(s): quantization_noise(values, s) for s in observer.candidate_specs}
@@ -139,11 +138,11 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
         return function_of(node)(*args, **kwargs)
     module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
-        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args))
+        return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args[1:]))
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)
 
 
-def _shared_scale(observer: MXObserver, x: Tensor, amax: Tensor | None = None) -> Tensor | None:
+def _shared_scale(observer: MXObserver, amax: Tensor | None = None) -> Tensor | None:
     """Return the tensor scale that a constant shares with its siblings; None without siblings."""
     return None if amax is None else tensor_scale_mx(amax, observer.spec)
 
@@ -159,7 +158,7 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
     for codes, scales, read in stored_weights(converted):
         scale = tensor_of(model_of(scales.graph), scales)
         if not is_fake(scale) and bool(is_nan(scale, read.spec).any()):
-            names.append(parameter_name(name_of(codes)))
+            names.append(parameter_of(name_of(codes)))
     names += (str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")
     return list(dict.fromkeys(names))
 

@@ -22,8 +22,7 @@ from torch.export import ExportedProgram
 from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import FakeQuantize, Quantize, value_of
-from pt2mx.fx.passes.fold_weights import parameter_name
+from pt2mx.fx.graph.node import FakeQuantize, Quantize, parameter_of, value_of
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length
@@ -223,4 +222,4 @@ def _called_weight(
     *rows, size = codes.shape
     shape = (*map(int, rows), unpacked_length(int(size), spec.element.bits))
     nbytes = sum(tensor.bytes or 0 for tensor in tensors)
-    return PackedWeightInfo(parameter_name(codes.name), format_of(spec), len(rows), shape, nbytes), tensors
+    return PackedWeightInfo(parameter_of(codes.name), format_of(spec), len(rows), shape, nbytes), tensors

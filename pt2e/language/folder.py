@@ -94,7 +94,7 @@ def save_folder(
     except OSError as error:
         raise MXError(f"cannot write to {str(folder)!r}: {error.strerror}; give a folder") from None
     except ValueError as error:  # a generation config that contradicts itself
-        raise MXError(f"cannot write to {str(folder)!r}: {error}") from None
+        raise MXError(f"cannot write to {str(folder)!r}: {error}") from error
 
 
 def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, ExportedProgram | None]:

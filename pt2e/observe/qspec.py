@@ -30,7 +30,7 @@ def mx_qspec(
             specs, so always write an axis the same way, negative or not.
         observer: constructs the module that observes the tensor: a class such as `MXObserver` (default) or
             `MXFormatObserver`, or `observer.with_args(...)`. `prepare_qat_pt2e` replaces an `MXObserver` by an
-            `MXFakeQuantize`.
+            `MXFakeQuantize`, and warns of a subclass.
         ste: the gradient in training, "identity" or "clipped", as `fake_quantize_mx` takes it.
         tensor_scale: "dynamic", "static" or "moving_average", as `MXQuantizationConfig` takes it; for formats with a
             tensor scale. Weights are "dynamic": conversion computes their scale once.

@@ -1,7 +1,7 @@
 """Put each fault into a copy of the last commit, and run the tests until one fails.
 
-The tests of the faulty file run first, then those of its folder, then the suite, `make test`'s or with `--all`
-`make test-all`'s. The faults that no test finds are listed last; each needs a test.
+The tests that have the name of the faulty file run first, then those of its folder, then the suite, `make test`'s or
+with `--all` `make test-all`'s. The faults that no test finds are listed last; each needs a test.
 
     python -m tests.mutations [--only TEXT] [--jobs 2] [--all]
 """
@@ -82,10 +82,10 @@ def _found(fault: Fault, copy: Path, everything: bool) -> str | None:
 def _stages(fault: Fault, copy: Path) -> list[list[str]]:
     """Return the tests in the order in which they run: the file's, the folder's, all."""
     path = Path("tests") / fault.path
-    own = path.parent / f"test_{path.stem}.py"
-    folder = path.parent.parent if path.parent.name == "src" else path.parent
-    stages = [[str(one)] for one in (own, folder) if (copy / one).exists()]
-    return [*stages, ["tests"]]
+    own = sorted(copy.glob(f"tests/**/test_{path.stem}.py"))
+    folder = copy / (path.parent.parent if path.parent.name == "src" else path.parent)
+    stages = [own, [folder] if folder.exists() else []]
+    return [[str(one.relative_to(copy)) for one in stage] for stage in stages if stage] + [["tests"]]
 
 
 def _first_failure(copy: Path, tests: list[str], everything: bool) -> str | None:

@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "fx/passes/fuse_qdq.py", "return len(shape) - 1 not in [dim % len(shape) for dim in args[1:3]]", "return True"
     ),
-    Fault("fx/passes/fuse_qdq.py", "columns and columns[0] % call.block_size == 0", "columns"),
-    Fault("fx/passes/rotate_and_store.py", " and args_of(second)[3] >= width", ""),
+    Fault("fx/passes/fuse_qdq.py", "columns and columns[0] % call.spec.block_size == 0", "columns"),
+    Fault("fx/passes/rotate_and_store.py", " and args_of(second)[2] == width // 2", ""),
     Fault("fx/passes/convolutions_as_matmuls.py", "((1,), (0,), (1,))", "((1,), (1,), (1,))"),
     Fault("fx/training/fuse_batch_norm.py", "mean, variance = mean.clone(), variance.clone()", "pass"),
     # observers
@@ -91,8 +91,8 @@ FAULTS = (
     Fault("pt2e/language/step.py", "self._mask = mask.clone()", "self._mask = mask"),
     Fault("pt2e/language/step.py", "self.start.fill_(self.cache.length - 1)", "self.start.fill_(self.cache.length)"),
     Fault("pt2e/language/step.py", "tokens, unfinished = host.clone()", "tokens, unfinished = host"),
-    Fault("pt2e/language/step_loop.py", "raw_scores.append(raw.clone())", "raw_scores.append(raw)"),
-    Fault("pt2e/language/recurrence.py", "return state, state.clone()", "return state, state"),
+    Fault("pt2e/language/step_loop.py", "unfinished & ~stopped", "unfinished"),
+    Fault("pt2e/language/recurrence.py", "(recurrent_gate * ~reset).float()", "recurrent_gate.float()"),
     Fault("pt2e/language/positions.py", "last = filled + positions.shape[1] - 1", "last = filled + positions.shape[1]"),
     Fault(
         "pt2e/language/cache.py",

@@ -30,7 +30,7 @@ class Environment(NamedTuple):
 
     moved: tuple[str, ...]
     tests: tuple[str, ...]
-    marks: str = "not slow and not cuda"
+    marks: str = "not slow and not compiled and not cuda"
     tested: bool = True
 
 

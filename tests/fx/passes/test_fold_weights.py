@@ -3,8 +3,9 @@ from torch import nn
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 - registers torch.ops.quantized_decomposed
 
 from pt2mx import MXSpec, dequantize_mx, ops, quantize_mx
+from pt2mx.fx.graph.node import tensor_of
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
-from pt2mx.fx.passes.fold_weights import fold_weights
+from pt2mx.fx.passes.fold_weights import fold_constant, fold_weights
 
 
 class Model(nn.Module):
@@ -128,3 +129,18 @@ def test_integer_quantization_of_torchao_is_folded_too():
     assert set(model.state_dict()) == {"weight_data", "bias"}
     assert torch.equal(model.weight_data, quantize(weight, *modes))
     assert len(model.graph.find_nodes(op="call_function", target=quantize)) == 1, "the activation's stays"
+
+
+def test_a_folded_view_does_not_keep_its_whole_storage():
+    class Slice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(100, 64))
+
+        def forward(self, x):
+            return x + self.table[:1]
+
+    model = torch.export.export(Slice(), (torch.randn(2, 64),)).module()
+    view = next(node for node in model.graph.nodes if node.target is torch.ops.aten.slice.Tensor)
+    buffer = tensor_of(model, fold_constant(model, view, "table_row"))
+    assert torch.equal(buffer, model.table[:1]) and buffer.untyped_storage().nbytes() == buffer.nbytes

@@ -27,6 +27,11 @@ def attention(x):
     return quantized(heads(q)) @ quantized(heads(k)).mT, quantized(heads(v), axis=-2)
 
 
+def columns_as_rows(x):
+    x = x.repeat(1, 32, 1)
+    return [matmul(quantized(x[..., i : i + 64].transpose(1, 2))) for i in (0, 64)]
+
+
 @torch.library.custom_op("pt2mx_tests::reads_memory", mutates_args=())
 def reads_memory(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
@@ -40,7 +45,11 @@ def _(x):
 #: function of a (2, 3, 192) tensor -> the number of quantizations before and after
 CASES = {
     "queries and keys": (attention, 3, 2),
-    "three parts": (lambda x: [quantized(p) for p in x.split(64, -1)], 3, 3),  # the graph states no bounds of them
+    "three parts": (
+        lambda x: [matmul(quantized(p)) for p in x.split(64, -1)],
+        3,
+        3,
+    ),  # the graph states no bounds of them
     "three slices": (lambda x: [matmul(quantized(x[..., i : i + 64])) for i in (64, 0, 128)], 3, 1),
     "two and one": (lambda x: [matmul(quantized(x[..., i : i + 32])) for i in (0, 32, 96)], 3, 2),
     "permuted": (lambda x: [matmul(quantized(x[..., i : i + 64].permute(1, 0, 2))) for i in (0, 64)], 2, 1),
@@ -49,20 +58,36 @@ CASES = {
         2,
         1,
     ),
-    "another element": (lambda x: [quantized(x[..., :64]), quantized(x[..., 64:128], "int8")], 2, 2),
-    "another mode": (lambda x: [quantized(x[..., :64]), quantized(x[..., 64:128], scale_mode="ceil")], 2, 2),
-    "blocks of two heads": (lambda x: [quantized(heads(x[..., i : i + 64], 16), block_size=64) for i in (0, 64)], 2, 2),
-    "heads of half a block": (lambda x: [quantized(heads(x[..., i : i + 64], 16)) for i in (0, 64)], 2, 2),
-    "blocks that start in between": (lambda x: [quantized(x[..., i : i + 32]) for i in (16, 48)], 2, 2),
-    "along another dimension": (lambda x: [quantized(x[..., i : i + 64], axis=1) for i in (0, 64)], 2, 2),
-    "the last dimension moved": (lambda x: [quantized(x[..., i : i + 64].mT, axis=-1) for i in (0, 64)], 2, 2),
-    "a part that something else reads": (
-        lambda x: [(p := x[..., :64]) + 1, quantized(p), quantized(x[..., 64:])],
+    "another element": (
+        lambda x: [matmul(quantized(x[..., :64])), matmul(quantized(x[..., 64:128], "int8"))],
         2,
         2,
     ),
-    "every second value": (lambda x: [quantized(x[..., i : i + 64 : 2]) for i in (0, 64)], 2, 2),
-    "stochastic": (lambda x: [quantized(x[..., i : i + 64], rounding="stochastic", seed=1) for i in (0, 64)], 2, 2),
+    "another mode": (
+        lambda x: [matmul(quantized(x[..., :64])), matmul(quantized(x[..., 64:128], scale_mode="ceil"))],
+        2,
+        2,
+    ),
+    "blocks of two heads": (
+        lambda x: [matmul(quantized(heads(x[..., i : i + 64], 16), block_size=64)) for i in (0, 64)],
+        2,
+        2,
+    ),
+    "heads of half a block": (lambda x: [matmul(quantized(heads(x[..., i : i + 64], 16))) for i in (0, 64)], 2, 2),
+    "blocks that start in between": (lambda x: [matmul(quantized(x[..., i : i + 32])) for i in (16, 48)], 2, 2),
+    "along another dimension": (lambda x: [matmul(quantized(x[..., i : i + 64], axis=1)) for i in (0, 64)], 2, 2),
+    "the last dimension moved": (columns_as_rows, 2, 2),
+    "a part that something else reads": (
+        lambda x: [(p := x[..., :64]) + 1, matmul(quantized(p)), matmul(quantized(x[..., 64:]))],
+        2,
+        2,
+    ),
+    "every second value": (lambda x: [matmul(quantized(x[..., i : i + 64 : 2])) for i in (0, 64)], 2, 2),
+    "stochastic": (
+        lambda x: [matmul(quantized(x[..., i : i + 64], rounding="stochastic", seed=1)) for i in (0, 64)],
+        2,
+        2,
+    ),
     "an operator that goes by strides": (lambda x: [torch.relu(quantized(x[..., i : i + 64])) for i in (0, 64)], 2, 2),
     "no values": (lambda x: [matmul(quantized(x[..., 32:64])), matmul(quantized(x[..., 64:32]))], 2, 2),
     "to the end": (lambda x: [matmul(quantized(p)) for p in (x[..., :64], x[..., 64:])], 2, 1),

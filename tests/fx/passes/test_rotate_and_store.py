@@ -86,6 +86,17 @@ def test_a_rotation_of_three_parts():
     assert _rotated(total) is None
 
 
+def test_a_rotation_by_another_half():
+    class Rotation(torch.nn.Module):
+        def forward(self, x, cos, sin):
+            return x * cos + torch.cat([-x[..., 2:8], x[..., :6]], -1) * sin
+
+    x = torch.randn(1, 2, 1, 12).bfloat16()
+    graph = torch.export.export(Rotation(), (x, x, 2 * x)).module(check_guards=False)
+    (total,) = calls(graph, aten.add.Tensor)
+    assert _rotated(total) is None
+
+
 @functools.cache
 def over_codes(text, family):
     """Return a tiny decoder over a cache of codes, and its graph without `store_mx`, which only CPUs have."""

@@ -64,7 +64,9 @@ def test_a_frozen_batch_norm_stays_frozen():
     assert (prepared(x) == 0).any()
 
 
-@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
+@pytest.mark.filterwarnings(
+    "ignore:the exported model runs dropout in training mode"
+)  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_a_converted_model_evaluates_in_both_modes(prepare):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train(), torch.randn(4, 8)
@@ -88,7 +90,7 @@ class Samples(nn.Module):
         return self.layers(x) + torch.randn_like(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*, and evaluate in the prepared and the converted one")
+@pytest.mark.filterwarnings("ignore:the exported model runs .* in training mode")
 def test_a_warning_names_what_draws_random_numbers_in_both_modes():
     x = torch.randn(4, 8)
     decomposed = torch.export.export(nn.AlphaDropout(0.5).train(), (x,)).run_decompositions()
@@ -110,7 +112,7 @@ def test_a_decomposed_dropout_evaluates(name):
     model, shape = WITH_MODES[name]
     model, x = copy.deepcopy(model).train(), torch.randn(shape)
     decomposed = torch.export.export(model, (x,)).run_decompositions().module()
-    with pytest.warns(UserWarning, match="div.* of the exported model train"):
+    with pytest.warns(UserWarning, match="the exported model runs div.* in training mode"):
         prepared = pt2mx.prepare_pt2e(decomposed, QUANTIZER)
     torch.testing.assert_close(prepared(x), model.eval()(x))
     torch.testing.assert_close(pt2mx.convert_pt2e(prepared)(x), model(x), rtol=0.1, atol=0.1)

@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import signal
@@ -11,7 +12,14 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.files import output
-from pt2mx.pt2e.files.output import check_distinct, check_output, deferred_interrupts, whole_file, write_text
+from pt2mx.pt2e.files.output import (
+    check_distinct,
+    check_output,
+    deferred_interrupts,
+    folder_errors,
+    whole_file,
+    write_text,
+)
 
 #: writes beyond a limit on the size of files, like on a full disk, with torch's and Python's writers; run in another
 #: process
@@ -192,3 +200,16 @@ def test_two_names_of_one_file(old, tmp_path, monkeypatch):
     check_distinct({"--output": "old.pt2", "--report": "new"}, {"--more": None})
     check_distinct({"--output": "/dev/null", "--report": "/dev/null"}, {"--inputs": "/dev/null"})
     check_distinct({"--output": "new"}, {"a batch": "old.pt2", "the same batch": "link"})
+
+
+def test_errors_of_a_folder_name_it_and_others_pass(tmp_path):
+    with pytest.raises(MXError, match=r"cannot write to '/proc/new': No such file or directory; give a folder") as told:
+        with folder_errors("/proc/new"):
+            os.mkdir("/proc/new")
+    assert isinstance(told.value.__cause__, FileNotFoundError)
+    with pytest.raises(MXError, match="No space left on device; make room there"):
+        with folder_errors(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(ValueError, match="shapes differ"):
+        with folder_errors(tmp_path):
+            raise ValueError("shapes differ")

@@ -8,7 +8,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.fx.passes.fold_weights import parameter_name
+from pt2mx.fx.graph.node import parameter_of
+from pt2mx.fx.targets.pairs import pairs_of
 from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_bytes, packed_weights
 from tests.compare import differing
 from tests.flow import convert, prepare
@@ -236,13 +237,32 @@ def test_the_modes_of_a_converted_model():
     ("buffer", "parameter"),
     [
         ("up.weight_data", "up.weight"),
-        ("up.weight_data_1", "up.weight_1"),
+        ("up.weight_data_1", "up.weight"),
+        ("up.weight_1_data", "up.weight_1"),
+        ("up.weight_1_data_2", "up.weight_1"),
+        ("up.weight_rounded_data", "up.weight"),
+        ("up.weight_1_rounded_2_data_3", "up.weight_1"),
+        ("up.weight_data_t", "up.weight_t"),
+        ("up.weight_data_1_t_2_joined", "up.weight_t_joined"),
+        ("my_database.table", "my_database.table"),
+        ("my.database", "my.database"),
         ("my_data.weight_data", "my_data.weight"),
         ("my_data.codes", "my_data.codes"),
     ],
 )
 def test_the_parameter_of_a_buffer(buffer, parameter):
-    assert parameter_name(buffer) == parameter
+    assert parameter_of(buffer) == parameter
+
+
+def test_a_weight_in_two_formats_has_the_name_of_its_parameter():
+    chosen = MXQuantizer.from_recipe("mxfp4").set_module_name("query", pt2mx.MXQuantizationConfig(weight="mxfp8"))
+    model = Tied()
+    model.key.weight = model.query.weight
+    converted = convert(model, (IDS,), chosen)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    of_pairs = [pair.name for pair in pairs_of(converted) if pair.is_weight]
+    for names in (of_pairs, [weight.name for weight in packed_weights(converted)]):
+        assert names.count("key.weight") == 2 and parameters.issuperset(names)
 
 
 def test_nothing_quantized():

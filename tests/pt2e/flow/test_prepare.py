@@ -201,5 +201,5 @@ def test_what_trains_in_an_evaluated_model_is_named():
             return self.linear(torch.nn.functional.dropout(x, 0.5, True))
 
     model = exported(Sampling().eval(), torch.randn(2, 8))
-    with pytest.warns(UserWarning, match=r"^dropout of the exported model train, and evaluate in the prepared"):
+    with pytest.warns(UserWarning, match="^the exported model runs dropout in training mode, the prepared and"):
         pt2mx.prepare_pt2e(model, QUANTIZER)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e as convert_of_torchao
+from torchao.quantization.pt2e.quantize_pt2e import prepare_pt2e as prepare_of_torchao
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.graph.constants import computed_from
-from pt2mx.pt2e.flow.shared_scales import connected
+from pt2mx.pt2e.flow.shared_scales import connected, share_tensor_scales
 from pt2mx.pt2e.observe.tensor_scales import shared_amax
 from tests.flow import calibrated, exported
 from tests.graph import calls, count
@@ -259,6 +260,21 @@ def test_siblings_in_subgraphs(kind):
         assert all(torch.equal(converted(x), y) for x, y in zip((X, -X), want, strict=True))
         assert {scales(converted)[f"block.{name}.weight_tensor_scale"] for name in "qkv"} == {t.item()}
         torch.testing.assert_close(pt2mx.lower_to_inductor(converted)(X), want[0], rtol=1e-5, atol=1e-5)
+
+
+class Two(Block):
+    def forward(self, x, y):
+        return self.q(x), self.k(y)
+
+
+@pytest.mark.parametrize(("spec", "is_changed"), [("mxfp4", False), ("nvfp4", True)])
+def test_a_graph_without_tensor_scales_does_not_change(spec, is_changed):
+    """torchao observes an input before the next one."""
+    graph = exported(Two().eval(), X, X)
+    prepared = prepare_of_torchao(graph, quantizer(spec, spec))
+    before = list(prepared.graph.nodes)
+    share_tensor_scales(prepared)
+    assert (list(prepared.graph.nodes) != before) == is_changed
 
 
 def test_torchaos_convert_folds_the_shared_scale():

@@ -1,5 +1,7 @@
 """The totals of a report equal the bytes of the files of the float and the converted model."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,10 @@ from torchao.quantization.pt2e import quantize_pt2e
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
-from tests.flow import exported, reloaded, saved_bytes
+from tests.flow import calibrated, convert, exported, reloaded, saved_bytes
 
 FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8")
+X = torch.randn(2, 64)
 #: bytes of 64 x 64 values
 FLOAT, IN_FP4, IN_FP8 = 4 * 4096, 64 * (32 + 2), 64 * (64 + 2)
 
@@ -193,3 +196,52 @@ def test_an_optimized_model_is_as_large_in_float_as_before(preset):
         report = quantization_report(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(one, chosen)))
         assert (report.values, report.bytes_before) == (before // 4, before)
     assert quantization_report(graph).bytes_before == before
+
+
+@pytest.mark.parametrize(
+    "formats", list(itertools.combinations(("mxfp4", "mxfp4{16}", "nvfp4", "fp4_e2m1{16}(f32)"), 2))
+)
+def test_a_loaded_program_counts_a_weight_in_two_formats_once(formats):
+    first, head = (MXQuantizationConfig(weight=one) for one in formats)
+    converted = convert(Tied().eval(), (X,), MXQuantizer().set_global(first).set_module_name("head", head))
+    assert len([name for name, _ in converted.named_buffers() if "_data" in name]) == 2
+    for model in (converted, reloaded(torch.export.export(converted, (X,))).module()):
+        report = quantization_report(model)
+        assert (report.values, report.bytes_before) == (4096, FLOAT)
+
+
+class Cast(nn.Module):
+    """A weight in float32, and cast to bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.linear(x, self.weight).bfloat16(), self.weight.bfloat16())
+
+
+def test_a_loaded_program_counts_a_weight_in_two_dtypes_once():
+    converted = convert(Cast().eval(), (X,), MXQuantizer().set_global(FP4))
+    report = quantization_report(reloaded(torch.export.export(converted, (X,))).module())
+    assert (report.values, report.bytes_before) == (4096, FLOAT)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp4"])
+def test_tensor_scales_are_no_part_of_the_float_model(spec):
+    """Neither those of weights nor the static ones of activations."""
+    config = MXQuantizationConfig(weight=spec, activation=spec)
+    graph = exported(nn.Linear(64, 64, bias=False).eval(), X)
+    converted = pt2mx.convert_pt2e(calibrated(graph, MXQuantizer().set_global(config), X))
+    report = quantization_report(reloaded(torch.export.export(converted, (X,))).module())
+    assert (report.values, report.bytes_before) == (4096, FLOAT)
+
+
+def test_a_loaded_program_counts_a_rounded_weight_once():
+    """One layer reads what `optimize` rounded, another operator the parameter."""
+    chosen = MXQuantizer().set_global(FP4)
+    optimized = pt2mx.optimize(exported(AlsoFloat().eval(), X), chosen, [X], preset="fast")
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, chosen))
+    assert "weight_rounded_data" in dict(converted.named_buffers())
+    report = quantization_report(reloaded(torch.export.export(converted, (X,))).module())
+    assert (report.values, report.bytes_before) == (4096, FLOAT)

@@ -168,7 +168,9 @@ def test_trap_10_subgraphs():
 
 
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
+@pytest.mark.filterwarnings(
+    "ignore:the exported model runs dropout in training mode"
+)  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_trap_16_no_model_is_kept_alive(prepare):
     """Caches of torch and torchao kept every prepared model."""
@@ -193,7 +195,9 @@ def test_trap_17_several_devices():
         pt2mx.prepare_pt2e(module, QUANTIZER)
 
 
-@pytest.mark.filterwarnings("ignore:dropout of the exported model train")  # they evaluate after prepare_pt2e
+@pytest.mark.filterwarnings(
+    "ignore:the exported model runs dropout in training mode"
+)  # they evaluate after prepare_pt2e
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_trap_18_train_and_eval(prepare):
     """They raised on exported modules and on every parent of one."""

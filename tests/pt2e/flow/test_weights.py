@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.flow.weights import listed, nonfinite_operands, nonfinite_parameters
 from tests.flow import calibrated, exported
 
@@ -57,6 +57,17 @@ def test_tensors_with_a_nan_are_named(change, x, names, fold):
     else:
         assert str(told[0].message) == f"NaN or Inf in {names[0]}: blocks that hold such become NaN as a whole"
         assert told[0].filename == __file__
+
+
+def test_a_weight_in_two_formats_is_named_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    spoil("0.weight", NAN)(model)
+    chosen = MXQuantizer.from_recipe("mxfp4_weight_only").set_module_name("1", MXQuantizationConfig(weight="mxfp8"))
+    prepared = calibrated(exported(model.eval(), torch.randn(4, 64)), chosen, torch.randn(4, 64))
+    with pytest.warns(UserWarning, match="NaN or Inf in [01].weight: blocks"):
+        pt2mx.convert_pt2e(prepared)
 
 
 def test_a_weight_that_training_spoiled_is_named_without_statistics():

@@ -58,6 +58,12 @@ def test_a_step_writes_its_next_inputs(llama):
     assert inputs["input_ids"].tolist() == [[0], [0]]
 
 
+def test_a_step_changes_no_mask_of_the_caller(llama):
+    step, inputs, mask = step_of(llama)
+    step.begin(inputs, 0 * mask, torch.zeros(2, 3, dtype=torch.long))  # of another call
+    assert mask.all() and not step._mask.any()
+
+
 def test_tokens_are_received_in_order(llama):
     step, inputs, mask = step_of(llama)
     step.begin(inputs, mask, torch.zeros(2, 3, dtype=torch.long))

@@ -1,4 +1,5 @@
 import copy
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from pt2mx import (
     fake_quantize_mx,
 )
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
+from pt2mx.pt2e.observe.range_observers import MXMinMaxObserver
 from tests.models import IMAGES, exported_conv
 
 QSCHEME = ("mx", "fp8_e4m3", 32, 1, "floor", "even")
@@ -91,9 +93,30 @@ def test_convert_applies_the_annotation_and_keeps_the_candidates():
         assert weight.candidates["mxfp4_e2m1{32}"] == QuantizationStatistics.from_sums(sums)
 
 
-def test_training_takes_fake_quantization_whatever_the_observer():
-    prepared = pt2mx.prepare_qat_pt2e(exported_conv(), MXQuantizer().set_global(CONFIG))
-    assert {type(o) for o in observers(prepared)} == {MXFakeQuantize}
+class Training(MXFakeQuantize):
+    """A fake quantization of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("observer", "inserted", "replaced"),
+    [
+        (None, {MXFakeQuantize}, ""),
+        (MXObserver.with_args(fake_quant=True, observe=False), {MXFakeQuantize}, ""),
+        (Training, {Training}, ""),
+        (OBSERVER, {MXFakeQuantize}, "MXFormatObserver"),
+        ({"activation": Training, "weight": MXMinMaxObserver}, {Training, MXFakeQuantize}, ""),
+    ],
+)
+def test_training_names_the_observers_that_it_replaces(observer, inserted, replaced):
+    config = MXQuantizationConfig(weight="mxfp8", activation="mxfp8", observer=observer)
+    graph = exported_conv()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        prepared = pt2mx.prepare_qat_pt2e(graph, MXQuantizer().set_global(config))
+    assert [f"instead of {replaced}, which" in str(one.message) for one in told] == [True] * bool(replaced)
+    assert all(one.filename == __file__ for one in told)
+    assert {type(o) for o in observers(prepared)} == inserted
+    assert all(o.fake_quant_enabled and not o.observer_enabled for o in observers(prepared))
 
 
 @pytest.mark.compiled

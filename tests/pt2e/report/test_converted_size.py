@@ -103,7 +103,7 @@ def facts(report):
     return operands, [(o.name, o.operator, o.notes) for o in report.operators]
 
 
-@pytest.mark.filterwarnings("ignore:.*of the exported model train")
+@pytest.mark.filterwarnings("ignore:the exported model runs .* in training mode")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("forward", MODELS)
 def test_reports_agree_with_files(forward, training):

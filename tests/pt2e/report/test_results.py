@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+from scipy import stats
 
 from pt2mx import MXError
 from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow, Sensitivity, SensitivityRow
@@ -23,6 +24,15 @@ def test_result(tmp_path):
     assert json.loads((tmp_path / "s.json").read_text())["whole"] == {"mxfp4": 7.0}
     _, row, whole = actual.to_table(1).splitlines()
     assert row.split() == ["a", "mxfp4", "both", "3", "2"] and whole == "mxfp4, everything: 7"
+
+
+def test_agreement_of_equal_values_is_spearmans():
+    pairs = ((1.0, 1.0), (1.0, 3.0), (1.0, 2.0), (4.0, 4.0), (5.0, 4.0))
+    rows = [
+        SensitivityRow(str(n), "mxfp4", "both", alone, math.nan, estimate) for n, (alone, estimate) in enumerate(pairs)
+    ]
+    got = Sensitivity("kl", tuple(rows), {}).agreement("mxfp4")
+    assert math.isclose(got, stats.spearmanr(*zip(*pairs, strict=True)).statistic, abs_tol=1e-6)
 
 
 ROWS = [RecipeRow("float", 400, 32.0, 1.0), RecipeRow("failed", note="it broke"), RecipeRow("eight", 100, 8.0, 0.9)]

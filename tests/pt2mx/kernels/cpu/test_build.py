@@ -15,10 +15,20 @@ from pt2mx.kernels.cpu import calls
 from tests.headers import errors
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Return the bytes of a library: that of this process, or a new one where the process has no cache to keep it."""
+    path = Path(cpu_build.load()[0]._name)
+    if path.exists():
+        return path.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("cache")))
+        return Path(cpu_build._library()._name).read_bytes()
+
+
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Return an empty cache and the list of builds; each build copies the library of this process."""
-    library = Path(cpu_build.load()[0]._name).read_bytes()
+def cache(tmp_path, monkeypatch, library):
+    """Return an empty cache and the list of builds; each build copies a library."""
     builds = []
 
     def build(compiler, flags, path):

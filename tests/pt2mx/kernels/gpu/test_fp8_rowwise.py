@@ -49,8 +49,14 @@ def check_rows(got, want):
 @pytest.mark.parametrize("mode", ["floor", "ceil", "rceil", "even", "mse"])
 @pytest.mark.parametrize("name", ROOMS)
 def test_rows(gpu, name, mode, shape):
+    from pt2mx.kernels.gpu.activations import supports
+
     x, spec = rows_of_every_kind(shape), MXSpec(name, BLOCK, axis=1, scale_mode=mode)
-    check_rows(gpu.quantize(x, spec, "none"), fp8_rowwise.quantize(x, spec, "none"))
+    got = gpu.quantize(x, spec, "none")
+    if supports(spec, x):
+        check_rows(got, fp8_rowwise.quantize(x, spec, "none"))
+    else:
+        assert got is None and (mode == "mse" or shape == SHAPES[-1])
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
