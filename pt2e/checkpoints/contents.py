@@ -21,7 +21,7 @@ from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
 from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
 from pt2mx.pt2e.checkpoints.recode import alike_form, recode, shared_factor, tensor_scaled_inputs
 from pt2mx.pt2e.checkpoints.regroup import divide
-from pt2mx.pt2e.checkpoints.weight_users import WeightUser, float_tensors, take_values, weight_users
+from pt2mx.pt2e.checkpoints.weight_users import WeightUser, dequantized_values, float_tensors, weight_users
 from pt2mx.pt2e.models.checkpoint_names import check_compatibility, fused_with, stored_parts
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, inputs_text
 from pt2mx.pt2e.models.module_schemes import (
@@ -125,31 +125,32 @@ def build_tensors(
     prefix = _prefix(graph, users, model)
     packed = _packed(users, model, prefix)
     _check_dtypes(graph, layout)
-    unpacked = take_values(packed, unpack, model, _dtype(graph))
-    changes = []
-    if not quantized_head and (head := _refused_head(packed, model, layout)):
-        unpacked |= take_values(packed, [re.escape(head)], model, _dtype(graph))
+    dtype, changes = _dtype(graph), []
+    values = dequantized_values(packed, unpack, model, dtype)
+    head = None if quantized_head else _refused_head(packed, model, layout)
+    if head is not None and f"{head}.weight" not in values:
+        values |= dequantized_values(packed, [re.escape(head)], model, dtype)
         changes.append(f"{head} is written as values: no engine is known to load its codes in {layout.name}")
+    kept = {name: user for name, user in packed.items() if name not in values}
+    stored = {name: _in_layout(name, kept, layout, dtype) for name in kept}
+    changes += _changed_inputs(kept, stored, layout)
+    _check_factors(stored, layout)
     kinds = weights_of(model)
-    own = packed
-    packed = {name: _in_layout(name, own, layout, _dtype(graph)) for name in own}
-    changes += _changed_inputs(own, packed, layout)
-    _check_factors(packed, layout)
-    for name, user in packed.items():
+    for name, user in stored.items():
         _check(name, kinds[name], user, layout)
-    tensors = {**_float_values(graph, users, model, prefix, {*packed, *unpacked}), **unpacked}
-    modules = with_head(_modules(model, kinds, packed), model)
+    tensors = {**_float_values(graph, users, model, prefix, set(packed)), **values}
+    modules = with_head(_modules(model, kinds, stored), model)
     check_compatibility(layout, modules, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     # transformers ties no codes, and then no bias either
-    unties = any(set(names) & set(packed) for names in tied_names(model).values())
+    unties = any(set(names) & set(stored) for names in tied_names(model).values())
     floats = _checkpoint_tensors(model, tensors, {} if unties else tied)
-    for name in packed:
+    for name in stored:
         if is_transposed(model, name) and not layout.only_experts:
             bias = divide(model, f"{name}_bias", into_one=False)
             floats |= bias.bias(floats)
             del floats[bias.name]
-    return Parts({**floats, **_packed_tensors(model, packed, layout)}, modules, unties, changes)
+    return Parts({**floats, **_packed_tensors(model, stored, layout)}, modules, unties, changes)
 
 
 def _prefix(graph: GraphModule, users: list[WeightUser], model: PreTrainedModel) -> str:
@@ -319,9 +320,6 @@ def _checkpoint_tensors(model: PreTrainedModel, tensors: dict[str, Tensor], tied
     from transformers.core_model_loading import revert_weight_conversion
 
     kept = {name: tensor for name, tensor in tensors.items() if tied.get(name) not in tensors}
-    owners = {tensor.data_ptr(): name for name, tensor in kept.items()}
-    # a safetensors file cannot hold the same memory twice
-    kept = {name: tensor if owners[tensor.data_ptr()] == name else tensor.clone() for name, tensor in kept.items()}
     return revert_weight_conversion(model, kept)
 
 
@@ -334,18 +332,15 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
             continue
         data, scale = user.data.flatten(0, -2), user.scale.flatten(0, -2)
         for part, rows in parts.items():
-            # a file cannot hold the same memory twice
-            tensor_scale, input_scale = (
-                None if one is None else one.clone() for one in (user.tensor_scale, user.input_scale)
-            )
+            tensor_scale = user.tensor_scale
             if tensor_scale is not None and has_each(tensor_scale):
-                tensor_scale = tensor_scale[rows[0] // user.data.shape[-2]].clone()
+                tensor_scale = tensor_scale[rows[0] // user.data.shape[-2]]
             scales = scale[rows_of_scales(part, user.spec, rows)]
             tensors |= layout.to_tensors(part, user.form, data[rows], scales, tensor_scale)
             module = part.rpartition(".")[0]
-            if input_scale is not None:
+            if user.input_scale is not None:
                 shape = layout.stored[user.form].tensor_scale_shape
-                tensors[f"{module}.{layout.input_scale}"] = input_scale.reshape(shape)
+                tensors[f"{module}.{layout.input_scale}"] = user.input_scale.reshape(shape)
             if user.pre_scale is not None:
-                tensors[f"{module}.{layout.pre_scale}"] = user.pre_scale.detach().clone()
+                tensors[f"{module}.{layout.pre_scale}"] = user.pre_scale
     return tensors

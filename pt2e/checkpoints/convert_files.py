@@ -207,7 +207,7 @@ def _resume(output: Path, shards: Container[str], manifest: dict[str, Any]) -> s
     files = set(os.listdir(output)) - partial
     if files and MANIFEST not in files:
         raise MXError(f"{str(output)!r} holds files already: give a new folder")
-    if files and (output / MANIFEST).read_text(encoding="utf-8") != text:
+    if files and (output / MANIFEST).read_bytes() != text.encode():
         raise MXError(
             f"{str(output)!r} holds an unfinished conversion with other settings or of another checkpoint: remove the "
             "folder, or give another"

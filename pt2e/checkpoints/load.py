@@ -175,40 +175,28 @@ def _load_packed(
     """Load the model, and the sizes of the checkpoint's tensors."""
     file = gguf_in(folder)
     skeleton, schemes, tensors, entries = _of_folder(folder) if file is None else packed_gguf(file)
-    dtype = skeleton.dtype
+    layout, dtype = schemes.layout, skeleton.dtype
     packed = packed_weights(skeleton, schemes, tensors)
     if not packed:
         raise MXError(
             f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
-            f"{schemes.layout.name}"
+            f"{layout.name}"
         )
-    packed_names = _packed_names(packed, schemes.layout, tensors)
     biases = _linear_biases(skeleton, packed)
-    merged = {part for bias in biases for part in bias.sources}
-    elsewhere = {*packed_names, *merged}
-    floats = {name: entry for name, entry in entries.items() if name not in elsewhere}
-    whole = {
-        name: Entry(dtype, tuple(skeleton.get_parameter(name).shape))
-        for name in (*packed, *(bias.name for bias in biases))
-    }
-    values = CheckpointValues(skeleton, {**floats, **whole})
+    not_floats = _packed_names(packed, layout, tensors) | {source for bias in biases for source in bias.sources}
+    floats = {name: entry for name, entry in entries.items() if name not in not_floats}
+    shapes = {name: skeleton.get_parameter(name).shape for name in (*packed, *(bias.name for bias in biases))}
+    values = CheckpointValues(skeleton, {**floats, **{name: Entry(dtype, (*shape,)) for name, shape in shapes.items()}})
     values.held_by().check(part, allow_partial)
-    kept = [name for name in floats if values.is_known(name)]
-    state = {name: placeholder(skeleton.get_parameter(name).shape, dtype) for name in packed}
-    state |= {name: tensors[name] for name in kept}
-    state |= {name: values for bias in biases for name, values in bias.bias(tensors).items()}
-    model = with_tensors(skeleton, dtype, state, f"{schemes.layout.name} has codes elsewhere")
+    state = {name: placeholder(shapes[name], dtype) for name in packed}
+    state |= {name: tensors[name] for name in floats if values.is_known(name)}
+    for bias in biases:
+        state |= bias.bias(tensors)
+    model = with_tensors(skeleton, dtype, state, f"{layout.name} has codes elsewhere")
     tied = tied_names(skeleton)
     for name, weight in packed.items():
         codes = _codes(skeleton, name, weight, schemes, tensors)
-        inputs = read_inputs(name, weight.scheme.inputs, weight.parts or (name,), schemes.layout, tensors)
-        shape = (*codes.data.shape[:-1], codes.data.shape[-1] * 8 // codes.spec.element.bits)
-        expected = as_matrix(skeleton.get_submodule(name.rpartition(".")[0]), skeleton.get_parameter(name)).shape
-        if shape != expected:
-            raise MXError(
-                f"the checkpoint has {name} of shape {shape}, its config.json of {tuple(expected)}: give files that "
-                "belong together"
-            )
+        inputs = read_inputs(name, weight.scheme.inputs, weight.parts or (name,), layout, tensors)
         for alias in {name, *(tied.get(name, set()) - packed.keys())}:
             path, _, attribute = alias.rpartition(".")
             transposed = is_transposed(skeleton, alias)
@@ -239,7 +227,8 @@ def packed_weights(skeleton: PreTrainedModel, schemes: Schemes, tensors: StoredT
         parts = stored_parts(skeleton, name, schemes.layout)
         names = [name] if parts is None else list(parts)
         paths = [name, *names] if kind == EXPERTS else [part.rpartition(".")[0] for part in (name, *names)]
-        kind = kind if parts is None else LINEAR if kind == EXPERTS else kind
+        if parts is not None and kind == EXPERTS:
+            kind = LINEAR  # the checkpoint has a linear layer an expert
         scheme = next(filter(None, (schemes.of(one, kind) for one in reversed(paths))), None)
         if scheme is None:
             continue
@@ -273,10 +262,21 @@ def _packed_names(packed: dict[str, Packed], layout: Layout, tensors: Mapping[st
 def _codes(
     skeleton: PreTrainedModel, name: str, weight: Packed, schemes: Schemes, tensors: Mapping[str, Tensor]
 ) -> PackedTensors:
-    """Return the codes and scales of a parameter, (..., N, K)."""
+    """Return the codes and scales of a parameter, (..., N, K).
+
+    Raises:
+        MXError: where they have another shape than the parameter.
+    """
     layout, form = schemes.layout, weight.scheme.form
     parts = weight.parts or {name: torch.empty(0)}
     read = ((layout.from_tensors(part, form, tensors, schemes.block), rows) for part, rows in parts.items())
     layer = skeleton.get_submodule(name.rpartition(".")[0])
-    shape = as_matrix(layer, skeleton.get_parameter(name)).shape[:-1]
-    return next(read)[0] if len(parts) == 1 else merge(name, shape, read)
+    expected = as_matrix(layer, skeleton.get_parameter(name)).shape
+    codes = next(read)[0] if len(parts) == 1 else merge(name, expected[:-1], read)
+    shape = (*codes.data.shape[:-1], codes.data.shape[-1] * 8 // codes.spec.element.bits)
+    if shape != expected:
+        raise MXError(
+            f"the checkpoint has {name} of shape {shape}, its config.json of {tuple(expected)}: give files that "
+            "belong together"
+        )
+    return codes

@@ -83,7 +83,9 @@ def _of_matrices(shape: torch.Size, parts: list[tuple[PackedTensors, Tensor]]) -
     first = of_rows.view(-1, shape[-1])[:, :1]
     if not of_rows.view(-1, shape[-1]).eq(first).all():
         return None
-    return first[0, 0] if bool((first == first[0]).all()) else first[:, 0] if len(shape) == 2 else None
+    if bool((first == first[0]).all()):
+        return first[0, 0]
+    return first[:, 0] if len(shape) == 2 else None
 
 
 def _per_row(packed: PackedTensors, rows: int) -> PackedTensors:

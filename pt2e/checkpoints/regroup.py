@@ -73,8 +73,7 @@ class Regrouping:
             for part, rows in self._of(self.targets, expert):
                 if only not in (None, part):
                     continue
-                scale = None if packed.tensor_scale is None else packed.tensor_scale.clone()
-                written = layout.to_tensors(part, self.new, packed.data[rows], packed.scale[rows], scale)
+                written = layout.to_tensors(part, self.new, packed.data[rows], packed.scale[rows], packed.tensor_scale)
                 for name, values in written.items():
                     yield (name, expert, values[None]) if part == self.name else (name, 0, values)
 

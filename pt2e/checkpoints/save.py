@@ -207,9 +207,14 @@ def _supported(layout: Layout) -> str:
 def _write_tensors(tensors: dict[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
     """Write tensors to one file, or to several with an index if they exceed the size of one."""
     hub = import_extra("huggingface_hub", "hf")
-    pattern = "model{suffix}.safetensors"
     try:
-        split = hub.split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=max_shard_size)
+        # the function for torch counts memory, which tensors share and are views of; a file holds each for itself
+        split = hub.split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
     except ValueError as error:
         raise MXError(f"max_shard_size={max_shard_size!r} must be a number of bytes, such as '5GB': {error}") from None
     for file, names in split.filename_to_tensors.items():

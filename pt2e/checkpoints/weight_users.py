@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,10 +81,15 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
         floats: list[Node] = []
         for operand in operands_of(node):
             argument = operand_node(node, operand)
-            to = None if argument is None else Dequantize.of(argument)
             if argument is None or operand.name == "bias":
                 continue
-            (floats if to is None else weights if to.codes.op == "get_attr" else inputs).append(argument)
+            call = Dequantize.of(argument)
+            if call is None:
+                floats.append(argument)
+            elif call.codes.op == "get_attr":
+                weights.append(argument)
+            else:
+                inputs.append(argument)
         if len(weights) == 1 and len(inputs) < 2:
             quantized = list(filter(None, map(quantize_of, inputs)))
             explained |= {*weights, *inputs, *quantized}
@@ -154,10 +159,10 @@ def float_tensors(model: GraphModule, users: Sequence[WeightUser]) -> Iterator[t
     return ((name, tensor.detach()) for name, tensor in named if name not in packed and id(tensor) not in factors)
 
 
-def take_values(
-    packed: dict[str, WeightUser], patterns: Sequence[str], model: PreTrainedModel, dtype: torch.dtype
+def dequantized_values(
+    packed: Mapping[str, WeightUser], patterns: Sequence[str], model: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Remove weights from `packed`, and return their dequantized values in the shapes of the float model.
+    """Return the dequantized values of the weights of some modules, in the shapes of the float model.
 
     Args:
         packed: parameter -> its packed form.
@@ -168,7 +173,7 @@ def take_values(
     Raises:
         MXError: for a pattern that is invalid or matches no such module; for weights that values cannot replace.
     """
-    unpacked = {}
+    values = {}
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise MXError(f"unpack={patterns!r} must be a list of regular expressions, such as ['.*embed_tokens']")
     for pattern in patterns:
@@ -179,13 +184,13 @@ def take_values(
         if not names:
             raise MXError(f"unpack: {pattern!r} is no module with a packed weight, such as {next(iter(packed))}")
         for name in names:
-            user = packed.pop(name)
+            user = packed[name]
             if user.inputs is not None:
                 raise MXError(f"unpack: inputs of {name} are quantized, which a checkpoint states only with codes")
             if user.pre_scale is not None:
                 raise MXError(f"unpack: inputs of {name} are multiplied by factors, which only codes have")
-            unpacked[name] = _values(name, user, model, dtype)
-    return unpacked
+            values[name] = _values(name, user, model, dtype)
+    return values
 
 
 def _values(name: str, user: WeightUser, model: PreTrainedModel, dtype: torch.dtype) -> Tensor:

@@ -50,7 +50,8 @@ def check_texts(texts: Sequence[Tensor | Mapping[str, Tensor]], vocabulary: int,
 
 def check_prompts(text: object, inputs: object, options: dict[str, Any]) -> list[str]:
     """Return the prompts in `text`; raise an `MXError` where it is no prompt, or where tokens are also passed."""
-    prompts = [text] if isinstance(text, str) else list(text) if isinstance(text, list | tuple) else []
+    given = [text] if isinstance(text, str) else text
+    prompts = list(given) if isinstance(given, list | tuple) else []
     if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
         raise MXError(f"text={text!r} must be a prompt or a list of prompts, none of them empty")
     tokens = [name for name in ("input_ids", "attention_mask") if options.get(name) is not None]

@@ -29,8 +29,11 @@ def join(ranks: int) -> None:
     Raises:
         MXError: where the number of processes is not `ranks`.
     """
-    launched = dist.is_torchelastic_launched()
-    running = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if launched else 1
+    running = 1
+    if dist.is_initialized():
+        running = dist.get_world_size()
+    elif dist.is_torchelastic_launched():
+        running = int(os.environ["WORLD_SIZE"])
     if running != ranks:
         raise MXError(
             f"the number of ranks is {ranks} and the number of processes {running}: start "

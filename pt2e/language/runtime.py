@@ -10,7 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,18 @@ _LENGTH_MULTIPLE = 128
 #: the inputs of a program that say where its tokens are
 _POSITIONS = ("position_ids", "attention_mask", "start", "image_positions")
 #: package -> the number of tokens that its program reads; None: any
-_LENGTHS = {"prompt": None, "token": 1}
-#: the programs for single tokens of a few and of many sequences
-_Pair = tuple[Callable[..., Tensor], Callable[..., Tensor]]
+_TOKENS_OF_PACKAGE = {"prompt": None, "token": 1}
+
+
+class Programs(NamedTuple):
+    """The programs for a single token of each of a few and of many sequences; they may be the same."""
+
+    few: Callable[..., Tensor]
+    many: Callable[..., Tensor]
+
+    def of(self, batch: int) -> Callable[..., Tensor]:
+        """Return the program for a number of sequences."""
+        return self.many if batch > FEW_ROWS else self.few
 
 
 def lower_program(program: ExportedProgram, device: torch.device) -> GraphModule:
@@ -70,10 +79,10 @@ class Runner:
         self.compiles = False
         self._pads = False  # prompts, whose lengths a CUDA graph fixes
         self._prompt = packages.get("prompt", decoder)
-        few, many = _step_programs(decoder, device)
-        self._tokens: _Pair = packages.get("token", few), packages.get("token", many)
-        #: the same without CUDA graphs of torch
-        self._steps = self._tokens
+        package = packages.get("token")
+        self._single = _step_programs(decoder, device) if package is None else Programs(package, package)
+        #: the same without CUDA graphs of torch, to capture in a graph
+        self._single_uncaptured = self._single
 
     def compile(self, **options: Any) -> None:
         """Compile the program at its first call, for prompts of any length and for single tokens.
@@ -85,14 +94,14 @@ class Runner:
         self._prompt = _compiled(self.decoder, {"dynamic": True, **(options if self._pads else {})})
         programs = _step_programs(self.decoder, self.device)
         overlaps = self._pads and torch.cuda.get_device_capability(self.device) >= (9, 0)
-        self._tokens = self._steps = _compiled_pair(programs, options, overlaps)
+        self._single = self._single_uncaptured = _compiled_programs(programs, options, overlaps)
         plain = _without_graphs(options)
         if plain != options:
-            self._steps = _compiled_pair(programs, plain, overlaps)
+            self._single_uncaptured = _compiled_programs(programs, plain, overlaps)
 
     def step_of(self, batch: int) -> Callable[..., Tensor]:
         """Return the program for a single token of each sequence, without a CUDA graph of torch in it."""
-        return self._steps[batch > FEW_ROWS]
+        return self._single_uncaptured.of(batch)
 
     def read(self, inputs: Mapping[str, Any], mask: Tensor, kept: Tensor, cache: DecoderCache) -> Tensor:
         """Read tokens, write the cache, and return the logits of the columns `kept`, (T,) int64: (B, T, vocabulary).
@@ -123,7 +132,7 @@ class Runner:
         if length > 1:
             program = self._prompt
         elif len(kept) == 1:
-            program = self._tokens[len(mask) > FEW_ROWS]
+            program = self._single.of(len(mask))
         else:
             program = self.decoder
         start = torch.tensor([filled], device=self.device)
@@ -132,22 +141,24 @@ class Runner:
         return logits.clone() if self._pads else logits  # the next call of a CUDA graph overwrites them
 
 
-def _step_programs(decoder: GraphModule, device: torch.device) -> tuple[GraphModule, GraphModule]:
+def _step_programs(decoder: GraphModule, device: torch.device) -> Programs:
     """Return the programs for single tokens of a few and of many sequences; they share the tensors of the decoder."""
     single = with_single_steps(decoder)
     if device.type == "cpu":
         step = store_positions(use_decoding_attention(copy_sharing_tensors(single)), _POSITIONS)
-        return step, step
+        return Programs(step, step)
     if not fuse_decoding.applies_to(single):
-        return single, single
+        return Programs(single, single)
     attention = [use_decoding_attention, fuse_rope]
     few, many = copy_sharing_tensors(single), copy_sharing_tensors(single)
     run_passes(few, [fuse_decoding, *attention])
     run_passes(many, attention)
-    return store_positions(few, _POSITIONS), store_positions(many, _POSITIONS)
+    return Programs(store_positions(few, _POSITIONS), store_positions(many, _POSITIONS))
 
 
-def _compiled(program: GraphModule, options: Mapping[str, Any], overlaps: bool = False) -> Callable[..., Tensor]:
+def _compiled(
+    program: Callable[..., Tensor], options: Mapping[str, Any], overlaps: bool = False
+) -> Callable[..., Tensor]:
     """Return a compiled program. overlaps: Inductor's kernels begin while the kernel before ends (programmatic
     dependent launch)."""
     compiled = torch.compile(program, **_unguarded(options))
@@ -177,10 +188,10 @@ def _unguarded(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "options": joined}
 
 
-def _compiled_pair(programs: tuple[GraphModule, GraphModule], options: Mapping[str, Any], overlaps: bool) -> _Pair:
+def _compiled_programs(programs: Programs, options: Mapping[str, Any], overlaps: bool) -> Programs:
     few, many = programs
     compiled = _compiled(many, options, overlaps)
-    return compiled if few is many else _compiled(few, options, overlaps), compiled
+    return Programs(compiled if few is many else _compiled(few, options, overlaps), compiled)
 
 
 def _without_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +225,7 @@ def write_packages(
     paths = _paths(model, device, folder)
     pass_batch_sizes(model)
     for name, path in paths.items():
-        length = _LENGTHS[name]
+        length = _TOKENS_OF_PACKAGE[name]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
         example = {**decoder.inputs(layers, device, tokens, slots=5, images=images), "weights": weights}
         with warnings.catch_warnings():  # torch warns of its own code
@@ -242,7 +253,7 @@ def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> d
     for name, path in paths.items():
         try:
             # on a GPU a CUDA graph holds calls of the package for single tokens, which excludes events between threads
-            alone = device.type == "cuda" and _LENGTHS[name] == 1
+            alone = device.type == "cuda" and _TOKENS_OF_PACKAGE[name] == 1
             code = torch._inductor.aoti_load_package(str(path), run_single_threaded=alone)
             packages[name] = _with_weights(code, weights)
         except Exception as error:
@@ -255,7 +266,7 @@ def load_packages(lowered: GraphModule, device: torch.device, folder: Path) -> d
 def _paths(model: GraphModule, device: torch.device, folder: Path) -> dict[str, Path]:
     """Return the paths of the packages for a device; their names hold a digest of the program."""
     digest = hashlib.sha256(model.code.encode()).hexdigest()[:8]
-    return {name: folder / f"{name}.{device.type}.{digest}.aoti.pt2" for name in _LENGTHS}
+    return {name: folder / f"{name}.{device.type}.{digest}.aoti.pt2" for name in _TOKENS_OF_PACKAGE}
 
 
 def _with_weights(code: Callable[..., Any], weights: list[Tensor]) -> Callable[..., Tensor]:

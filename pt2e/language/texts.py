@@ -26,9 +26,9 @@ def read_text(path: str) -> str:
         MXError: where there is no text, and for a file that is not UTF-8.
     """
     source = Path(path)
-    files = sorted(source.glob("*.txt")) if source.is_dir() else [source] if source.is_file() else []
+    files = sorted(source.glob("*.txt")) if source.is_dir() else [source]
     try:
-        text = "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+        text = "\n\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     except UnicodeDecodeError as error:
         raise MXError(f"{path!r} is no text in UTF-8: {error}") from None
     if not text.strip():

@@ -8,6 +8,7 @@ addresses of kernels and tensors, and keep the tensors. The code may use no othe
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import dis
 from collections.abc import Callable
@@ -103,7 +104,7 @@ class _Recorder:
         try:
             recorded = FunctionType(code.__func__.__code__, self._names(code.__func__.__globals__))
             outputs = recorded(code.__self__, list(inputs))
-        except (_Unrecordable, NameError, AttributeError):
+        except _Unrecordable:
             self._fails = True
             return otherwise()
         self._outputs = list(outputs)
@@ -123,11 +124,12 @@ class _Recorder:
         constants = {name: one for name, one in vars(torch).items() if isinstance(one, kinds)}
         operators = _Operators(torch.ops, self._operator)
         used: dict[str, Any] = {
-            "torch": SimpleNamespace(**constants, ops=operators),
+            "torch": _Torch(**constants, ops=operators),
             "aten": operators.aten,
-            "extern_kernels": _Operators(names.get("extern_kernels"), self._operator),
             "empty_strided_cpu": self._empty,
         }
+        if "extern_kernels" in names:
+            used["extern_kernels"] = _Operators(names["extern_kernels"], self._operator)
         used |= {name: names[name] for name in _HARMLESS if name in names}
         for name, value in names.items():
             if isinstance(value, PreparedCall):
@@ -137,7 +139,7 @@ class _Recorder:
             elif isinstance(value, Tensor):
                 used[name] = value
                 self._kept.append(value)
-        return used
+        return _Names(used)
 
     def _empty(self, *args: Any) -> Tensor:
         tensor: Tensor = torch._C._dynamo.guards._empty_strided_cpu(*args)  # type: ignore[attr-defined]
@@ -175,6 +177,20 @@ class _Recorder:
             self._calls.append(Call(address, False, numbers, library))
 
         return run
+
+
+class _Names(dict[str, Any]):
+    """The names that the code may use, besides Python's own."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(name) if hasattr(builtins, name) else _Unrecordable(name)
+
+
+class _Torch(SimpleNamespace):
+    """The names of torch that the code may use."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Unrecordable(name)
 
 
 class _Operators:

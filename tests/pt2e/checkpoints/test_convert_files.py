@@ -76,6 +76,9 @@ def test_another_conversion_is_not_gone_on_with(llama, tmp_path):
         convert_checkpoint(llama, tmp_path / "out", finished=stop)
     with pytest.raises(MXError, match="unfinished conversion with other settings"):
         convert_checkpoint(llama, tmp_path / "out", of_weights("mxfp8"))
+    (tmp_path / "out" / MANIFEST).write_bytes(b"\xff")
+    with pytest.raises(MXError, match="unfinished conversion with other settings"):
+        convert_checkpoint(llama, tmp_path / "out")
     with pytest.raises(MXError, match="holds files already"):
         convert_checkpoint(llama, llama)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.checkpoints.load import load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
+from pt2mx.pt2e.checkpoints.save import _write_tensors, save_checkpoint
 from tests.engines.vllm import refusals
 from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import INPUTS
@@ -286,3 +286,23 @@ def test_layers_that_libraries_fuse_are_written_with_one_tensor_scale(bf16, conv
         expected = pt2mx.tensor_scale_mx(amax, form)
         assert all(stored[f"{layer}.{name}"].reshape(()).equal(expected) for layer in layers)
     assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+def test_a_file_holds_each_tensor_for_itself(tmp_path):
+    whole = torch.arange(64.0)
+    tensors = {"whole": whole, "again": whole, "first": whole[:16], "last": whole[16:]}
+    _write_tensors(tensors, tmp_path, max_shard_size=whole.nbytes)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 3 * whole.nbytes
+    files = {name: load_file(tmp_path / name) for name in sorted(set(index["weight_map"].values()))}
+    assert [list(file) for file in files.values()] == [["whole"], ["again"], ["first", "last"]]
+    assert all(torch.equal(tensors[name], values) for file in files.values() for name, values in file.items())
+
+
+def test_patterns_of_the_same_weights(bf16, convert, tmp_path):
+    float_one = bf16("llama")
+    converted = convert(float_one.graph, {EMBEDDING: None, ALL: (FP4, None)})
+    save_checkpoint(converted, float_one.model, tmp_path / "one", unpack=[".*_proj"])
+    save_checkpoint(converted, float_one.model, tmp_path / "two", unpack=[".*_proj", ".*q_proj", ".*_proj"])
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)

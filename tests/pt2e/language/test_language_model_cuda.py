@@ -32,7 +32,7 @@ def test_packages(made):
     ids, mask = padded()
     assert main(["compile", str(folder), "--device", "cuda"]) == 0
     loaded = LanguageModel.from_pretrained(folder, "cuda")
-    assert loaded.runner._tokens[1] is not loaded.decoder
+    assert loaded.runner._single.many is not loaded.decoder
     result = loaded.generate(ids.cuda(), attention_mask=mask.cuda(), **options)
     assert torch.equal(result.cpu(), quantized.generate(ids, attention_mask=mask, **options))
 

@@ -36,7 +36,7 @@ def test_packages(tmp_path, monkeypatch):
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = quantized.generate(ids, attention_mask=mask, **options)
     assert torch.equal(loaded.generate(ids, attention_mask=mask, **options), expected)
-    assert loaded.runner._tokens[1] is not loaded.decoder
+    assert loaded.runner._single.many is not loaded.decoder
     one = loaded(
         ids[:1, :1], logits_to_keep=torch.tensor([0, 0])
     ).logits  # the package for tokens does not take two logits

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.output_code import CompiledFxGraph
 
 from pt2mx import ops
-from pt2mx.kernels.inductor.record import RecordedProgram, _is_generated, record
+from pt2mx.kernels.inductor.record import RecordedProgram, _is_generated, _Recorder, record
 from pt2mx.ops.linear import linear_mx
 
 WEIGHT = tuple(
@@ -135,6 +135,53 @@ def test_code_that_is_not_straight():
     assert not _is_generated(Runner().call)
     straight.__name__ = "call"
     assert _is_generated(MethodType(straight, Runner()))
+
+
+@pytest.mark.parametrize("kind", [NameError, AttributeError])
+def test_a_fault_of_an_operator_is_raised(kind):
+    runs = []
+
+    @torch.library.custom_op(f"pt2mx_record::{kind.__name__}", mutates_args=())
+    def operator(x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) == 1:
+            raise kind("of an operator")
+        return x.clone()
+
+    operator.register_fake(torch.empty_like)
+    x, program = torch.randn(2, 8), compiled(lambda x: operator(x) * 2)
+    with pytest.raises(kind, match="of an operator"):
+        record(lambda: program(x))
+    assert len(runs) == 1
+
+
+def other_name(self, args):
+    (x,) = args
+    args.clear()
+    return (other_names(x),)  # noqa: F821
+
+
+def other_attribute(self, args):
+    (x,) = args
+    args.clear()
+    return (torch.neg(x),)
+
+
+def known_names(self, args):
+    (x,) = args
+    args.clear()
+    return (torch.ops.aten.mul.Tensor(x, max(2, 3)),)  # a name of Python
+
+
+@pytest.mark.parametrize("code", [other_name, other_attribute, known_names])
+def test_names_of_generated_code(code):
+    call = FunctionType(code.__code__, code.__globals__, "call")
+    graph, x, recorder = SimpleNamespace(current_callable=MethodType(call, object())), torch.randn(4), _Recorder()
+    (result,) = recorder.run(graph, [x], lambda: [None])
+    if code is known_names:
+        assert torch.equal(result, x * 3) and recorder.replay_of(result) is not None
+    else:
+        assert result is None and recorder.replay_of(x) is None
 
 
 def test_a_program_is_recorded_until_it_replays():
