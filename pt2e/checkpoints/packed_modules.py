@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph import node as nodes
-from pt2mx.fx.graph.node import args_of, set_value, tensor_of
+from pt2mx.fx.graph.node import args_of, attribute_of, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.ops.checks import from_front
 from pt2mx.ops.quantization import Dequantize, Quantize
@@ -116,37 +116,45 @@ def placeholder(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def fold_transposes(model: GraphModule) -> bool:
     """Transpose the codes of packed weights that a graph transposes after decoding, as in a converted model.
 
+    Codes that several nodes read, as in a module that is called twice, are transposed once, if all of them agree.
     Changes `model`.
 
     Returns:
         True where there were any.
     """
-    readers: dict[int, list[tuple[Node, nodes.Dequantize]]] = {}  # of the same codes, under any name
+    readers: dict[int, set[Node]] = {}
+    for attribute in model.graph.find_nodes(op="get_attr"):
+        readers.setdefault(id(attribute_of(model, attribute)), set()).update(attribute.users)
+    weights: dict[tuple[int, int], dict[Node, nodes.Dequantize]] = {}
     for node, call in nodes.Dequantize.calls_in(model.graph):
-        if call.codes.op == "get_attr":
-            readers.setdefault(id(tensor_of(model, call.codes)), []).append((node, call))
+        if call.codes.op == call.scale.op == "get_attr":
+            codes, scale = (id(tensor_of(model, attribute)) for attribute in (call.codes, call.scale))
+            weights.setdefault((codes, scale), {})[node] = call
     folded = False
-    for calls in readers.values():
-        swapped = {_transposed(user) for node, _ in calls for user in node.users}
-        dims = swapped.pop() if len(swapped) == 1 else None
-        if dims is None:
-            continue
-        first, second = dims
-        attributes = dict.fromkeys(one for _, call in calls for one in (call.codes, call.scale))
-        for value in {id(value): value for value in (tensor_of(model, one) for one in attributes)}.values():
-            replace_tensor(model, value, value.transpose(first, second).contiguous())
-        for attribute in attributes:
-            attribute.meta["val"] = attribute.meta["val"].transpose(first, second).contiguous()
-        for node, call in calls:
-            axis = {first: second, second: first}.get(call.spec.axis, call.spec.axis)
-            node.args = call.replace(spec=call.spec.replace(axis=axis)).args
-            set_value(node)
-            for user in list(node.users):
-                user.replace_all_uses_with(node)
-                model.graph.erase_node(user)
-        folded = True
+    for key, calls in weights.items():
+        swaps = {_transposed(user) for node in calls for user in node.users}
+        if len(swaps) == 1 and (swapped := swaps.pop()) and all(readers[one] == calls.keys() for one in key):
+            _transpose(model, calls, swapped)
+            folded = True
     model.recompile()
     return folded
+
+
+def _transpose(model: GraphModule, calls: dict[Node, nodes.Dequantize], swapped: tuple[int, int]) -> None:
+    """Transpose the codes and scales that calls share, in place of the transposes of their results."""
+    first, second = swapped
+    one = next(iter(calls.values()))
+    for value in (tensor_of(model, one.codes), tensor_of(model, one.scale)):
+        replace_tensor(model, value, value.transpose(first, second).contiguous())
+    for attribute in {attribute for call in calls.values() for attribute in (call.codes, call.scale)}:
+        attribute.meta["val"] = attribute.meta["val"].transpose(first, second).contiguous()
+    for node, call in calls.items():
+        axis = {first: second, second: first}.get(call.spec.axis, call.spec.axis)
+        node.args = call.replace(spec=call.spec.replace(axis=axis)).args
+        set_value(node)
+        for user in list(node.users):
+            user.replace_all_uses_with(node)
+            model.graph.erase_node(user)
 
 
 def _transposed(node: Node) -> tuple[int, int] | None:
