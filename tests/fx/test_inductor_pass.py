@@ -68,7 +68,8 @@ def test_dynamic_shapes(converted):
             ids = torch.randint(20, (batch, 4))
             torch.testing.assert_close(run(ids), converted(ids), rtol=1e-3, atol=1e-3)
     assert [graph.count("pt2mx.linear_mx.default") for graph in own.graphs] == [3]
-    assert [graph.count("pt2mx.fake_quantize_mx.default") for graph in own.graphs] == [3]
+    # which operator quantizes depends on the machine's instructions
+    assert [sum("fake_quantize_mx" in target for target in graph) for graph in own.graphs] == [3]
 
 
 @pytest.mark.compiled_except("<lambda>1")

@@ -6,10 +6,16 @@ values shared by a block are viewed as bits. A GPU needs none of this, because v
 it, because Triton fuses `a * b - c`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._inductor import inductor_prims, lowering
+from torch._inductor.graph import SubgraphLowering
 from torch._inductor.ir import Pointwise, StorageBox, TensorBox
+from torch._inductor.virtualized import V
+from torch._inductor.virtualized import ops as inductor_ops
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pt2mx.formats import ElementFormat
 from pt2mx.kernels import elements
@@ -23,6 +29,10 @@ for _name in ("realize", "realize_if_costly"):
     torch.library.define(f"pt2mx::{_name}", "(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
     torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
+
+torch.library.define("pt2mx::look_up", "(Tensor codes, float[] values) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.impl("pt2mx::look_up", "CompositeExplicitAutograd", lambda codes, values: torch.tensor(values)[codes])
+torch.library.register_fake("pt2mx::look_up", lambda codes, _: torch.empty_like(codes, dtype=torch.float32))
 
 #: Inductor's names of operations that take longer than writing a value and reading it back
 _COSTLY = {"erf", "exp", "log", "pow", "sigmoid", "tanh"}
@@ -45,6 +55,26 @@ def _realize_if_costly(x: TensorBox) -> TensorBox:
     if isinstance(computed, Pointwise) and _COSTLY & computed.inner_fn_opcount().used_ops:
         x.realize()
     return x
+
+
+@lowering.register_lowering(torch.ops.pt2mx.look_up, type_promotion_kind=None)
+def _look_up(codes: TensorBox, values: list[float]) -> TensorBox:
+    """Read values from a table, without a test of the codes, which are below its length."""
+    with _disable_current_modes():
+        table = V.graph.add_tensor_constant(torch.tensor(values, dtype=torch.float32))
+    name, graph = table.get_name(), V.graph
+    while isinstance(graph, SubgraphLowering):  # torch 2.13 gives the code of a branch no constants but the program's
+        for of_graph in ("constants", "constant_reprs", "allocated_constant_name"):
+            getattr(graph.parent, of_graph)[name] = getattr(graph, of_graph)[name]
+        graph = graph.parent
+    read_code, read_table = codes.make_loader(), table.make_loader()
+
+    def value(index: list[Any]) -> Any:
+        return read_table([inductor_ops.indirect_indexing(read_code(index), len(values), check=False)])
+
+    return Pointwise.create(
+        device=codes.get_device(), dtype=torch.float32, inner_fn=value, ranges=list(codes.get_size())
+    )
 
 
 def realize_if_costly(x: Tensor) -> Tensor:
@@ -111,8 +141,7 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
     """codes: int32 in [0, 2**bits) -> their values in fp32. Codes that share bytes are decoded one by one, because no
     vector instruction reads their bytes; there a table is faster than arithmetic."""
     if element.bits < 8:
-        values = elements.values_of_codes(element)
-        return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes]
+        return torch.ops.pt2mx.look_up(codes, elements.values_of_codes(element))
     return elements.decode(codes, element, _finite_magnitude)
 
 
