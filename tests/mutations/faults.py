@@ -76,8 +76,8 @@ FAULTS = (
     # checkpoints
     Fault(
         "pt2e/checkpoints/contents.py",
-        "if owners[tensor.data_ptr()] == name else tensor.clone()",
-        "if tensor.numel() else tensor",
+        "for name, tensor in tensors.items() if tied.get(name) not in tensors",
+        "for name, tensor in tensors.items()",
     ),
     Fault("pt2e/checkpoints/contents.py", "tensor_scale[rows[0] // user.data.shape[-2]]", "tensor_scale[0]"),
     Fault("pt2e/checkpoints/regroup.py", "elif first <= int(rows[0])", "elif first < int(rows[0])"),

@@ -42,6 +42,7 @@ def test_e5m10_codes_are_those_of_float16():
     assert data.view(torch.int16)[4].item() == 0x7C00  # Inf of float16, here the least number of the last binade
 
 
+@pytest.mark.compiled
 def test_compiled_code_gives_the_same_bits(compiler):
     """Of the elements that `test_inductor_cpu` rounds and decodes one by one."""
 

@@ -30,8 +30,13 @@ for _name in ("realize", "realize_if_costly"):
     torch.library.impl(f"pt2mx::{_name}", "CompositeExplicitAutograd", torch.clone)
     torch.library.register_fake(f"pt2mx::{_name}", torch.empty_like)
 
+
+def _values_of(codes: Tensor, values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=codes.device)[codes]
+
+
 torch.library.define("pt2mx::look_up", "(Tensor codes, float[] values) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.impl("pt2mx::look_up", "CompositeExplicitAutograd", lambda codes, values: torch.tensor(values)[codes])
+torch.library.impl("pt2mx::look_up", "CompositeExplicitAutograd", _values_of)
 torch.library.register_fake("pt2mx::look_up", lambda codes, _: torch.empty_like(codes, dtype=torch.float32))
 
 #: Inductor's names of operations that take longer than writing a value and reading it back

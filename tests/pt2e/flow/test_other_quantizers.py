@@ -99,7 +99,8 @@ def check(prepared, x):
 
 @pytest.mark.filterwarnings("ignore:torchao's convert_pt2e folds no batch norm")
 @pytest.mark.parametrize(
-    ("name", "with_ours"), [("linear", False), ("linear", True), ("convolution", True), ("gated", True)]
+    ("name", "with_ours"),
+    [pytest.param("linear", False, marks=pytest.mark.slow), ("linear", True), ("convolution", True), ("gated", True)],
 )
 @pytest.mark.parametrize(
     "quantizer", [pytest.param(q, marks=pytest.mark.slow if q == "xnnpack, trained" else ()) for q in QUANTIZERS]

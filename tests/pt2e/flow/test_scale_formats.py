@@ -81,7 +81,7 @@ def _tensor_scale(x, spec):
 
 
 @pytest.mark.parametrize(
-    ("weight", "activation"), [FORMATS[0], pytest.param(*FORMATS[1], marks=pytest.mark.compiled), FORMATS[2]]
+    ("weight", "activation"), [*(pytest.param(*row, marks=pytest.mark.compiled) for row in FORMATS[:2]), FORMATS[2]]
 )
 def test_compiled_models(weight, activation, compiler):
     net = Net().eval()

@@ -133,7 +133,7 @@ class Normalized(nn.Module):
         return self.shared(self.blocks(self.shared(x)))
 
 
-@pytest.mark.slow_cases("80-False")
+@pytest.mark.slow_cases("80-*")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "length", [2, 80]

@@ -91,6 +91,7 @@ def package_of(model, recipe, inputs, path):
     return path
 
 
+@pytest.mark.compiled
 def test_a_package_of_packed_weights(host, tmp_path):
     package = package_of(mlp, "mxfp4_weight_only", rows, tmp_path / "mlp.pt2")
     for batch in (8, 1, 50):

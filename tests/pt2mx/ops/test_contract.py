@@ -191,7 +191,7 @@ RECORDED = {
 }
 
 #: operators that exist while Inductor compiles; no program holds them
-OF_INDUCTOR = {"dense", "divide", "join_blocks", "realize", "realize_if_costly", "stored"}
+OF_INDUCTOR = {"dense", "divide", "join_blocks", "look_up", "realize", "realize_if_costly", "stored"}
 #: called in training by compiled code alone; conversion leaves none
 OF_TRAINING = {"step_variance"}
 

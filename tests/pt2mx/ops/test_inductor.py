@@ -67,7 +67,11 @@ def test_ragged_last_blocks_are_written_whole(shape, axis):
 
 @pytest.mark.parametrize(
     ("dtype", "scale_modes"),
-    [(torch.float32, tuple(modes_of("fp8_e5m2"))), (torch.bfloat16, ("floor",)), (torch.float16, ("floor",))],
+    [
+        pytest.param(torch.float32, tuple(modes_of("fp8_e5m2")), marks=pytest.mark.compiled),
+        (torch.bfloat16, ("floor",)),
+        pytest.param(torch.float16, ("floor",), marks=pytest.mark.compiled),
+    ],
 )
 def test_every_exponent_and_special_value(dtype, scale_modes):
     """Every 16-bit pattern, in blocks of one: Inf, NaN, subnormals, signed zeros."""

@@ -21,7 +21,7 @@ def check_compiled(x, *args, **options):
         assert same(a, b), args
 
 
-@pytest.mark.compiled_except("nvfp4")
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in NAMES[::4])) for name in NAMES]
 )

@@ -91,6 +91,7 @@ def code_of(function, *args):
     return code
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("axis", [0, 1])
 def test_values_are_not_looked_at_as_bits(axis):
