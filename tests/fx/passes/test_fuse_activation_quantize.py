@@ -126,7 +126,7 @@ def test_a_machine_without_a_compiler(monkeypatch):
     assert not sum(count(same, target) for target in FUSED)
 
 
-@pytest.mark.compiled_except("mxfp8")
+@pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8"])
 def test_dynamic_rows_export_and_compilation(recipe):
     x = torch.randn(80, 64)

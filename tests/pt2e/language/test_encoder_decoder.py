@@ -184,7 +184,8 @@ def test_get_encoder():
         model.get_encoder()(**source, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("family", ["bart", pytest.param("mbart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bart", "mbart"])
 def test_guidance(family):
     """Transformers calls the model with the last token, or a negative prompt, as a source alone."""
     model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)

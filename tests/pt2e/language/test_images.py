@@ -63,6 +63,7 @@ def test_chunks_of_a_prompt_keep_images_whole(folder, monkeypatch):
     assert torch.equal(model.generate(**prompts, **GREEDY), expected)
 
 
+@pytest.mark.slow
 def test_positions_go_on_after_images(folder):
     """The tokens of an image share positions, so positions of later text are smaller than the number of tokens."""
     model, prompts = LanguageModel.from_pretrained(folder("qwen3_vl")), image_prompts("qwen3_vl")

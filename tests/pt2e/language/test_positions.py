@@ -76,6 +76,7 @@ def test_padding_has_no_position():
         model(ids, attention_mask=mask)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_encoder_decoders():
     float_model, source = tiny_encoder_decoder("bart", max_position_embeddings=32), sources("bart")

@@ -84,6 +84,7 @@ def test_a_cache_of_values_is_quantized_where_the_recipe_says_so():
     assert sliced.generate(PROMPT, max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder(tmp_path):
     anchor = quantized_encoder_decoder("t5", "mxint8")
     sliced = pt2mx.slice_language_model(anchor, FP4)

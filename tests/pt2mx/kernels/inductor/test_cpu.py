@@ -101,6 +101,7 @@ def test_values_are_not_looked_at_as_bits(axis):
     assert "copysign" in loop_over_values and "bit_cast" not in loop_over_values
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_what_is_dear_is_computed_once():
     code = code_of(lambda x: pt2mx.fake_quantize_mx(torch.nn.functional.gelu(x), "mxfp8"), torch.randn(64, 64))
