@@ -89,7 +89,7 @@ class StaticTensorScale(nn.Module):
         before the first finite value."""
         if not self.is_known:
             raise self._error(x.name)
-        value = self.value(x.name).clone()
+        value = self.value(x.name)
         with model.graph.inserting_before(x):
             node = model.graph.get_attr(register_buffer(model, f"{x.name}_tensor_scale", value))
         node.meta["val"] = x.meta["val"].new_empty((), dtype=value.dtype)

@@ -67,7 +67,11 @@ FAULTS = (
     Fault(
         "pt2e/observe/range_observers.py", "(values * per_limit * half).floor()", "(values * per_limit * half).round()"
     ),
-    Fault("pt2e/observe/tensor_scales.py", "value = self.value(x.name).clone()", "value = self.value(x.name)"),
+    Fault(
+        "pt2e/observe/tensor_scales.py",
+        "tensor_scale_mx(self.amax.clamp(min=0), self.spec)",
+        "tensor_scale_mx(self.amax, self.spec)",
+    ),
     # report
     Fault("pt2e/flow/sizes.py", "(int(size) - 1) * int(stride)", "int(size) * int(stride)"),
     Fault("pt2e/report/results.py", "(values.count(value) - 1) / 2", "(values.count(value) - 1)"),

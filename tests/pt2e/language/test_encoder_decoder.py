@@ -56,6 +56,8 @@ def test_calls_with_a_cache():
     model, eager, source = quantized_encoder_decoder("t5"), rounded_encoder_decoder("t5"), sources("t5")
     tokens = torch.randint(256, (3, 7), generator=torch.Generator().manual_seed(2))
     expected = eager(**source, decoder_input_ids=tokens).logits
+    beams = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}  # of sources with different masks
+    assert torch.equal(model.generate(**source, **beams), eager.generate(**source, **beams))
     first = model(**source, decoder_input_ids=tokens[:, :4])
     second = model(decoder_input_ids=tokens[:, 4:], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)

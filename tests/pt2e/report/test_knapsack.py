@@ -45,6 +45,12 @@ def test_a_fine_budget_is_kept_and_nearly_used(monkeypatch):
     assert noise <= brute_force(items, limit - len(items) * (50_000 // 200 + 1)) + 1e-12
 
 
+def test_costs_are_rounded_up_to_whole_steps(monkeypatch):
+    monkeypatch.setattr(suggest, "_STEPS", 10)
+    items = [[Option(0, 1.0), Option(19, 0.0)] for _ in range(10)]  # of 100 bytes a step is 10, and 19 bytes are two
+    assert total(items, least_noise(items, 100)) == (5 * 19, 5.0)
+
+
 def test_nothing_to_choose():
     assert least_noise([], 10) == []
     assert least_noise([[Option(3, 1.0)], [Option(4, 2.0)]], 7) == [0, 0]

@@ -70,6 +70,19 @@ def test_equals_arithmetic_in_fractions(scale_format, mode):
                     assert torch.equal(got[i].view(torch.int32), values.view(torch.int32)), (str(spec), t, block)
 
 
+@pytest.mark.parametrize("quantize", [reference.quantize, lambda x, spec, **t: quantize_mx(x, spec, **t)])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("text", ["nvfp4", "nvfp4(mse)", "fp8_e4m3{16}(f32)", "int4{16}(bf16)", "fp4{16}(rceil,e5m3)"])
+def test_inf_and_nan_make_their_block_nan_alone(text, value, quantize):
+    spec = parse(text, axis=1)
+    options = {"tensor_scale": torch.tensor(1.0)} if spec.scale_format.tensor else {}
+    x = torch.linspace(-3, 3, 32).reshape(1, 32)
+    x[0, 3] = value
+    scale, data = quantize(x, spec, **options)
+    values = reference.dequantize(data, scale, spec, torch.float32, 32, **options)
+    assert values[0, :16].isnan().all() and values[0, 16:].isfinite().all()
+
+
 @pytest.mark.parametrize("mode", ["four_six", "mse"])
 def test_searches_lose_less(mode):
     x = torch.randn(200, 64)
@@ -164,7 +177,6 @@ _SLOW = ("nvfp4", "fp8_e4m3{2x16}(f32)")
 
 
 @pytest.mark.compiled_cases("int4{16}(mse,bf16)", "fp4{16}(rceil,e5m3)")
-@pytest.mark.compiled_except("nvfp4(nearest_reciprocal)")
 @pytest.mark.parametrize(
     "text",
     [
