@@ -114,6 +114,7 @@ CNNS = {
 
 
 @pytest.mark.compiled
+@pytest.mark.slow_except("mobilenet_v3_small")
 @pytest.mark.parametrize("name", CNNS)
 def test_compiled_convolutional_networks_have_eagers_gradients(name, compiler):
     """Two steps, each from the same state, in the prepared form but without rounding: the last bit of a parameter

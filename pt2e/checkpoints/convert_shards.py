@@ -80,7 +80,7 @@ class ShardConverter:
         entry = reader.entries[name]
         outputs = self.plan.outputs(name, entry)
         for first, rows in self._slices(reader, name):
-            for written, values in self._converted(name, rows).items():
+            for written, values in self._converted(name, rows, entry.shape).items():
                 count = outputs[written].rows  # of a scale fewer, or one
                 yield written, first * count // max(1, entry.rows), values
 
@@ -93,14 +93,17 @@ class ShardConverter:
         else:
             yield 0, statistics.round(reader.tensor(name), self.plan.chosen[name], self.gptq)
 
-    def _converted(self, name: str, rows: Tensor) -> dict[str, Tensor]:
-        """Return the rows to write for some rows of a tensor, (n, ...), by tensor of the output."""
+    def _converted(self, name: str, rows: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """Return the rows to write for some rows of a tensor, (n, ...), by tensor of the output. `shape`: of all its
+        rows."""
         spec = self.plan.chosen.get(name)
         if spec is None:
             return {name: cast(name, rows, self.plan.dtype_of(rows.dtype))}
         tensor_scale = self._tensor_scale(name, spec) if spec.has_tensor_scale else None
-        scale, data = quantize_mx(rows.mT if name in self.plan.transposed else rows, spec, tensor_scale=tensor_scale)
-        return self.plan.layout.to_tensors(name, format_of(spec), data, scale, tensor_scale)
+        is_transposed = name in self.plan.transposed
+        scale, data = quantize_mx(rows.mT if is_transposed else rows, spec, tensor_scale=tensor_scale)
+        of_all = shape[-1 if is_transposed else -2]
+        return self.plan.layout.to_tensors(name, format_of(spec), data, scale, tensor_scale, rows=of_all)
 
     def _tensor_scale(self, name: str, spec: MXSpec) -> Tensor:
         """Return the tensor scale of a weight, from all weights that libraries fuse with it."""

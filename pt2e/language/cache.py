@@ -180,11 +180,11 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         if batch % sequences:
             raise MXError(f"the source holds {sequences} sequences, the tokens {batch}: give as many of both")
 
-        beams = batch // sequences
-        self.source_mask = results[SOURCE_MASK].repeat_interleave(beams, 0)
+        # beam search repeats the tensors of the results, such as the mask, but not those in lists
+        self.source_mask = _repeated(results[SOURCE_MASK], batch)
         for name in ("cross_keys", "cross_values"):
             for layer, tensor in zip(self.layers, results[name], strict=True):
-                layer.stored[name] = tensor.repeat_interleave(beams, 0)
+                layer.stored[name] = _repeated(tensor, batch)
 
     def with_cross_attention(self) -> Any:
         """Return transformers' cache of an encoder-decoder, whose keys and values of cross attention are computed."""
@@ -228,6 +228,11 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
     @property
     def batch_size(self) -> int:
         return len(self.layers[0].tensors[0])
+
+
+def _repeated(tensor: Tensor, batch: int) -> Tensor:
+    """Return a tensor whose rows are repeated, each next to itself, to `batch` rows."""
+    return tensor.repeat_interleave(batch // len(tensor), 0)
 
 
 def cache_in(output: Any) -> Any:

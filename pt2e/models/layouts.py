@@ -91,13 +91,19 @@ class Layout:
         return data, scale, *others
 
     def to_tensors(
-        self, weight: str, form: str, data: Tensor, scale: Tensor, tensor_scale: Tensor | None = None
+        self,
+        weight: str,
+        form: str,
+        data: Tensor,
+        scale: Tensor,
+        tensor_scale: Tensor | None = None,
+        rows: int | None = None,
     ) -> dict[str, Tensor]:
         """Return the tensors in which the layout holds a weight, by name; they are views of the arguments, which are as
-        in `PackedTensors`."""
+        in `PackedTensors`. `rows`: those of the whole weight, if the arguments are some of them."""
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
-        check_last_blocks(weight, spec, data)
+        check_last_blocks(weight, spec, data, rows)
         if bool(is_nan(scale, spec).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"

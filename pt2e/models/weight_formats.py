@@ -162,9 +162,10 @@ def is_misread(spec: MXSpec, rows: int, columns: int) -> bool:
     return misread
 
 
-def check_last_blocks(weight: str, spec: MXSpec, data: Tensor) -> None:
-    """Raise an `MXError` for a weight that loaders would read in other blocks."""
-    rows, columns = data.shape[-2], data.shape[-1] * 8 // spec.element.bits
+def check_last_blocks(weight: str, spec: MXSpec, data: Tensor, rows: int | None = None) -> None:
+    """Raise an `MXError` for a weight that loaders would read in other blocks; `rows`: of the whole weight, if `data`
+    holds some of them."""
+    rows, columns = data.shape[-2] if rows is None else rows, data.shape[-1] * 8 // spec.element.bits
     if spec.block_rows > 1 and is_misread(spec, rows, columns):
         block = f"{spec.block_rows} x {spec.block_size}"
         raise MXError(

@@ -102,6 +102,7 @@ KINDS = {
 
 
 @pytest.mark.compiled_except("int8, -1")
+@pytest.mark.slow_cases("*, 0", "*, 1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
     """Lengths below, at and above the bounds of blocks; a dynamic length, too, where all cases run."""

@@ -67,11 +67,7 @@ FAULTS = (
     Fault(
         "pt2e/observe/range_observers.py", "(values * per_limit * half).floor()", "(values * per_limit * half).round()"
     ),
-    Fault(
-        "pt2e/observe/tensor_scales.py",
-        "tensor_scale_mx(self.amax.clamp(min=0), self.spec)",
-        "tensor_scale_mx(self.amax, self.spec)",
-    ),
+    Fault("pt2e/observe/tensor_scales.py", "self.amax.clamp(min=0), self.spec", "self.amax, self.spec"),
     # report
     Fault("pt2e/flow/sizes.py", "(int(size) - 1) * int(stride)", "int(size) * int(stride)"),
     Fault("pt2e/report/results.py", "(values.count(value) - 1) / 2", "(values.count(value) - 1)"),
@@ -100,8 +96,8 @@ FAULTS = (
     Fault("pt2e/language/positions.py", "last = filled + positions.shape[1] - 1", "last = filled + positions.shape[1]"),
     Fault(
         "pt2e/language/cache.py",
-        "results[SOURCE_MASK].repeat_interleave(beams, 0)",
-        "results[SOURCE_MASK].repeat(beams, 1)",
+        "tensor.repeat_interleave(batch // len(tensor), 0)",
+        "tensor.repeat(batch // len(tensor), *[1] * (tensor.dim() - 1))",
     ),
     Fault(
         "pt2e/language/tensor_parallel.py",

@@ -129,7 +129,7 @@ class Operators(nn.Module):
     """Each of the operators that packages call."""
 
     def forward(self, x, seed, weight, experts, offs, cache):
-        rotated = ours.rotated_fake_quantize_mx(ours.hadamard(x, 32), 64, "fp8_e4m3", 32, "mse", "half_away")
+        rotated = ours.rotated_fake_quantize_mx(ours.hadamard(x, 32, -1), 64, "fp8_e4m3", 32, "mse", "half_away")
         y = ours.linear_mx(rotated, weight[1], weight[0], None, "fp4_e2m1", 32, 64)
         grouped = ours.grouped_linear_mx(x, experts[1], experts[0], offs, "fp6_e2m3", 32)
         query = x.reshape(1, 4, -1, 64)
