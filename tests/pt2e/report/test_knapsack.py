@@ -47,7 +47,8 @@ def test_a_fine_budget_is_kept_and_nearly_used(monkeypatch):
 
 def test_costs_are_rounded_up_to_whole_steps(monkeypatch):
     monkeypatch.setattr(suggest, "_STEPS", 10)
-    items = [[Option(0, 1.0), Option(19, 0.0)] for _ in range(10)]  # of 100 bytes a step is 10, and 19 bytes are two
+    # of 100 bytes a step is 10, 19 bytes are two steps, and 21 three
+    items = [[Option(0, 1.0), Option(size, 0.0)] for size in [19] * 9 + [21]]
     assert total(items, least_noise(items, 100)) == (5 * 19, 5.0)
 
 
