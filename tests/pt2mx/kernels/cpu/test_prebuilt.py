@@ -46,15 +46,20 @@ print(build.load()[0]._name, tokens.shape[1])
 """
 
 
+@pytest.fixture(scope="module")
+def library():
+    """The bytes of the library of this processor; where no cache can be written, it is built here."""
+    return cpu_build.use_built("cpu", cpu_build.SOURCES, cpu_build.HEADERS, Path.read_bytes)
+
+
 @pytest.fixture
-def libraries(tmp_path, monkeypatch):
+def libraries(library, tmp_path, monkeypatch):
     """Return a folder with the library of this processor, as a wheel has it, where no library can be built."""
 
     def no_compiler(*arguments):
         raise RuntimeError("no compiler")
 
-    built, name = cpu_build.load()[0]._name, cpu_build.library_name(torch.backends.cpu.get_cpu_capability())
-    (tmp_path / name).write_bytes(Path(built).read_bytes())
+    (tmp_path / cpu_build.library_name(torch.backends.cpu.get_cpu_capability())).write_bytes(library)
     monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path)
     monkeypatch.setattr(cpu_build, "compile_library", no_compiler)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
