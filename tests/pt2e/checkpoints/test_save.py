@@ -1,9 +1,11 @@
 import copy
 import json
 import re
+from importlib.metadata import version
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file
 
 import pt2mx
@@ -48,10 +50,15 @@ def test_compressed_tensors_computes_the_same_logits(bf16, convert, logits, tmp_
     float_one = bf16(family)
     converted = convert(float_one.graph, settings)
     save_checkpoint(converted, float_one.model, tmp_path / "out")
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == form
+    has_six_bits = any(FP6 in pair for pair in settings.values() if pair)
+    if has_six_bits and Version(version("compressed-tensors")) < Version("0.20"):  # the last for Python 3.10 has none
+        return
     loaded = stock(tmp_path / "out")
     assert loaded.config.quantization_config.quantization_config.format == form
     assert torch.equal(logits(loaded), logits(converted))
-    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
 
 
 def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
