@@ -8,7 +8,7 @@ CONFORMANCE := tests/conformance
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-rest sanitize sweep neighbours lint types bench wheel docs clean
+.PHONY: demo test test-all test-compiled test-rest sanitize sweep neighbours lint types bench wheel docs clean
 
 # run a command, with a line every 10 seconds
 define with_progress
@@ -44,6 +44,10 @@ test: $(VENV)/.installed
 # the variants of these tests too, compiled models and what takes long: all that runs without a GPU
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "not cuda"
+
+# those of compiled code that `make test` leaves out, in about 8 minutes
+test-compiled: $(VENV)/.installed
+	$(PYTEST) -m "compiled and not slow and not cuda"
 
 # those tests alone that `make test` leaves out: the compiled ones first, then folder by folder while minutes are left
 MINUTES ?= 600
