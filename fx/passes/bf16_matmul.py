@@ -99,8 +99,8 @@ def _in_one_kernel(x: Node) -> RotatedFakeQuantize | None:
 
 
 def quantization_to_bfloat16(quantization: FakeQuantize, dimensions: int) -> RotatedFakeQuantize | None:
-    """Return arguments with which `rotated_fake_quantize_mx` computes what a `fake_quantize_mx` computes, in bfloat16;
-    None if it cannot. `dimensions`: the number of dimensions of the tensor."""
+    """Return the call of `rotated_fake_quantize_mx` that computes what a `fake_quantize_mx` computes, in bfloat16; None
+    if there is none. `dimensions`: the number of dimensions of the tensor."""
     if quantization.spec.axis not in (-1, dimensions - 1):
         return None
     if quantization.ste != "identity" or ROUNDINGS[quantization.spec.rounding].random:

@@ -159,16 +159,9 @@ def _replace(chain: _Chain) -> None:
         return node
 
     residual = None if chain.sum is None else viewed(named_args(chain.sum)[chain.residual], chain.views_back)
-    now, keeps = Conv2dMX.expect(chain.convolution), chain.has_other_users
-    call: Conv2dFakeQuantize[Node] = Conv2dFakeQuantize(
-        x=now.x,
-        codes=now.codes,
-        scale=now.scale,
-        bias=now.bias,
-        spec=now.spec,
-        stride=now.stride,
-        padding=now.padding,
-        dilation=now.dilation,
+    keeps = chain.has_other_users
+    call = Conv2dMX.expect(chain.convolution).as_call_of(
+        Conv2dFakeQuantize,
         product_dtype=dtype_of(chain.convolution),
         residual=residual,
         activation=chain.activation,

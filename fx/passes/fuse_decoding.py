@@ -108,18 +108,7 @@ def _fuse_norm(norm: Norm, written: set[Node]) -> None:
     ):
         return
     weight = _read_again(norm.total, norm.weight)
-    summed = ResidualLinearMX(
-        x=call.x,
-        codes=call.codes,
-        scale=call.scale,
-        bias=call.bias,
-        element=call.element,
-        n=call.n,
-        residual=residual,
-        norm_weight=weight,
-        tensor_scale=call.tensor_scale,
-    )
-    fused = insert_call(norm.total, summed)
+    fused = insert_call(norm.total, call.as_call_of(ResidualLinearMX, residual=residual, norm_weight=weight))
     total, weighted, squares = (insert_before(norm.total, operator.getitem, fused, i) for i in range(3))
     _replace(norm.total, total)
     for *path, layer in paths:
@@ -138,19 +127,7 @@ def _normed(
     eps: float,
     gate: str | None,
 ) -> Node:
-    normed = NormedLinearMX(
-        x=x,
-        codes=call.codes,
-        scale=call.scale,
-        bias=call.bias,
-        element=call.element,
-        n=call.n,
-        squares=squares,
-        eps=eps,
-        gate=gate,
-        tensor_scale=call.tensor_scale,
-    )
-    return insert_call(position, normed)
+    return insert_call(position, call.as_call_of(NormedLinearMX, x=x, squares=squares, eps=eps, gate=gate))
 
 
 def _replace(old: Node, new: Node) -> None:

@@ -117,13 +117,8 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
         return None
 
     def fuse() -> None:
-        now = LinearMX.expect(matmul)  # another fusion may have replaced its input
-        call: LinearFakeQuantize[Node] = LinearFakeQuantize(
-            x=now.x,
-            codes=now.codes,
-            scale=now.scale,
-            bias=now.bias,
-            spec=now.spec,
+        call = LinearMX.expect(matmul).as_call_of(  # another fusion may have replaced its input
+            LinearFakeQuantize,
             product_dtype=dtype_of(matmul),
             activation=quantization.activation,
             out_spec=quantization.spec,

@@ -57,10 +57,9 @@ class Matmul:
 
     def call(self, x: Node, third: Any, weight: Dequantize) -> LinearMX | GroupedLinearMX:
         """Return the call of `packed` that reads the codes of a weight."""
-        packed: dict[str, Any] = {field: getattr(weight, field) for field in ("codes", "scale", "spec", "tensor_scale")}
         if self.packed is GroupedLinearMX:
-            return GroupedLinearMX(x=x, offs=third, **packed)
-        return LinearMX(x=x, bias=third, rotation=0, **packed)
+            return weight.as_call_of(GroupedLinearMX, x=x, offs=third, target_dtype=None)
+        return weight.as_call_of(LinearMX, x=x, bias=third, rotation=0, target_dtype=None)
 
 
 #: name of a matmul operator -> its arguments. The packed weight is (N, K), for grouped matmuls (E, N, K). transformers

@@ -150,16 +150,8 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
         codes, scale = (model.graph.get_attr(name) for name in names)
-        reordered = LinearMXMMALayout(
-            x=call.x,
-            codes=codes,
-            scale=scale,
-            bias=call.bias,
-            element=call.spec.element.name,
-            n=rows,
-            rotation=call.rotation,
-            tensor_scale=call.tensor_scale,
-        )
+        element = call.spec.element.name
+        reordered = call.as_call_of(LinearMXMMALayout, codes=codes, scale=scale, element=element, n=rows)
         new = model.graph.call_function(reordered.overload, reordered.args)
     for buffer, old in ((codes, call.codes), (scale, call.scale)):
         buffer.meta.update(old.meta)

@@ -41,6 +41,7 @@ from pt2mx.spec import MXSpec
 
 T = TypeVar("T", bound=Any)
 _Class = TypeVar("_Class", bound="type[Operator]")
+_Operator = TypeVar("_Operator", bound="Operator")
 
 COMPLIANT = (torch.Tag.pt2_compliant_tag,)
 #: kernels take any strides: without the second tag Inductor copies an input for each of the calls that share it
@@ -174,6 +175,12 @@ class Operator(Generic[T]):
     def replace(self, **fields: Any) -> Self:
         """Return a copy with other values of some fields."""
         return dataclasses.replace(self, **fields)  # type: ignore[type-var]  # every subclass is a dataclass
+
+    def as_call_of(self, operator: type[_Operator], **fields: Any) -> _Operator:
+        """Return a call of another operator, with the fields that both have by name, and other values of `fields`."""
+        names = {field.name for field in dataclasses.fields(operator)}  # type: ignore[arg-type]
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}  # type: ignore[attr-defined]
+        return operator(**{**own, **fields})
 
     def check(self) -> Any:
         """Return the spec and, where it is an argument, the dtype of the result, for `kernel`. Raise MXError for

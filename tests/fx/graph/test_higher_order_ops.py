@@ -55,7 +55,7 @@ def test_compiles(model, quantize, compiler):
 @pytest.mark.compiled
 def test_branches_in_a_package(quantize, compiler, tmp_path):
     """The tables of codes reach the code of branches, which torch gives no constants of their own."""
-    want, _, converted = quantize(torch.export.export(Cond().eval(), (X,)), QUANTIZER, (X,))
+    _, _, converted = quantize(torch.export.export(Cond().eval(), (X,)), QUANTIZER, (X,))
     with torch.no_grad():
         package = torch._inductor.aoti_compile_and_package(
             torch.export.export(converted, (X,)), package_path=str(tmp_path / "model.pt2")
@@ -63,7 +63,6 @@ def test_branches_in_a_package(quantize, compiler, tmp_path):
         loaded = torch._inductor.aoti_load_package(package)
         for x in (X, -X):
             assert nn.functional.cosine_similarity(loaded(x), converted(x)).min() > 0.999
-    assert torch.equal(converted(X), want)
 
 
 @pytest.mark.slow_cases("Cond")
