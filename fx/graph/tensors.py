@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen, PythonCode
 from torch.fx.node import map_aggregate
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.modes import has_effect
-from pt2mx.fx.graph.recompile import delay_code
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> Graph
     graph writes (a counter, a cache) is copied, without the gradient that a run may have left in it: running the copy
     must not change `model` either.
 
-    delays_code: the copy and its subgraphs have no code until `generate_code`.
+    delays_code: the copy and its subgraphs have no code until `generate_code`. torch.fx generates code after each
+        change.
     """
     written = written_storages(model)
     tensors = _tensors_of(model)
@@ -40,7 +41,7 @@ def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> Graph
     if delays_code:
         for module in graph_modules(model):
             graph = deep_copy(module.graph, memo)
-            delay_code(graph)
+            graph.set_codegen(_NoCode(graph._codegen))
             memo[id(module.graph)] = graph
     return deep_copy(model, memo)
 
@@ -50,6 +51,33 @@ def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         return copy.deepcopy(value, memo)
+
+
+class _NoCode(CodeGen):
+    """Generates an empty function, which takes no time.
+
+    Args:
+        final: what generates the code after the last change.
+    """
+
+    def __init__(self, final: CodeGen) -> None:
+        super().__init__()
+        self.final = final
+
+    def _gen_python_code(self, *args: Any, **kwargs: Any) -> PythonCode:
+        return Graph().python_code("self")
+
+
+def generate_code(model: GraphModule) -> GraphModule:
+    """Generate the code of a model whose code is delayed. Changes `model` and returns it."""
+    graphs = graph_modules(model)
+    for graph in graphs:
+        codegen = graph.graph._codegen
+        if isinstance(codegen, _NoCode):
+            graph.graph.set_codegen(codegen.final)
+    for graph in graphs:
+        graph.recompile()
+    return model
 
 
 def map_tensors(

@@ -13,8 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
-from pt2mx.fx.graph.recompile import generate_code
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, storages_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, map_tensors, storages_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.training.fuse_batch_norm import fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation

@@ -25,8 +25,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.constants import hoist_constants, merge_equal_operands
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.recompile import generate_code
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, generate_code
 from pt2mx.pt2e.flow.anchors import check_sliceable
 from pt2mx.pt2e.flow.prepare import check_exported, check_quantizer, to_annotate
 from pt2mx.pt2e.observe.torchao_pt2e import Quantizer

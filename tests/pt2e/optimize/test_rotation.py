@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, fake_quantize_mx, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation
-from pt2mx.fx.graph.recompile import generate_code
+from pt2mx.fx.graph.tensors import generate_code
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import linear_mx
 from pt2mx.pt2e.flow.prepare import to_annotate
