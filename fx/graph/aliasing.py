@@ -25,9 +25,14 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.modes import evaluates, mode_of
 from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, result_of, value_of
-from pt2mx.fx.graph.views import may_return_input, returns_view
 
 aten = torch.ops.aten
+
+#: composite operators that return a new tensor; others may return their input, as `dropout` in evaluation does
+_RETURN_NEW = (
+    aten.linear.default, aten.matmul.default, aten.scaled_dot_product_attention.default, aten.layer_norm.default,
+    aten.rms_norm.default, aten.softmax.int, aten.log_softmax.int,
+)  # fmt: skip
 
 #: cache: a call of a composite operator, by the layouts of its arguments -> positions of the inputs that it returns.
 #: Many passes ask about the same calls, and each answer takes a call on fake tensors.
@@ -128,7 +133,7 @@ def _shown_arguments(node: Node) -> list[Node]:
     """Return the arguments whose memory the value of a node may alias."""
     target = node.target
     if isinstance(target, OpOverload):
-        if returns_view(target):
+        if _returns_view(target):
             return _aliased_arguments(node, target)
         return _returned(node) if may_return_input(target) else []
     if isinstance(target, HigherOrderOperator):
@@ -136,6 +141,26 @@ def _shown_arguments(node: Node) -> list[Node]:
     if target is operator.getitem or node.op == "call_module":  # a module such as an observer may return its argument
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes if node.op == "call_function" else []
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a node's result may alias its first argument."""
+    if isinstance(node.target, OpOverload):
+        return _returns_view(node.target)
+    return node.target is operator.getitem  # of several views
+
+
+@functools.lru_cache(1024)
+def _returns_view(target: OpOverload) -> bool:
+    """Return whether a result of an operator shares memory with an argument, by the operator's schema."""
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+@functools.lru_cache(1024)
+def may_return_input(target: OpOverload) -> bool:
+    """Return whether a composite operator may return its input."""
+    is_composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite and bool(target._schema.returns) and target not in _RETURN_NEW
 
 
 def _returned(node: Node) -> list[Node]:

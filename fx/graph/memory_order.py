@@ -1,4 +1,9 @@
-"""The order of a result's dimensions in memory: may a pass change it, and the update of the graph if it does."""
+"""The strides of a result, and the order of its dimensions in memory: may a pass change them, and the update of the
+graph if it does.
+
+A result may become a view of a slice, with other strides and the same order (`accepts_any_strides`), or get another
+order (`accepts_any_order`).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +18,65 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from pt2mx.fx.graph.aliasing import Writes
+from pt2mx.fx.graph.aliasing import Writes, is_view, may_return_input
 from pt2mx.fx.graph.node import result_of, set_value
-from pt2mx.fx.graph.views import NEED_STRIDES, VIEW_OF_ANY_STRIDES, is_view, may_return_input, supports_strides
 from pt2mx.ops.memory_format import order_in_memory
 
 aten = torch.ops.aten
 
+#: operators that at most permute a tensor's dimensions
+REORDERING = (
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.mT.default,
+    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.clone.default,
+)  # fmt: skip
+#: operators that may split dimensions
+SPLITTING = (aten.view.default, aten.reshape.default, aten.unflatten.int)
+
+#: view operators that reject some strides -> the operator that copies instead
+VIEW_OF_ANY_STRIDES: dict[object, OpOverload] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view_as.default: aten.reshape_as.default,
+}
+#: operators whose values or errors depend on strides
+NEED_STRIDES = (
+    aten.as_strided.default, aten.as_strided_copy.default, aten.view.dtype, aten.view_as_complex.default,
+    aten.view_as_real.default,
+)  # fmt: skip
 #: operators that return a view for some orders, and a copy for others
 _VIEWS_OF_SOME_ORDERS = (
     *VIEW_OF_ANY_STRIDES, *VIEW_OF_ANY_STRIDES.values(), aten.flatten.using_ints, aten.ravel.default,
     aten.contiguous.default,
 )  # fmt: skip
+#: namespaces of operators that support any strides
+_NAMESPACES = ("aten", "prims", "pt2mx")
+
+
+def accepts_any_strides(node: Node) -> bool:
+    """Return whether all users of a node's memory support other strides. `allow_any_strides` then updates the users."""
+    return all(map(_accepts_any_strides, node.users))
+
+
+def _accepts_any_strides(user: Node) -> bool:
+    if user.target in NEED_STRIDES:
+        return False
+    if is_view(user):
+        return accepts_any_strides(user)
+    return isinstance(user.target, OpOverload) and supports_strides(user.target) and not may_return_input(user.target)
+
+
+def supports_strides(target: object) -> bool:
+    """Return whether a function is an operator that supports any strides."""
+    return isinstance(target, OpOverload) and target.namespace in _NAMESPACES and target not in NEED_STRIDES
+
+
+def allow_any_strides(node: Node) -> None:
+    """Replace a node's views by operators that support any strides, and update the views' values."""
+    for user in node.users:
+        user.target = VIEW_OF_ANY_STRIDES.get(user.target, user.target)
+        if is_view(user):
+            set_value(user)
+            allow_any_strides(user)
 
 
 def accepts_order_of(node: Node, value: object) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.aliasing import Writes, written_nodes
+from pt2mx.fx.graph.aliasing import Writes, is_view, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.memory_order import accepts_any_order, settle_order
+from pt2mx.fx.graph.memory_order import REORDERING, SPLITTING, accepts_any_order, settle_order
 from pt2mx.fx.graph.node import (
     AttentionBfloat16,
     args_of,
@@ -20,7 +20,6 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.fx.graph.views import REORDERING, SPLITTING, is_view
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.constants import LEAST_ROWS
 from pt2mx.kernels.select import supports

@@ -11,9 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import is_view
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import AttentionMX, DecodingAttentionMX, insert_call, named_args, register_buffer, value_of
-from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import DecodingAttention, stored

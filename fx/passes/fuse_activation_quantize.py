@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.aliasing import is_view, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import (
     FakeQuantize,
@@ -29,7 +29,6 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import is_view
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize

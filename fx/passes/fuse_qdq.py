@@ -11,8 +11,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.aliasing import is_view, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import SPLITTING, allow_any_strides
 from pt2mx.fx.graph.node import (
     Dequantize,
     FakeQuantize,
@@ -26,7 +27,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import SPLITTING, allow_any_strides, is_view
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
 

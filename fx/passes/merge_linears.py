@@ -14,9 +14,9 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import accepts_any_strides, allow_any_strides
 from pt2mx.fx.graph.node import LinearMX, name_of, register_buffer, set_value, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import accepts_any_strides, allow_any_strides
 from pt2mx.ops import linear
 
 aten = torch.ops.aten

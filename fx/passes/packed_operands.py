@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.aliasing import Writes, written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
+from pt2mx.fx.graph.memory_order import REORDERING
 from pt2mx.fx.graph.node import (
     AttentionMX,
     Dequantize,
@@ -31,7 +32,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import REORDERING
 from pt2mx.ops.attention import attention_mx
 
 aten = torch.ops.aten

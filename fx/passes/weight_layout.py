@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
-from pt2mx.fx.graph.memory_order import accepts_order_of
+from pt2mx.fx.graph.memory_order import accepts_order_of, allow_any_strides
 from pt2mx.fx.graph.node import (
     Dequantize,
     LinearMX,
@@ -23,7 +23,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
-from pt2mx.fx.graph.views import allow_any_strides
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import supports

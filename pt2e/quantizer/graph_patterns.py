@@ -22,8 +22,8 @@ import dataclasses
 import torch
 from torch.fx import Node
 
+from pt2mx.fx.graph.aliasing import is_view
 from pt2mx.fx.graph.node import attribute_of, model_of
-from pt2mx.fx.graph.views import is_view
 from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand, operator_name
 from pt2mx.pt2e.quantizer.reduction_axes import einsum_free_axis
 
