@@ -1,17 +1,15 @@
-"""Convolutions, and the batch norms that can be folded into the layer before them."""
+"""Convolutions, and the batch norms that normalize the outputs of the layer before them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
-from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.node import args_of, dtype_of, name_of, named_args, value_of
+from pt2mx.fx.graph.node import args_of, dtype_of, named_args, value_of
 
 aten = torch.ops.aten
 
@@ -35,7 +33,6 @@ CONVOLUTIONS: dict[OpOverload, ConvolutionKind] = {
     aten.conv_transpose2d.input: ConvolutionKind(2, transposed=True),
     aten.conv_transpose3d.input: ConvolutionKind(3, transposed=True),
 }
-_BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)
 #: layers (x, weight, bias or None, ...) into which a following batch norm can be folded
 LAYERS: frozenset[object] = frozenset((aten.linear.default, *CONVOLUTIONS))
 
@@ -75,52 +72,6 @@ class BatchNorm(NamedTuple):
     def of(cls, norm: Node) -> BatchNorm:
         """Return the arguments of a node that calls a batch norm, directly or as a `TrainEvalOp`."""
         return cls(*args_of(norm)[:5])
-
-
-def batch_norms(graph: Graph) -> list[Node]:
-    """Return the calls of batch norms that can be folded, in the order of the graph."""
-    return [node for node in graph.nodes if node.op == "call_function" and node.target in _BATCH_NORMS]
-
-
-def keep_batch_norms(model: GraphModule) -> GraphModule:
-    """Put an `alias` before each batch norm that must not be folded: its producer, or the producer's weight, has other
-    users; it normalizes another dimension than the producer's outputs; it has no running statistics; it follows a
-    transposed convolution in groups; a tensor of the norm or the layer is computed, or written by the graph.
-
-    torchao folds a batch norm into the convolution or linear layer before it without checking any of this, which would
-    change the outputs. The alias hides such norms from it. Changes `model` and returns it.
-    """
-    norms = batch_norms(model.graph)
-    if not norms:
-        return model
-    user_counts: Counter[str] = Counter()
-    for node in model.graph.find_nodes(op="get_attr"):
-        user_counts[name_of(node)] += len(node.users)
-    written = written_nodes(model.graph)
-    for norm in norms:
-        producer = BatchNorm.of(norm).x
-        if producer.target in LAYERS and not _can_be_folded(producer, norm, user_counts, written):
-            with model.graph.inserting_before(norm):
-                alias = model.graph.call_function(aten.alias.default, (producer,))
-            alias.meta.update(producer.meta)
-            norm.replace_input_with(producer, alias)
-    model.recompile()
-    return model
-
-
-def _can_be_folded(layer: Node, norm: Node, user_counts: Counter[str], written: set[Node]) -> bool:
-    """Return whether folding the batch norm changes no output of the model."""
-    _, weight, bias, *_ = named_args(layer).values()
-    weights = [n for n in layer.all_input_nodes if n.op == "get_attr"]
-    if len(layer.users) > 1 or any(user_counts[name_of(n)] > 1 for n in weights):
-        return False
-    tensors = [n for n in (weight, bias, *BatchNorm.of(norm)[1:]) if isinstance(n, Node)]
-    if any(n.op != "get_attr" or n in written for n in tensors):
-        return False
-    convolution = Convolution.of(layer)
-    if convolution is not None and convolution.transposed and convolution.groups > 1:
-        return False
-    return normalizes_outputs(layer, norm)
 
 
 def normalizes_outputs(layer: Node, norm: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Fold quantized weights: compute their codes and scales once, into buffers."""
+"""Compute constants once, into buffers: codes and scales of quantized weights, and biases with a batch norm in them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 
 from pt2mx import ops
 from pt2mx.fx.graph.constants import (
+    CONSTANT_KEY,
     constant_nodes,
     evaluate,
     first_equal,
@@ -17,6 +18,7 @@ from pt2mx.fx.graph.constants import (
     merge_equal_operands,
     root_name,
 )
+from pt2mx.fx.graph.convolution import LAYERS
 from pt2mx.fx.graph.higher_order_ops import call_groups, graph_modules
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of, register_buffer
 from pt2mx.fx.graph.tensors import remove_unused
@@ -86,12 +88,34 @@ def fold_all_weights(model: GraphModule) -> GraphModule:
     return merge_equal_operands(model)
 
 
+def fold_biases(model: GraphModule) -> GraphModule:
+    """Fold biases that a converted graph computes, after a batch norm in training (`NormalizedLayer`), into buffers.
+    Biases of subgraphs, whose tensors are operands, stay. Changes `model` and returns it."""
+    if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
+        return model
+    computed = {computed_bias(node) for node in model.graph.nodes} - {None}
+    constants = constant_nodes(model.graph) if computed else set()
+    biases = [node for node in model.graph.nodes if node in computed and node in constants]
+    with torch.no_grad():
+        for bias in biases:
+            fold_constant(model, bias, f"{root_name(bias)}_folded")
+    return remove_unused(model) if biases else model
+
+
+def computed_bias(node: Node) -> Node | None:
+    """Return the bias of a layer if an operator computes it, other than a dequantization; otherwise None."""
+    bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
+    if not isinstance(bias, Node) or bias.op != "call_function" or _dequantizes(bias):
+        return None
+    return bias
+
+
 def _quantizes(node: Node) -> bool:
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.quantize_mx or name.startswith(_QUANTIZATIONS)
 
 
-def dequantizes(node: Node) -> bool:
+def _dequantizes(node: Node) -> bool:
     """Return whether a node dequantizes codes, of pt2mx or torchao."""
     name = getattr(getattr(node.target, "_schema", None), "name", "")
     return node.target is ops.dequantize_mx or name.startswith(_DEQUANTIZATIONS)

@@ -19,11 +19,9 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
 
-from pt2mx.fx.graph.constants import CONSTANT_KEY, constant_nodes, root_name
 from pt2mx.fx.graph.convolution import LAYERS, Convolution, normalizes_outputs
 from pt2mx.fx.graph.node import args_of, make_positional, name_of, node_arg, operator_of
-from pt2mx.fx.graph.tensors import delete_unused_modules, delete_unused_tensors
-from pt2mx.fx.passes.fold_weights import dequantizes, fold_constant
+from pt2mx.fx.graph.tensors import delete_unused_modules
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
 from pt2mx.ops.step_variance import in_backward_pass, step_variance
 
@@ -153,32 +151,6 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
         delete_unused_modules(model)
         model.recompile()
     return model
-
-
-def fold_biases(model: GraphModule) -> GraphModule:
-    """Fold the bias computations that `NormalizedLayer` leaves in a converted graph into buffers. Biases of subgraphs,
-    whose tensors are operands, stay. Changes `model` and returns it."""
-    if any(placeholder.meta.get(CONSTANT_KEY) for placeholder in model.graph.find_nodes(op="placeholder")):
-        return model
-    computed = {computed_bias(node) for node in model.graph.nodes} - {None}
-    constants = constant_nodes(model.graph) if computed else set()
-    biases = [node for node in model.graph.nodes if node in computed and node in constants]
-    with torch.no_grad():
-        for bias in biases:
-            fold_constant(model, bias, f"{root_name(bias)}_folded")
-    if biases:
-        model.graph.eliminate_dead_code()
-        delete_unused_tensors(model)
-        model.recompile()
-    return model
-
-
-def computed_bias(node: Node) -> Node | None:
-    """Return the bias of a layer if an operator computes it, other than a dequantization; otherwise None."""
-    bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
-    if not isinstance(bias, Node) or bias.op != "call_function" or dequantizes(bias):
-        return None
-    return bias
 
 
 def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:

@@ -14,8 +14,7 @@ from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, map_tensors, storages_of
-from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.training.fuse_batch_norm import fold_biases
+from pt2mx.fx.passes.fold_weights import fold_all_weights, fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation
 from pt2mx.pt2e.flow.prepare import INITIAL_KEY
 from pt2mx.pt2e.flow.weights import listed, nonfinite_weights, note_weights

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
-from pt2mx.fx.graph.convolution import keep_batch_norms
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of, parameter_of
@@ -31,9 +30,9 @@ from pt2mx.pt2e.flow.shared_scales import share_tensor_scales
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.observe import torchao_pt2e
-from pt2mx.pt2e.observe.annotations import check_annotations
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver, observed_value
+from pt2mx.pt2e.observe.qspec import mx_spec
 from pt2mx.pt2e.observe.range_observers import MXMinMaxObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -148,7 +147,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     mark_constants(model)
     try:
         model = torchao_pt2e.annotate(model, quantizer)
-        check_annotations(model, quantizer)
+        _check_annotations(model, quantizer)
         model = _insert_observers(model, quantizer, {})
     finally:
         torchao_pt2e.forget_models()
@@ -197,7 +196,6 @@ def to_annotate(model: GraphModule, for_training: bool = False) -> GraphModule:
     for graph in graph_modules(model):
         graph.graph.eliminate_dead_code(has_effect)
     if not for_training:
-        keep_batch_norms(model)
         torchao_pt2e.fold_batch_norms(model)
     return model
 
@@ -242,6 +240,34 @@ def check_quantizer(quantizer: object, kind: type = torchao_pt2e.Quantizer) -> N
             f"expected an MXQuantizer, not {type(quantizer).__name__}: "
             "make one with MXQuantizer.from_recipe(name) or MXQuantizer().set_global(config)"
         )
+
+
+def _check_annotations(model: GraphModule, quantizer: torchao_pt2e.Quantizer) -> None:
+    """Raise an MXError for an annotation that torchao would assert is none, such as an `MXSpec` by itself, and for an
+    MX spec of a node that is no input, which torchao would leave in high precision."""
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            annotation = node.meta.get(torchao_pt2e.Q_ANNOTATION_KEY)
+            if annotation is None:
+                continue
+            where = f"{type(quantizer).__name__} annotates {node.name} ({node.target})"
+            if not isinstance(annotation, torchao_pt2e.QuantizationAnnotation):
+                raise MXError(
+                    f"{where} with {str(annotation)[:60]!r} of type {type(annotation).__name__}: the meta "
+                    f"{torchao_pt2e.Q_ANNOTATION_KEY!r} is a QuantizationAnnotation(input_qspec_map, output_qspec)"
+                )
+            for key, spec in annotation.input_qspec_map.items():
+                if mx_spec(spec) is not None and key not in node.all_input_nodes:
+                    raise MXError(
+                        f"{where} with a spec for {str(key)[:60]!r}, which is none of its inputs: the keys of "
+                        f"input_qspec_map are nodes, here of {', '.join(n.name for n in node.all_input_nodes)}"
+                    )
+            for spec in (*annotation.input_qspec_map.values(), annotation.output_qspec):
+                if spec is not None and not isinstance(spec, torchao_pt2e.QuantizationSpecBase):
+                    raise MXError(
+                        f"{where} with {str(spec)[:60]!r} of type {type(spec).__name__}: torchao takes a "
+                        "QuantizationSpec, which pt2mx.mx_qspec(spec) makes of an MX spec"
+                    )
 
 
 def check_exported(model: object) -> None:

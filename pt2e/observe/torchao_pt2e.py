@@ -4,6 +4,7 @@ torchao inserts and removes the observers; callers work around its treatment of 
 extensions that a CPU machine lacks; the user does not see that.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -15,8 +16,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.infra.pass_manager import PassManager
 
 from pt2mx.extras import without_log_warnings
-from pt2mx.fx.graph.convolution import LAYERS, BatchNorm, batch_norms
-from pt2mx.fx.graph.node import args_of, free_name, make_positional, name_of, node_arg, tensor_of, value_of
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.convolution import LAYERS, BatchNorm, Convolution, normalizes_outputs
+from pt2mx.fx.graph.node import args_of, free_name, make_positional, name_of, named_args, node_arg, tensor_of, value_of
 from pt2mx.fx.graph.source_node import inherit_source
 
 with without_log_warnings():
@@ -75,14 +77,20 @@ __all__ = [
     "is_fake",
 ]
 
+aten = torch.ops.aten
+
+#: the batch norms that torchao folds
+_BATCH_NORMS = (aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default)
 #: meta key by which torchao recognizes a prepared model
 _PREPARED_KEY = "_observed_graph_module_attrs"
 
 
 def fold_batch_norms(model: GraphModule) -> None:
-    """Fold the batch norms of a model in evaluation into the layers before them, and record each layer as the source of
-    the result of its norm."""
-    layers = {norm: BatchNorm.of(norm).x for norm in batch_norms(model.graph)}
+    """Fold the batch norms of a model in evaluation into the layers before them, where that changes no output, and
+    record each layer as the source of the result of its norm."""
+    norms = [node for node in model.graph.nodes if node.op == "call_function" and node.target in _BATCH_NORMS]
+    _hide_others(model, norms)
+    layers = {norm: BatchNorm.of(norm).x for norm in norms}
     for norm, layer in layers.items():
         if layer.target in LAYERS:
             _name_bias(model, layer, norm)
@@ -92,6 +100,43 @@ def fold_batch_norms(model: GraphModule) -> None:
     for norm, layer in layers.items():
         if norm not in left:
             inherit_source(layer, norm)
+
+
+def _hide_others(model: GraphModule, norms: list[Node]) -> None:
+    """Put an `alias` before each batch norm that must not be folded: its producer, or the producer's weight, has other
+    users; it normalizes another dimension than the producer's outputs; it has no running statistics; it follows a
+    transposed convolution in groups; a tensor of the norm or the layer is computed, or written by the graph.
+
+    torchao checks none of this. The alias hides such norms from it.
+    """
+    if not norms:
+        return
+    user_counts: Counter[str] = Counter()
+    for node in model.graph.find_nodes(op="get_attr"):
+        user_counts[name_of(node)] += len(node.users)
+    written = written_nodes(model.graph)
+    for norm in norms:
+        producer = BatchNorm.of(norm).x
+        if producer.target in LAYERS and not _can_be_folded(producer, norm, user_counts, written):
+            with model.graph.inserting_before(norm):
+                alias = model.graph.call_function(aten.alias.default, (producer,))
+            alias.meta.update(producer.meta)
+            norm.replace_input_with(producer, alias)
+
+
+def _can_be_folded(layer: Node, norm: Node, user_counts: Counter[str], written: set[Node]) -> bool:
+    """Return whether folding the batch norm changes no output of the model."""
+    _, weight, bias, *_ = named_args(layer).values()
+    weights = [n for n in layer.all_input_nodes if n.op == "get_attr"]
+    if len(layer.users) > 1 or any(user_counts[name_of(n)] > 1 for n in weights):
+        return False
+    tensors = [n for n in (weight, bias, *BatchNorm.of(norm)[1:]) if isinstance(n, Node)]
+    if any(n.op != "get_attr" or n in written for n in tensors):
+        return False
+    convolution = Convolution.of(layer)
+    if convolution is not None and convolution.transposed and convolution.groups > 1:
+        return False
+    return normalizes_outputs(layer, norm)
 
 
 def _name_bias(model: GraphModule, layer: Node, norm: Node) -> None:

@@ -13,7 +13,8 @@ from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
 from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
-from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight, computed_bias
+from pt2mx.fx.passes.fold_weights import computed_bias
+from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
 from pt2mx.pt2e.flow.packed_weights import packed_bytes
 from pt2mx.pt2e.flow.sizes import size_of
