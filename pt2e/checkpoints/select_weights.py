@@ -15,10 +15,9 @@ from pt2mx.algorithms.options import Algorithm
 from pt2mx.errors import MXError
 from pt2mx.pt2e.models.module_schemes import are_experts, tied_names
 from pt2mx.pt2e.quantizer.annotate import OUTPUT, reason_unfit
-from pt2mx.pt2e.quantizer.matching import Choice, type_key
 from pt2mx.pt2e.quantizer.operators import fixed_operands
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.quantizer.site import CallNumbers, Site
+from pt2mx.pt2e.quantizer.settings import CallNumbers, Choice, Site, type_key
 from pt2mx.spec import MXSpec
 
 #: class of a layer -> the operator that it calls

@@ -18,9 +18,9 @@ from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.constants import computed_from
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
 from pt2mx.fx.graph.node import Dequantize, attribute_of, model_of, name_of, node_arg, parameter_of
-from pt2mx.pt2e.flow.matmul_ops import is_matmul_like
 from pt2mx.pt2e.flow.packed_weights import packed_bytes
 from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.quantizer.operators import is_matmul_like
 from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the list of `Source`s of a constant tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from pt2mx.fx.graph.node import args_of
-from pt2mx.pt2e.quantizer.reduction_axes import einsum_axes
+from pt2mx.pt2e.quantizer.operators import einsum_axes
 
 aten = torch.ops.aten
 

@@ -12,12 +12,14 @@ from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.observe.qspec import mx_qscheme
 from pt2mx.pt2e.observe.tensor_scales import check_tensor_scale
-from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`
 ROLES = ("activation", "weight", "output", "bias")
+
+#: the choices for the blocks of an attention's values, the field `value_blocks` of a config
+VALUE_BLOCKS = ("head_dim", "key_length")
 
 #: the constructor of calibration modules, or (role, constructor) pairs
 Observer = Callable | tuple[tuple[str, Callable], ...] | None

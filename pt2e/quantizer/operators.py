@@ -1,4 +1,5 @@
-"""The table of quantizable operators: which arguments are quantized, and along which dimension their blocks run.
+"""The table of quantizable operators: which arguments are quantized, and along which dimension their blocks run. The
+report lists others that look like matmuls (`is_matmul_like`).
 
 A new operator is a new row. The block axis is the dimension that the operator reduces, so that a scale can be factored
 out of each partial sum (OCP MX v1.0, section 6.1).
@@ -18,7 +19,6 @@ from pt2mx import ops
 from pt2mx.fx.graph.convolution import CONVOLUTIONS
 from pt2mx.fx.graph.node import args_of, called, node_arg, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.pt2e.quantizer.reduction_axes import einsum_axes, tensordot_axes, vecdot_axes
 
 #: meta key of an operator's node: the config that a setting gave it
 CONFIG_KEY = "mx_config"
@@ -64,7 +64,7 @@ _LINEAR = (
     Operand("weight", 1, "weight", -1),
     Operand("bias", 2, "bias", -1),
 )
-# the reduced dimensions; `pt2mx.pt2e.quantizer.graph_patterns` moves the blocks of `value` to the head dimension
+# the reduced dimensions; `pt2mx.pt2e.quantizer.annotate` moves the blocks of `value` to the head dimension
 _ATTENTION = (
     Operand("query", 0, "activation", -1),
     Operand("key", 1, "activation", -1),
@@ -105,12 +105,15 @@ def reduced_axis(weight: Sequence[object], is_grouped: bool) -> int:
 
 
 def _vecdot(node: Node) -> tuple[Operand, ...]:
-    return _factors(0, vecdot_axes(node))
+    """linalg_vecdot(x, y, *, dim=-1)."""
+    dim: Any = node.kwargs.get("dim", -1)
+    return _factors(0, (dim, dim))
 
 
 def _tensordot(node: Node) -> tuple[Operand, ...]:
-    axes = tensordot_axes(node)
-    return () if axes is None else _factors(0, axes)
+    """tensordot(x, y, dims_x, dims_y): the last pair of reduced dimensions; none for an outer product."""
+    dims_x, dims_y = args_of(node)[2:4]
+    return _factors(0, (dims_x[-1], dims_y[-1])) if dims_x else ()
 
 
 def _einsum(node: Node) -> tuple[Operand, ...]:
@@ -119,6 +122,38 @@ def _einsum(node: Node) -> tuple[Operand, ...]:
     if axes is None:
         return ()
     return Operand("input", 1, "operand", axes[0], item=0), Operand("other", 1, "operand", axes[1], item=1)
+
+
+def einsum_axes(node: Node) -> tuple[int, int] | None:
+    """einsum(equation, [x, y]): of the labels that it reduces the last in x, the one closest in memory.
+
+    None where it is no matmul of two tensors, reduces no label of both, or takes a diagonal of one.
+    """
+    equation, tensors = args_of(node)[:2]
+    terms, arrow, output = equation.replace(" ", "").partition("->")
+    terms = terms.split(",")
+    labels = [term.replace(".", "") for term in terms]
+    if len(tensors) != 2 or any(len(set(term)) < len(term) for term in labels):
+        return None
+    if arrow:
+        reduced = [label for label in labels[0] if label in labels[1] and label not in output]
+    else:  # shared labels are reduced
+        reduced = [label for label in labels[0] if label in labels[1]]
+    return (_axis(terms[0], reduced[-1]), _axis(terms[1], reduced[-1])) if reduced else None
+
+
+def einsum_free_axis(node: Node, item: int) -> int | None:
+    """Return the last dimension of an einsum's factor that the other factor lacks; None if there is none."""
+    terms = args_of(node)[0].replace(" ", "").partition("->")[0].split(",")
+    term, other = terms[item], terms[1 - item]
+    free = [label for label in term.replace(".", "") if label not in other]
+    return _axis(term, free[-1]) if free else None
+
+
+def _axis(term: str, label: str) -> int:
+    """Return the dimension of a label, counted from the end if it follows an ellipsis, else from the front."""
+    head, _, tail = term.partition("...")
+    return tail.index(label) - len(tail) if label in tail else head.index(label)
 
 
 def _rnn(node: Node) -> tuple[Operand, ...]:
@@ -311,3 +346,30 @@ def _quantized_tensor(argument: Node) -> Node:
 def _is_quantized(node: Node) -> bool:
     inputs = node.all_input_nodes
     return CONFIG_KEY in node.meta and any(n.op == "call_module" or n.target is ops.dequantize_mx for n in inputs)
+
+
+#: an operator with one of these words in its name is matmul-like, also a custom one (`mylib::grouped_mm`) or one of a
+#: later torch ...
+_WORDS = frozenset({
+    "mm", "addmm", "bmm", "addbmm", "baddbmm", "mv", "addmv", "smm", "hspmm", "sspaddmm", "matmul", "gemm", "gemv",
+    "dot", "vdot", "vecdot", "inner", "tensordot", "einsum", "linear", "bilinear", "trilinear", "cdist", "euclidean",
+    "conv", "conv1d", "conv2d", "conv3d", "convolution", "lstm", "gru", "rnn", "attention", "transformer",
+})  # fmt: skip
+#: ... unless its name also has one of these: it prepares a matmul, or belongs to the derivative of one
+_HELPERS = frozenset({"backward", "flatten", "reorder", "prepack", "pack", "quantize", "search"})
+
+
+def is_matmul_like(target: object) -> bool:
+    """Return True if a call's target is a matmul, convolution, recurrent layer, attention, or vector distance."""
+    namespace, _, name = operator_path(target).partition(".")
+    words = frozenset(name.split("_"))
+    return namespace != "pt2mx" and bool(words & _WORDS) and not words & _HELPERS
+
+
+def operator_path(target: object) -> str:
+    """Return `aten.conv2d` for every overload of it, `higher_order.flex_attention`; "" for no operator of torch."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.replace("::", ".")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    return ""

@@ -25,7 +25,6 @@ from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operators, plan_choice
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig, checked_config, checked_spec
-from pt2mx.pt2e.quantizer.matching import MATCHERS, Choice, matching_settings, object_key, operator_key, type_key
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
     argument_of,
@@ -34,7 +33,17 @@ from pt2mx.pt2e.quantizer.operators import (
     quantizable_operators,
     replace_argument,
 )
-from pt2mx.pt2e.quantizer.site import Site, number_calls, sites_of
+from pt2mx.pt2e.quantizer.settings import (
+    MATCHERS,
+    Choice,
+    Site,
+    matching_settings,
+    number_calls,
+    object_key,
+    operator_key,
+    sites_of,
+    type_key,
+)
 from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
@@ -614,7 +623,7 @@ class MXQuantizer(Quantizer):
 
         Example:
             >>> import pt2mx
-            >>> from pt2mx.pt2e.quantizer.site import Site
+            >>> from pt2mx.pt2e.quantizer.settings import Site
             >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4").set_module_name("head", None)
             >>> quantizer.config_of(Site("aten.linear", ("", "head"))).reason
             "excluded by module_name 'head'"

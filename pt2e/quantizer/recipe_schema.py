@@ -11,8 +11,7 @@ from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.ops.checks import STRAIGHT_THROUGH
 from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.config import ROLES
-from pt2mx.pt2e.quantizer.graph_patterns import VALUE_BLOCKS
+from pt2mx.pt2e.quantizer.config import ROLES, VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.scale_formats import SCALE_FORMATS
 

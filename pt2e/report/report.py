@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
-from operator import add
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, SupportsFloat
 
+import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from pt2mx import ops
 from pt2mx.analysis.tables import text_table
 from pt2mx.errors import MXError
+from pt2mx.extras import import_extra
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import node_arg
+from pt2mx.ops.attention import attention_mx
 from pt2mx.pt2e.files.output import json_text, write_text
-from pt2mx.pt2e.flow.matmul_ops import refuse_lowered
+from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.flow.sizes import float_size, size_of, tensors_of
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.converted_size import Conversion
-from pt2mx.pt2e.report.dataframe import dataframe
 from pt2mx.pt2e.report.results import RecipeComparison, Sensitivity
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport, operator_reports, read_report
 
@@ -32,6 +38,19 @@ if TYPE_CHECKING:
 
 _EXACT = "SQNR inf: the format holds each value exactly, for example the weights that pt2mx.optimize rounded"
 _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
+
+#: the columns of `to_dataframe`: fields of an operator, of the statistics of an operand, of the operand itself
+_OF_OPERATOR = ("operator", "name", "module", "source", "quantized", "notes")
+_OF_STATISTICS = ("sqnr", "saturated", "flushed")
+_OF_OPERAND = ("values", "bytes_before", "bytes_after", "tensor_scale")
+COLUMNS = (*_OF_OPERATOR, "role", "format", *_OF_STATISTICS, *_OF_OPERAND)
+#: the operand of an operator without any
+_NONE = OperandReport("", None, None, {}, 0, 0, 0)
+
+aten = torch.ops.aten
+#: operators that read codes and scales directly
+_READ_PACKED = (*PACKED_MATMULS, attention_mx)
+_GATHERS = (aten.embedding.default, aten.index_select.default, aten.index.Tensor)
 
 
 @dataclass(frozen=True)
@@ -144,7 +163,12 @@ class QuantizationReport:
         `saturated` and `flushed` (shares), `values`, `bytes_before`, `bytes_after` and `tensor_scale` of the operand. A
         number that is not known is NaN.
         """
-        return dataframe(self.operators)
+        rows = []
+        for operator in self.operators:
+            for operand in operator.operands or (_NONE,):
+                rows.append(_cells(operator, operand))
+        table = import_extra("pandas").DataFrame(rows, columns=list(COLUMNS))
+        return table.astype(dict.fromkeys((*_OF_STATISTICS, "tensor_scale"), "float64"))
 
     @classmethod
     def from_json(cls, path: str | os.PathLike[str]) -> Self:
@@ -239,7 +263,7 @@ def quantization_report(model: GraphModule | ExportedProgram | LanguageModel) ->
                 "pass what prepare_pt2e or convert_pt2e returned, its exported program, or a LanguageModel"
             )
         return reduce(add, map(quantization_report, programs))
-    refuse_lowered(model)
+    _refuse_lowered(model)
     conversion = None
     after = size_of(tensors_of(model).values()).bytes
     if any(isinstance(module, MXObserver) for module in model.modules()):
@@ -286,3 +310,27 @@ def _candidate_rows(operators: tuple[OperatorReport, ...]) -> list[tuple[str, ..
     for words, sqnrs in rows:
         table.append((*words, *(sqnrs.get(name, "") for name in names)))
     return table
+
+
+def _cells(operator: OperatorReport, operand: OperandReport) -> tuple[object, ...]:
+    """Return a row of `to_dataframe`; a number that is not known is NaN."""
+    of_operator = attrgetter(*_OF_OPERATOR)(operator)
+    of_statistics = (getattr(operand.statistics, name, math.nan) for name in _OF_STATISTICS)
+    return (*of_operator, operand.role, operand.spec, *of_statistics, *attrgetter(*_OF_OPERAND)(operand))
+
+
+def _refuse_lowered(model: GraphModule) -> None:
+    """Raise an `MXError` for a lowered model, in which an operator reads a packed weight."""
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            if node.target in _READ_PACKED or _gathers_codes(node):
+                raise MXError(
+                    f"{node} reads a packed weight, as lower_to_inductor leaves it: report the converted model, before "
+                    "it is lowered; pt2mx.packed_weights lists its packed weights"
+                )
+
+
+def _gathers_codes(node: Node) -> bool:
+    """Return True for a dequantization of gathered rows of a packed weight."""
+    codes = node_arg(node) if node.target is ops.dequantize_mx else node
+    return codes is not node and codes.target in _GATHERS and node_arg(codes).op == "get_attr"

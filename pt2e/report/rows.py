@@ -21,14 +21,21 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modul
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name, source_line
-from pt2mx.pt2e.flow.matmul_ops import is_matmul_like, operator_path
 from pt2mx.pt2e.flow.packed_weights import storage_note
 from pt2mx.pt2e.flow.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.flow.weights import constants_of, is_constant, weight_statistics
 from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY
 from pt2mx.pt2e.observe.observer import STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
-from pt2mx.pt2e.quantizer.operators import operand_node, operands_of, operator_name, quantizable_operators, role_of
+from pt2mx.pt2e.quantizer.operators import (
+    is_matmul_like,
+    operand_node,
+    operands_of,
+    operator_name,
+    operator_path,
+    quantizable_operators,
+    role_of,
+)
 from pt2mx.pt2e.report.converted_size import Conversion
 from pt2mx.spec import MXSpec
 

@@ -14,13 +14,12 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.source_node import plain_name
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.operators import ATEN, block_axis, operands_of
+from pt2mx.pt2e.quantizer.annotate import REMARK
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
-from pt2mx.pt2e.quantizer.graph_patterns import REMARK
-from pt2mx.pt2e.quantizer.matching import Choice
 from pt2mx.pt2e.quantizer.operators import OPERANDS, Operand
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe import ALGORITHMS, KV_CACHE, ORDER, SMALL_WEIGHTS
-from pt2mx.pt2e.quantizer.site import Site
+from pt2mx.pt2e.quantizer.settings import Choice, Site
 from pt2mx.quark import attributes as quark
 from pt2mx.spec import MXSpec
 

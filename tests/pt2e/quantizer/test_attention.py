@@ -7,7 +7,7 @@ import pt2mx
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.graph_patterns import REMARK
+from pt2mx.pt2e.quantizer.annotate import REMARK
 from tests.flow import convert
 
 CONFIGS = {

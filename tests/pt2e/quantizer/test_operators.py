@@ -1,13 +1,18 @@
 """Each operator, quantized by the flow, equals itself on operands quantized by hand along its reduction axis."""
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx import Graph
 
 from pt2mx import ops
-from pt2mx.pt2e.quantizer.operators import OPERANDS, operator_name
+from pt2mx.pt2e.quantizer.operators import OPERANDS, is_matmul_like, operands_of, operator_name, operator_path
 from tests.quantized_by_hand import BOTH, Call, a, w
+
+aten = torch.ops.aten
 
 
 def conv(f, spatial, axis=1, **options):
@@ -256,3 +261,92 @@ def test_dynamic_batch(function, input_shapes, parameter_shapes, batched, quanti
         with torch.no_grad():
             assert torch.equal(converted(*other), prepared(*other))
             assert torch.equal(again(*other), converted(*other))
+
+
+@pytest.mark.parametrize(
+    "name",
+    """mm bmm baddbmm addmm addbmm addmv mv dot vdot inner matmul linalg_matmul linalg_multi_dot chain_matmul linear
+    einsum tensordot bilinear _trilinear cdist convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _grouped_mm scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_efficient_attention
+    _scaled_mm _int_mm _native_multi_head_attention _transformer_encoder_layer_fwd baddbmm_ mkldnn_linear""".split(),
+)
+def test_matmul_like_operators(name):
+    packet = getattr(aten, name)
+    assert all(is_matmul_like(getattr(packet, overload)) for overload in packet.overloads())
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        aten.add.Tensor, aten.mul.Tensor, aten.embedding.default, aten.upsample_bilinear2d.default, aten.relu.default,
+        aten.upsample_linear1d.default, aten.convolution_backward.default, aten.linear_backward.default,
+        aten.outer.default, aten.cross_entropy_loss.default, aten.bincount.default,
+        torch.ops.pt2mx.quantize_mx.default, torch.cond, operator.getitem, "submodule",
+    ],
+)  # fmt: skip
+def test_others(target):
+    assert not is_matmul_like(target)
+
+
+def test_custom_and_higher_order_operators():
+    library = torch.library.Library("pt2mx_test_names", "DEF")
+    library.define("fused_gemm(Tensor a, Tensor b) -> Tensor")
+    library.define("grouped_mm_fallback(Tensor a, Tensor b) -> Tensor")
+    library.define("norm(Tensor a) -> Tensor")
+    operators = torch.ops.pt2mx_test_names
+    assert is_matmul_like(operators.fused_gemm.default) and is_matmul_like(operators.grouped_mm_fallback.default)
+    assert not is_matmul_like(operators.norm.default)
+    assert is_matmul_like(torch.ops.higher_order.flex_attention)
+    assert operator_path(torch.ops.higher_order.flex_attention) == "higher_order.flex_attention"
+    library._destroy()
+
+
+def call(target, *args, **kwargs):
+    """A call whose tensors are "x" and "y"."""
+    graph = Graph()
+    tensors = {name: graph.placeholder(name) for name in "xyz"}
+    args = [[tensors[t] for t in a] if isinstance(a, tuple) else a for a in args]
+    return graph.call_function(target, tuple(args), kwargs)
+
+
+def axes_of(*arguments, **kwargs):
+    return tuple(operand.axis for operand in operands_of(call(*arguments, **kwargs)))
+
+
+@pytest.mark.parametrize(
+    ("equation", "axes"),
+    [
+        ("ij,jk->ik", (1, 0)),
+        ("bij, bkj -> bik", (2, 2)),
+        ("ij,jk", (1, 0)),  # shared labels are reduced
+        ("bqhd,hdo->bqo", (3, 1)),  # of h and d the last
+        ("bhqd,dho->bqo", (3, 0)),
+        ("...ij,...jk->...ik", (-1, -2)),
+        ("j...i,j...->i...", (0, 0)),
+        ("aB,bB->ab", (1, 1)),
+        ("ijk,jl->l", (1, 0)),  # i and k are summed in one factor alone
+        ("ij,kl->ijkl", ()),
+        ("ij,ij->ij", ()),
+        ("ii,ij->j", ()),
+        ("ij,jj->i", ()),
+    ],
+)
+def test_einsum(equation, axes):
+    assert axes_of(aten.einsum.default, equation, ("x", "y")) == axes
+
+
+@pytest.mark.parametrize(("equation", "tensors"), [("ij->i", ("x",)), ("ij,jk,kl->il", ("x", "y", "z"))])
+def test_einsum_of_another_number_of_tensors(equation, tensors):
+    assert axes_of(aten.einsum.default, equation, tensors) == ()
+
+
+def test_tensordot():
+    assert axes_of(aten.tensordot.default, ("x",), ("y",), [1, 2], [0, 3]) == (2, 3)
+    assert axes_of(aten.tensordot.default, ("x",), ("y",), [], []) == ()
+
+
+def test_vecdot():
+    assert axes_of(aten.linalg_vecdot.default, ("x",), ("y",)) == (-1, -1)
+    assert axes_of(aten.linalg_vecdot.default, ("x",), ("y",), dim=0) == (0, 0)

@@ -9,7 +9,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.graph.higher_order_ops import nodes_in_order
-from pt2mx.pt2e.quantizer.site import number_calls
+from pt2mx.pt2e.quantizer.settings import number_calls
 
 FP8, FP4 = MXQuantizationConfig("mxfp8", "mxfp8"), MXQuantizationConfig("mxfp4", "mxfp4")
 INT8 = MXQuantizationConfig("mxint8", "mxint8")

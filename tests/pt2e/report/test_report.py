@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import math
 
@@ -6,11 +7,13 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, quantization_report
+from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, lower_to_inductor, quantization_report
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
-from pt2mx.pt2e.report.report import QuantizationReport
-from tests.flow import calibrated, exported, prepare, reloaded
+from pt2mx.pt2e.report.report import COLUMNS, QuantizationReport
+from pt2mx.pt2e.report.rows import OperatorReport
+from tests.flow import calibrated, convert, exported, prepare, reloaded
 from tests.models import IMAGES, NormalizedConv, exported_conv
+from tests.reports import operator, report_of
 from tests.subgraph_models import Branches
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
@@ -255,3 +258,63 @@ def test_candidates_in_table_and_json():
         assert read["mxint8{32}"]["sqnr"] == weight.candidates["mxint8{32}"].sqnr
     with pytest.raises(MXError, match="no candidates were observed: prepare with observer=MXFormatObserver"):
         quantization_report(models()[0]).to_table(candidates=True)
+
+
+def test_rows_are_operands():
+    pytest.importorskip("pandas")
+    report = report_of(operator("a", 20.0, math.inf), operator("b", math.nan, reason="because"))
+    table = QuantizationReport((*report.operators, OperatorReport("c", "", "MatMul", (), "skipped")), 1, 4, 4)
+    actual = table.to_dataframe()
+    assert list(actual.columns) == list(COLUMNS) and list(actual["module"]) == ["a", "a", "b", ""]
+    assert list(actual["sqnr"])[:2] == [20.0, math.inf] and actual["sqnr"].isna().tolist() == [False, False, True, True]
+    assert list(actual["bytes_after"]) == [34, 34, 34, 0] and actual["tensor_scale"].dtype == "float64"
+    assert list(actual["notes"])[2:] == ["because", "skipped"] and list(actual["role"])[2:] == ["weight", ""]
+    assert actual[actual.role == "weight"].groupby("format").bytes_after.sum().to_dict() == {"mxfp4_e2m1{32}": 102}
+
+
+def test_without_pandas(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pandas" else find(name))
+    with pytest.raises(MXError, match=r"^pandas is not installed: pip install pandas$"):
+        report_of(operator("a", 20.0)).to_dataframe()
+
+
+class Scores(torch.nn.Module):
+    def forward(self, x):
+        return x @ x.t()
+
+
+def test_an_operator_outside_of_modules_has_its_node_and_line():
+    report = quantization_report(prepare(Scores(), (torch.ones(4, 64),), MXQuantizationConfig(activation="mxfp8")))
+    (actual,) = report.operators
+    line = Scores.forward.__code__.co_firstlineno + 1
+    assert (actual.module, actual.source) == ("", f"test_report.py:{line}")
+    assert actual.label == f"{actual.name} (test_dataframe.py:{line})" and actual.label in report.to_table()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.Sequential(nn.Linear(64, 8)), (torch.ones(2, 64),)),
+        (nn.Sequential(nn.Embedding(8, 64)), (torch.arange(4),)),
+    ],
+    ids=["a matmul", "a gather"],
+)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
+def test_packed_weights_are_refused(model, inputs, recipe):
+    converted = convert(model, inputs, recipe)
+    assert quantization_report(converted).weight_bits in (4.25, 8.25)
+    with pytest.raises(MXError, match=r"reads a packed weight, as lower_to_inductor leaves it: report the converted"):
+        quantization_report(lower_to_inductor(converted))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.0._flat_weights")  # export's
+def test_operators_that_stay_are_reported_as_before():
+    converted = convert(nn.Sequential(nn.LSTM(64, 32)), (torch.ones(3, 2, 64),), "mxfp8")
+    before, after = quantization_report(converted), quantization_report(lower_to_inductor(converted))
+    for total in ("bytes_before", "bytes_after", "values", "weight_bits"):
+        assert getattr(after, total) == getattr(before, total), total
+    specs = [[(o.role, o.spec) for o in report.operators[0].operands] for report in (before, after)]
+    assert specs[0] == specs[1] and ("activation", "mxfp8_e4m3{32}") in specs[0]
+    unpacked = quantization_report(lower_to_inductor(converted, unpack=True))
+    assert unpacked.bytes_after == unpacked.bytes_before == before.bytes_before  # the weights are float again
