@@ -22,8 +22,13 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.convolution import LAYERS, Convolution, normalizes_outputs
 from pt2mx.fx.graph.node import args_of, make_positional, name_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
-from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module, replace_by_module, train_eval_modules
-from pt2mx.ops.step_variance import in_backward_pass, step_variance
+from pt2mx.fx.training.train_eval import (
+    TrainEvalModule,
+    in_backward_pass,
+    insert_module,
+    replace_by_module,
+    train_eval_modules,
+)
 
 aten = torch.ops.aten
 
@@ -209,7 +214,7 @@ class StepVariance(nn.Module):
 
     def forward(self, running: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return step_variance(running, self.variance)
+            return torch.ops.pt2mx.step_variance(running, self.variance)
         if is_fake(running) or is_functorch_wrapped_tensor(running):
             return running.clone()
         if self._begins and not in_backward_pass():
@@ -237,3 +242,24 @@ class StepVariance(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._begins = True
+
+
+# Not an operator of torch: AOTAutograd may compute those again in the backward pass, from the running variance as the
+# forward pass left it.
+torch.library.define(
+    "pt2mx::step_variance", "(Tensor running, Tensor(a!) kept) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.impl("pt2mx::step_variance", "CompositeExplicitAutograd")
+def _step_variance(running: Tensor, kept: Tensor) -> Tensor:
+    """Return a copy of a running variance, (channels,), and keep one in `kept`; in a backward pass, return a copy of
+    `kept`, which the pass that is repeated there read."""
+    if not in_backward_pass():
+        kept.copy_(running)
+    return kept.clone()
+
+
+@torch.library.register_fake("pt2mx::step_variance")
+def _fake_step_variance(running: Tensor, kept: Tensor) -> Tensor:
+    return running.clone()

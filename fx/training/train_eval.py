@@ -33,7 +33,6 @@ from pt2mx.fx.graph.node import (
     set_value,
 )
 from pt2mx.fx.graph.tensors import delete_unused_modules
-from pt2mx.ops.step_variance import in_backward_pass
 
 aten = torch.ops.aten
 
@@ -43,6 +42,12 @@ _COUNTERS = (aten.add_.Tensor, aten.add.Tensor)
 #: own (stochastic depth, a decomposed dropout), whose mask is 1 in evaluation
 _DRAWS = (aten.bernoulli_.float, aten.bernoulli.p)
 _DIVISIONS = (aten.div_.Tensor, aten.div.Tensor, aten.div.Scalar)
+
+
+def in_backward_pass() -> bool:
+    """Return True inside of a backward pass, where the only forward passes are those of activation checkpointing,
+    which repeat a pass whose statistics were counted. Compiled code asks when it is compiled: it gets False."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class TrainEvalModule(nn.Module, ABC):

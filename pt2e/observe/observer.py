@@ -17,7 +17,7 @@ from pt2mx.fx.graph.node import node_arg
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
-from pt2mx.ops.step_variance import in_backward_pass
+from pt2mx.fx.training.train_eval import in_backward_pass
 from pt2mx.pt2e.observe.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
 from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES, StaticTensorScale
 from pt2mx.pt2e.observe.torchao_pt2e import ObserverBase, QuantizationSpec, is_fake

@@ -289,7 +289,7 @@ def test_an_operator_outside_of_modules_has_its_node_and_line():
     (actual,) = report.operators
     line = Scores.forward.__code__.co_firstlineno + 1
     assert (actual.module, actual.source) == ("", f"test_report.py:{line}")
-    assert actual.label == f"{actual.name} (test_dataframe.py:{line})" and actual.label in report.to_table()
+    assert actual.label == f"{actual.name} (test_report.py:{line})" and actual.label in report.to_table()
 
 
 @pytest.mark.parametrize(
