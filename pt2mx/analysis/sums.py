@@ -13,9 +13,8 @@ from torch import Tensor
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.kernels.elements import NAN_SCALE
-from pt2mx.kernels.error_sums import error_sums
 from pt2mx.kernels.float_scales import multiplier_of
-from pt2mx.kernels.reference import scales
+from pt2mx.kernels.reference import error_sums, scales
 from pt2mx.kernels.reference_chunked import split
 from pt2mx.kernels.select import run_step
 from pt2mx.spec import MXSpec

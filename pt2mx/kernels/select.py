@@ -110,7 +110,7 @@ KERNELS: dict[str, dict[str, Kernel]] = {
 STEPS = {
     "gptq_panel": ("gptq_panel:round_panel", "cpu.gptq_panel:round_panel"),
     "block_scales": ("reference:scales", "cpu.quantize:scales"),
-    "error_sums": ("error_sums:error_sums", "cpu.error_sums:error_sums"),
+    "error_sums": ("reference:error_sums", "cpu.quantize:error_sums"),
 }
 
 #: what a pass does -> type of device -> the function that says whether kernels support it there and are faster, of the

@@ -23,8 +23,7 @@ from pt2mx.ops.arguments import (
     TargetDtype,
 )
 from pt2mx.ops.checks import broadcasts, check_operands, check_packed, check_quantization
-from pt2mx.ops.gradients import gradients_by_recomputing
-from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
+from pt2mx.ops.operator import As, Autocast, Format, Operator, T, gradients_by_recomputing, operator
 from pt2mx.ops.quantization import Dequantize, FakeQuantize
 from pt2mx.spec import MXSpec
 

@@ -18,9 +18,8 @@ from pt2mx.ops.activations import BACKWARD, ActivationFakeQuantize
 from pt2mx.ops.arguments import ROWS, WEIGHT_CODES, WEIGHT_SCALE, Element, Pair, choices
 from pt2mx.ops.checks import HIGH_PRECISION, check_activation, check_quantization
 from pt2mx.ops.convolution import Conv2dMX, ConvCodes, ConvScale, Padding
-from pt2mx.ops.gradients import gradients_by_recomputing
 from pt2mx.ops.linear import LinearMX
-from pt2mx.ops.operator import As, Autocast, Format, Operator, T, operator
+from pt2mx.ops.operator import As, Autocast, Format, Operator, T, gradients_by_recomputing, operator
 from pt2mx.spec import MXSpec
 
 _ProductDtype = Annotated[torch.dtype | None, "the dtype to which the product is rounded; None is that of x"]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from pt2mx.kernels.cpu.build import DTYPES, run
 from pt2mx.kernels.cpu.calls import AttentionCall
-from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.linear import AMX, isa_for
-from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.quantize import TABLE, decoder_of, float_scale_of, supports, table_of
 from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.spec import MXSpec
 

@@ -22,9 +22,8 @@ from pt2mx.kernels.constants import supports_epilogue
 from pt2mx.kernels.cpu.activations import epilogue_of
 from pt2mx.kernels.cpu.build import DTYPES, is_available, load, run
 from pt2mx.kernels.cpu.calls import LinearCall
-from pt2mx.kernels.cpu.decoders import TABLE, decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
-from pt2mx.kernels.cpu.quantize import float_scale_of, supports
+from pt2mx.kernels.cpu.quantize import TABLE, decoder_of, float_scale_of, supports, table_of
 from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of
 from pt2mx.kernels.select import run_kernel

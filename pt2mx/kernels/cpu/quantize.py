@@ -1,7 +1,8 @@
-"""Quantization on the CPU, in C++ (`src/quantize.cpp`): one pass over memory, on torch's threads.
+"""Quantization on the CPU, in C++ (`src/quantize.cpp`), the sums of its errors (`src/error_sums.cpp`), and what the C++
+knows of a spec: its numbers, and the decoder of its codes (`src/decode.h`).
 
-The definition quantizes blocks of several rows, other widths of E8M0's exponent, and tensor scales near the limits of
-float32.
+Each takes one pass over memory, on torch's threads. The definition quantizes blocks of several rows, other widths of
+E8M0's exponent, and tensor scales near the limits of float32.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pt2mx.formats import ELEMENTS
+from pt2mx.kernels import elements
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load, run
-from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
-from pt2mx.kernels.cpu.decoders import decoder_of, table_of
+from pt2mx.kernels.cpu.calls import ErrorSums, ErrorSumsCall, FloatScale, QuantizeCall, Spec
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of, packed_length, resized
@@ -32,20 +33,30 @@ if TYPE_CHECKING:
     from pt2mx.ops.stochastic import RandomBits
 
 __all__ = [
+    "TABLE",
     "clip_gradient",
+    "decoder_of",
     "dequantize",
+    "error_sums",
     "fake_quantize",
     "quantize",
     "random_bits",
     "rotated_fake_quantize",
     "scales",
     "spec_of",
+    "table_of",
 ]
 
 # in the order of the C++ enumerations
 _BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")
 _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
+#: element that the C++ decodes in registers, in blocks of whole groups of 32 -> the number of its decoder
+_DECODERS = {
+    **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
+    **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
+}
+TABLE, _GROUP = 0, 32
 
 #: the range of tensor scales for which no product with a block's scale and a power of two of a decoder overflows
 _TENSOR_SCALE_RANGE = 2.0**-100, 2.0**100
@@ -156,6 +167,31 @@ def random_bits(call: RandomBits[Tensor]) -> Tensor:
     return y
 
 
+def error_sums(x: Tensor, y: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tensor, ...] | None:
+    if spec.block_rows > 1 or x.dtype not in DTYPES or y.dtype != x.dtype:
+        return None
+    x, y, scale, sums = x.contiguous(), y.contiguous(), scale.contiguous(), ErrorSums()
+    n = x.shape[spec.axis]
+    call = ErrorSumsCall(
+        dtype=DTYPES.index(x.dtype),
+        low=spec.element.lowest,
+        high=spec.element.max_normal,
+        outer=x.shape[: spec.axis].numel(),
+        n=n,
+        inner=x.shape[spec.axis + 1 :].numel(),
+        block=min(spec.block_size, n),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        scale=scale.data_ptr(),
+        sums=ctypes.addressof(sums),
+    )
+    if x.numel():
+        run("pt2mx_error_sums", call)
+    dtypes = {"nonfinite": torch.int64, "saturated": torch.int64, "flushed": torch.int64}
+    dtypes |= {"signal": torch.float64, "noise": torch.float64}
+    return tuple(torch.tensor(getattr(sums, name), dtype=dtype, device="cpu") for name, dtype in dtypes.items())
+
+
 def _has_one_result(call: Any, x: Tensor, spec: MXSpec) -> bool:
     """Return whether the result of an operator for x is that of its kernel: x is contiguous and no stride is ambiguous,
     the axis is that of the call, and the tensor has no scale."""
@@ -220,6 +256,21 @@ def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     widths = (spec.scale_exp_bits, spec.scale_sig_bits) == (8, 0)
     least, most = _TENSOR_SCALE_RANGE
     return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
+
+
+def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
+    """Return the C++ decoder for rows of `k` values, and the block size; a row of one block is padded to whole
+    groups."""
+    block = spec.block_size if spec.block_size < k else -(-k // _GROUP) * _GROUP
+    least = _GROUP if spec.has_power_of_two_scale else _GROUP // 2
+    return TABLE if block % least else _DECODERS.get(spec.element.name, TABLE), block
+
+
+@functools.cache
+def table_of(name: str) -> ctypes.Array[ctypes.c_float]:
+    """Return the value of the code in each of the 256 possible bytes."""
+    element = ELEMENTS[name]
+    return (ctypes.c_float * 256)(*elements.values_of_codes(element) * (256 >> element.bits))
 
 
 def spec_of(spec: MXSpec) -> ctypes.Structure:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pt2mx.kernels.constants import BLOCK, supports_epilogue
 from pt2mx.kernels.cpu import attention, bf16_matmul
-from pt2mx.kernels.cpu.decoders import TABLE, decoder_of
 from pt2mx.kernels.cpu.linear import (
     AMX,
     AVX512_BF16,
@@ -24,6 +23,7 @@ from pt2mx.kernels.cpu.linear import (
     integer_isa_for,
     isa_for,
 )
+from pt2mx.kernels.cpu.quantize import TABLE, decoder_of
 from pt2mx.spec import MXSpec
 
 #: fewest multiplications for which a matmul of activations is faster, despite a call's overhead of 25 us

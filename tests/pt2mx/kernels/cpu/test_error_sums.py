@@ -9,8 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pt2mx import ELEMENTS, MXError, MXSpec, fake_quantize_mx, parse, tensor_scale_mx
 from pt2mx.analysis.sums import quantization_sums
-from pt2mx.kernels import error_sums, reference
-from pt2mx.kernels.cpu import error_sums as cpu
+from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize
 from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.modes import ROUNDINGS
@@ -31,7 +30,7 @@ def check(x: torch.Tensor, spec: MXSpec) -> None:
     else:
         scale = multiplier_of(stored, spec, t)
     args = x, fake_quantize_mx(x, spec, tensor_scale=t), scale, spec
-    actual, expected = cpu.error_sums(*args), error_sums.error_sums(*args)
+    actual, expected = quantize.error_sums(*args), reference.error_sums(*args)
     assert [one.dtype for one in actual] == [one.dtype for one in expected]
     assert actual[:3] == expected[:3], (spec, x.shape)
     assert [float(one) for one in actual] == pytest.approx([float(one) for one in expected], rel=1e-12)
@@ -89,7 +88,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads():
 def test_blocks_of_rows_and_random_roundings_have_the_definition():
     x = values(64, 64)
     rows, random = MXSpec("fp8_e4m3", 32, block_rows=32), MXSpec("fp4_e2m1", 32, rounding="stochastic")
-    assert cpu.error_sums(x, x, x, rows) is None and quantize.scales(x, random) is None
+    assert quantize.error_sums(x, x, x, rows) is None and quantize.scales(x, random) is None
     torch.manual_seed(0)
     sums = quantization_sums(x, random)
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu.build import load
 from pt2mx.kernels.cpu.calls import LinearCall
-from pt2mx.kernels.cpu.decoders import TABLE, table_of
+from pt2mx.kernels.cpu.quantize import TABLE, table_of
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error
