@@ -65,6 +65,19 @@ class ScaleFormat:
         smallest = 2.0 ** (self.grid.emin - self.grid.mantissa_bits)
         return smallest if self.is_power_of_two else max(smallest, 2.0**-126)
 
+    def is_nan(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return where stored scales are NaN. A code of E4M3 has a sign bit, which files of others may set.
+
+        Args:
+            stored: of any shape, in the dtype of this format.
+
+        Returns:
+            A tensor of that shape, bool.
+        """
+        if self.dtype.is_floating_point:
+            return stored.isnan()
+        return (stored & (1 << self.grid.bits - 1) - 1) == self.nan
+
     def __str__(self) -> str:
         return self.name
 

@@ -23,7 +23,6 @@ from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, no
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
-from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.flow.packed_weights import stored_weights
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
@@ -157,7 +156,7 @@ def nonfinite_weights(converted: GraphModule) -> list[str]:
     names = []
     for codes, scales, read in stored_weights(converted):
         scale = tensor_of(model_of(scales.graph), scales)
-        if not is_fake(scale) and bool(is_nan(scale, read.spec).any()):
+        if not is_fake(scale) and bool(read.spec.scale_format.is_nan(scale).any()):
             names.append(parameter_of(name_of(codes)))
     names += (str(x.target) for x, _ in _nonfinite_pairs(converted) if x.op == "get_attr")
     return list(dict.fromkeys(names))

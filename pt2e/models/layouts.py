@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ELEMENTS
-from pt2mx.kernels.float_scales import is_nan
 from pt2mx.pt2e.models.weight_formats import (
     BLOCK,
     FP8_BLOCKS,
@@ -104,7 +103,7 @@ class Layout:
         stored, spec = self.check(weight, form), spec_of(form)
         check_grid(weight, form, spec, data, scale)
         check_last_blocks(weight, spec, data, rows)
-        if bool(is_nan(scale, spec).any()):
+        if bool(spec.scale_format.is_nan(scale).any()):
             raise MXError(
                 f"{weight} has blocks that are NaN, which loaders of {self.name} take for numbers: fix the weight"
             )

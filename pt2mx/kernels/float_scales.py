@@ -155,15 +155,6 @@ def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, pri
     return factor if unit == 1 else factor / unit
 
 
-def is_nan(stored: Tensor, spec: MXSpec) -> Tensor:
-    """stored: scales of any format -> whether each is NaN, bool. A code of E4M3 has a sign bit, which files of others
-    may set."""
-    scale = spec.scale_format
-    if scale.dtype.is_floating_point:
-        return stored.isnan()
-    return (stored & (1 << scale.grid.bits - 1) - 1) == scale.nan
-
-
 def tensor_scale(x: Tensor, spec: MXSpec, prims: Prims = elements) -> Tensor:
     """x: any shape -> the scale of the tensor, () fp32, from its finite values; 1 for a tensor of zeros."""
     amax = finite_amax(x)

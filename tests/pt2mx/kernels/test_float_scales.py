@@ -10,7 +10,7 @@ import torch
 
 from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, parse, quantize_mx, tensor_scale_mx
 from pt2mx.kernels import reference, reference_chunked
-from pt2mx.kernels.float_scales import codes_of, is_nan
+from pt2mx.kernels.float_scales import codes_of
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from tests.float_scale_oracle import quantize_block
@@ -228,6 +228,6 @@ def test_a_scale_is_nan_where_values_are(name):
     spec = MXSpec("fp4_e2m1", 16, scale_format=name)
     t = torch.ones(()) if scale.tensor else None
     values = dequantize_mx(torch.full((256, 8), 0x22, dtype=torch.uint8), codes[:, None], spec, tensor_scale=t)
-    assert torch.equal(is_nan(codes, spec), values[:, 0].isnan())
+    assert torch.equal(spec.scale_format.is_nan(codes), values[:, 0].isnan())
     nan = {0x7F, 0xFF} if scale.grid.name == "fp8_e4m3" else {0xFF}
-    assert set(is_nan(codes, spec).nonzero().flatten().tolist()) == nan
+    assert set(spec.scale_format.is_nan(codes).nonzero().flatten().tolist()) == nan
