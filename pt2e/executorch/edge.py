@@ -7,7 +7,9 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.fx import Graph, Node
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from pt2mx.errors import MXError
@@ -19,7 +21,6 @@ from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.fx.portable import holds_observers, is_portable, without_bit_casts
-from pt2mx.pt2e.executorch.tables import share_tables
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
 
@@ -75,6 +76,38 @@ def _bounded(program: ExportedProgram, max_size: int) -> ExportedProgram:
         for symbol, bounds in program.range_constraints.items()
     }
     return bounded
+
+
+def share_tables(program: ExportedProgram) -> ExportedProgram:
+    """Replace equal values that a graph computes from no tensor by the first of them.
+
+    Each weight decodes by a table of its own, the values of codes and the shifts of packed ones: about half of the
+    nodes of a graph with FP4 weights. Changes `program` and returns it.
+    """
+    for model in graph_modules(program.graph_module):
+        _share(model.graph)
+        model.recompile()
+    return program
+
+
+def _share(graph: Graph) -> None:
+    tables: set[Node] = set()
+    first: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if not _is_deterministic(node) or not tables.issuperset(node.all_input_nodes):
+            continue
+        kept = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
+        if kept is node:
+            tables.add(node)
+        else:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+
+
+def _is_deterministic(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _check(program: object) -> None:

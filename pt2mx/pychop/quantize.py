@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from pt2mx import arrays
 from pt2mx.analysis import compare
 from pt2mx.errors import MXError
 from pt2mx.pychop.formats import MX_FORMATS, MXSpec, resolve
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 Format = str | MXSpec | tuple[int, int]
 
@@ -45,10 +48,27 @@ def mx_quantize(
 def _quantize(x: Any, spec: MXSpec) -> Any:
     dtype = _result_dtype(x)
     if _library_of(x) == "tensorflow":
-        from pt2mx.pychop import tensorflow
-
-        return tensorflow.through_numpy(x, lambda array: _quantize(array, spec), dtype)
+        return _through_numpy(x, lambda array: _quantize(array, spec), dtype)
     return _cast(arrays.mx_quantize(_to_float(x), spec.to_core(), axis=None), dtype)
+
+
+def _through_numpy(x: tf.Tensor, function: Callable[[np.ndarray], np.ndarray], dtype: str) -> tf.Tensor:
+    """Return a function of the NumPy array of a TensorFlow tensor or variable (...), eager or inside `tf.function`, as
+    a tensor (...) of the dtype of that name; the gradient passes unchanged. MXError for other objects than a dense
+    tensor."""
+    import tensorflow as tf
+
+    try:
+        tensor = tf.convert_to_tensor(x)
+    except (TypeError, ValueError) as error:
+        raise MXError(f"cannot quantize a {type(x).__name__}: it is no dense tensor ({error})") from None
+
+    @tf.custom_gradient
+    def straight_through(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        y = tf.numpy_function(function, [tensor], tf.as_dtype(dtype), stateful=False)
+        return tf.ensure_shape(y, tensor.shape), lambda gradient: gradient
+
+    return straight_through(tensor)
 
 
 def _library_of(data: object) -> str:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
+from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.torchmx import dtypes
 from pt2mx.torchmx.config import MXConfig, QAttentionConfig, QLinearConfig
 from pt2mx.torchmx.layers.mx_attention import ATTENTION, register_attention
 from pt2mx.torchmx.layers.mx_linear import MXInferenceLinear
 
-if TYPE_CHECKING:
-    from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
+with without_log_warnings():
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization.transform_module import register_quantize_module_handler
 
 
 def quantize_linear_(model: nn.Module, qconfig: QLinearConfig) -> None:
@@ -101,6 +102,29 @@ def quantize_llm_(model: nn.Module, qattention_config: QAttentionConfig, qmlp_co
             module.config._attn_implementation = ATTENTION
 
 
+@dataclass(frozen=True)
+class MXDynamicActivationMXWeightsConfig(AOBaseConfig):
+    """Make each linear layer an `MXInferenceLinear` of that config; the layer stays the same object."""
+
+    qconfig: QLinearConfig
+
+
+@register_quantize_module_handler(MXDynamicActivationMXWeightsConfig)
+def _quantize(linear: nn.Linear, config: MXDynamicActivationMXWeightsConfig) -> nn.Linear:
+    if isinstance(linear, MXInferenceLinear) and linear.qconfig == config.qconfig:
+        return linear  # several modules share it
+    if type(linear) is not nn.Linear:
+        raise MXError(
+            f"a {type(linear).__name__} is quantized already, or has a forward of its own: leave it out with the "
+            "filter_fn of quantize_"
+        )
+    quantized = MXInferenceLinear.from_float(linear, config.qconfig)
+    # in place, as TorchMX does it: quantize_ cannot replace a model that is itself a linear layer
+    linear.weight, linear.__class__ = quantized.weight, MXInferenceLinear
+    linear.qconfig = quantized.qconfig  # type: ignore[assignment]  # a module's further attributes are not declared
+    return linear
+
+
 def mx_dynamic_activation_mx_weights(
     weight_elem_dtype: object = dtypes.float6_e3m2,
     weight_block_size: int = 32,
@@ -113,8 +137,6 @@ def mx_dynamic_activation_mx_weights(
     Raises:
         MXError: for other elements and block sizes; inside `quantize_`, as `quantize_linear_` does.
     """
-    from pt2mx.torchmx.dynamic_weights import MXDynamicActivationMXWeightsConfig
-
     weight = MXConfig(weight_elem_dtype, weight_block_size)
     activation = MXConfig(activation_elem_dtype, activation_block_size)
     return MXDynamicActivationMXWeightsConfig(QLinearConfig(weight, activation))
