@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pt2mx.analysis.divergence import kl_divergence
+from pt2mx.analysis.metrics import kl_divergence
 from pt2mx.errors import MXError
 from pt2mx.pt2e.models.samples import sentences
 

@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from pt2mx.analysis.agreement import tensors_in
-from pt2mx.analysis.divergence import kl_divergence
 from pt2mx.errors import MXError, nearest
 
 #: a user's metric: (outputs, outputs of the float model) -> a number, smaller for a better model
@@ -45,6 +44,22 @@ class Metric(NamedTuple):
     distance: Callable[[Tensor, Tensor], tuple[float, float]]
     direction: Callable[[Tensor, Generator], Tensor]
     quality: Quality
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the divergence of q from p, the sum of p (log p - log q), in nats.
+
+    An outcome with probability 0 in p (a masked logit: log p = -inf) adds nothing, even if q gives it 0 too. An outcome
+    with probability 0 in q alone makes the divergence Inf.
+
+    Args:
+        log_p, log_q: (..., n), logarithms of probabilities that sum to 1 along the last dimension.
+
+    Returns:
+        (...,), NaN if either contains NaN.
+    """
+    p = log_p.exp()
+    return torch.where((p == 0) & ~log_q.isnan(), 0, p * (log_p - log_q)).sum(-1)
 
 
 def _divergence(output: Tensor, reference: Tensor) -> tuple[float, float]:

@@ -5,7 +5,7 @@ import torch
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
-from pt2mx.analysis.divergence import kl_divergence
+from pt2mx.analysis.metrics import kl_divergence
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize import quantize_language_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pt2mx.analysis.divergence import kl_divergence
+from pt2mx.analysis.metrics import kl_divergence
 
 INF, NAN = math.inf, math.nan
 
