@@ -67,7 +67,7 @@ def quantize_mx(
         tensor([ 66, 117], dtype=torch.uint8)
     """
     check_tensors(x=x)
-    spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
+    spec = _spec(elem_dtype, block_size=block_size, axis=axis, scale_mode=scale_mode, rounding=rounding)
     _check_tensor_scale(tensor_scale, spec, x)
     return Quantize(x.detach(), spec, _seed(seed), tensor_scale).call()
 
@@ -199,7 +199,7 @@ def fake_quantize_mx(
     """
     check_tensors(x=x)
     check_ste(ste)
-    spec = _modes(elem_dtype, block_size, axis, scale_mode, rounding)
+    spec = _spec(elem_dtype, block_size=block_size, axis=axis, scale_mode=scale_mode, rounding=rounding)
     _check_tensor_scale(tensor_scale, spec, x)
     # torch drops the tangent of an operator without a rule of its own
     primal, tangent = forward_ad.unpack_dual(x) if forward_ad._current_level >= 0 else (x, None)
@@ -253,11 +253,6 @@ _VIEWS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2, torch.
 def _spec(elem_dtype: object, **fields: Any) -> MXSpec:
     given = {name: value for name, value in fields.items() if value is not None}
     return elem_dtype if isinstance(elem_dtype, MXSpec) and not given else parse(elem_dtype, **given)
-
-
-def _modes(elem_dtype: object, *fields: Any) -> MXSpec:
-    names = ("block_size", "axis", "scale_mode", "rounding")
-    return _spec(elem_dtype, **dict(zip(names, fields, strict=True)))
 
 
 def _seed(seed: int | torch.Generator | None) -> int | None:

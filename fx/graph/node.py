@@ -134,22 +134,20 @@ def write_out_arguments(model: GraphModule) -> None:
 
     Tracing (`torch.export.export`, `run_decompositions`) leaves out arguments that equal their defaults.
     """
-    short = [node for node in model.graph.nodes if is_ours(node) and len(node.args) < written_count(node)]
-    for node in short:
-        make_positional(node, written_count(node))
-    if short:
+    changed = False
+    for node in model.graph.nodes:
+        count = written_count(operator_of(node)) if is_ours(node) else 0
+        if len(node.args) < count:
+            make_positional(node, count)
+            changed = True
+    if changed:
         model.recompile()
 
 
-def written_count(node: Node) -> int:
-    """Return the number of arguments that a call of an operator of pt2mx writes out at least."""
-    return _written_count(operator_of(node))
-
-
 @functools.cache
-def _written_count(overload: OpOverload) -> int:
-    """Return the number of arguments without the trailing ones of scales (`pt2mx.ops.arguments.SCALES`), whose default
-    is E8M0 for good."""
+def written_count(overload: OpOverload) -> int:
+    """Return the number of arguments that a call of an operator of pt2mx writes out at least: without the trailing ones
+    of scales (`pt2mx.ops.arguments.SCALES`), whose default is E8M0 for good."""
     names = [argument.name for argument in overload._schema.arguments]
     return names.index("scale_format") if "scale_format" in names else len(names)
 
@@ -170,7 +168,7 @@ class OperatorCall(Operator[Node]):
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments as a graph writes them out: without trailing ones of scales that are None."""
-        args, count = super().args, _written_count(self.overload)
+        args, count = super().args, written_count(self.overload)
         while len(args) > count and args[-1] is None:
             args = args[:-1]
         return args

@@ -34,7 +34,7 @@ def lacking(model):
     """Return the calls of pt2mx's operators that lack arguments."""
     nodes = [node for graph in graph_modules(model) for node in graph.graph.nodes if is_ours(node)]
     assert len(nodes) >= 4
-    return [node.name for node in nodes if len(node.args) < written_count(node) or node.kwargs]
+    return [node.name for node in nodes if len(node.args) < written_count(node.target) or node.kwargs]
 
 
 def test_converted_and_lowered_models_have_all_arguments(converted):
