@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pt2mx.arrays import check_dtype, fake_quantize_numpy
+from pt2mx.arrays.numpy import check_dtype, fake_quantize_numpy
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.modes import ROUNDINGS
