@@ -14,6 +14,7 @@ from types import ModuleType
 
 #: old module -> the module that has its classes now
 MODULES: dict[str, str] = {
+    "pt2mx.preset": "pt2mx.compat",
     "pt2mx.pt2e.collector": "pt2mx.pt2e.observe.observer",
     "pt2mx.pt2e.debug.comparison": "pt2mx.pt2e.debug.errors",
     "pt2mx.pt2e.debug.differences": "pt2mx.pt2e.debug.errors",
@@ -35,6 +36,7 @@ MODULES: dict[str, str] = {
     "pt2mx.pt2e.sensitivity.results": "pt2mx.pt2e.report.results",
     "pt2mx.pt2e.tensor_scales": "pt2mx.pt2e.observe.tensor_scales",
     "pt2mx.quark.enums": "pt2mx.quark.attributes",
+    "pt2mx.torchmx.dynamic_weights": "pt2mx.torchmx.quant_api",
 }
 
 #: old module:class -> the class's name today

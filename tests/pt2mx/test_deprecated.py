@@ -18,7 +18,8 @@ KEPT = """
     pt2mx.pt2e.format_observer:MXFormatObserver pt2mx.pt2e.range_observers:MXMinMaxObserver
     pt2mx.pt2e.tensor_scales:StaticTensorScale pt2mx.pt2e.packed_weights:PackedWeight
     pt2mx.pt2e.provenance:Provenance pt2mx.pt2e.sensitivity.results:Sensitivity
-    pt2mx.pt2e.report.agreement:Fidelity
+    pt2mx.pt2e.report.agreement:Fidelity pt2mx.preset:Preset
+    pt2mx.torchmx.dynamic_weights:MXDynamicActivationMXWeightsConfig
 """.split()
 
 
