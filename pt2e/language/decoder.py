@@ -24,7 +24,7 @@ from pt2mx.pt2e.language.cache import (
     CACHE_NAMES,
     KINDS,
     SOURCE_MASK,
-    DecoderCache,
+    CacheInProgram,
     Layers,
     cache_within,
     empty_cache,
@@ -81,7 +81,7 @@ class CachedDecoder(nn.Module):
         super().__init__()
         self.model, self.layers = model, layers
         self._parameters_of_forward = inspect.signature(model.forward).parameters
-        self._cache: DecoderCache | None = None  # of the call that runs
+        self._cache: CacheInProgram | None = None  # of the call that runs
 
     def cached(self, number: int) -> list[Tensor]:
         """Return the tensors of a layer in the cache of the call that runs."""

@@ -147,7 +147,7 @@ class EncoderDecoder(_Base):
             raise MXError(f"encoder_outputs must be the result of encode, not {type(encoder_outputs).__name__}")
         if encoder_outputs is not None and not past.length:
             past.set_source(decoder_inputs(encoder_outputs))
-        if not past.source_mask.numel():
+        if past.source_mask is None or not past.source_mask.numel():
             raise MXError(f"the source is missing: give {self.main_input_name}, or encoder_outputs")
         output = super().forward(
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, past, use_cache=use_cache, **kwargs

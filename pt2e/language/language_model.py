@@ -27,7 +27,7 @@ from pt2mx.pt2e.language.arguments import (
     check_tokens,
     check_vocabulary,
 )
-from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, grow, room_for
+from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
 from pt2mx.pt2e.language.encoder import Encoder
 from pt2mx.pt2e.language.encoder_decoder import class_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
@@ -405,7 +405,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         check_tokens(tokens)
         if isinstance(cache, DecoderCache):
             if cache.grows and cache.length + tokens.shape[1] > cache.slots:
-                grow(cache, room_for(cache.length + tokens.shape[1]))
+                cache.grow(room_for(cache.length + tokens.shape[1]))
             return cache
         if cache is not None and cache.get_seq_length():
             raise MXError(f"past_key_values is a filled {type(cache).__name__}: give what new_cache or a call gave")
@@ -424,7 +424,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             if self._step is not None and (grows or self._step.cache is not cache):
                 self._step = None  # frees the tensors of its cache
             if grows:
-                grow(cache, room_for(max_cache_length))
+                cache.grow(room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             if self._step is not None and not self._step.frees_cache_for(sequences, room_for(max_cache_length)):

@@ -9,6 +9,7 @@ import torch
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.kernels.inductor import record
 from pt2mx.pt2e.language import language_model
+from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, _advance, _argmax
 from tests.language_models import padded, quantized_decoder, transformers
@@ -195,8 +196,8 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
 
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
-    ids, steps, grow = padded()[0], [], language_model.grow
-    monkeypatch.setattr(language_model, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
+    ids, steps, grow = padded()[0], [], DecoderCache.grow
+    monkeypatch.setattr(DecoderCache, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
     kept.generate(ids, **GREEDY)
     cache = kept.new_cache(3, 8)
     expected = kept.generate(ids, **GREEDY)
