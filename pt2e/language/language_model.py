@@ -37,8 +37,7 @@ from pt2mx.pt2e.language.merge_images import ROWS, ImageInputs
 from pt2mx.pt2e.language.positions import check_positions, positions_of
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.sampling import Choice, processors_of
-from pt2mx.pt2e.language.step import Step
-from pt2mx.pt2e.language.step_loop import Stopping, choose_tokens
+from pt2mx.pt2e.language.step import Step, Stopping, choose_tokens
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.language.vision import IMAGES, tower_of
 from pt2mx.pt2e.models.coverage import Coverage
