@@ -467,7 +467,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, records)
         step, self._step = self._step, None
         with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
-            if step is None or not step.supports(self.runner, inputs, cache, choice):
+            if step is None or not step.fits(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
             step.begin(inputs, mask, input_ids, choice.ignored)
             result = choose_tokens(step, outputs.logits, input_ids, longest, stopping, generation_config, streamer)

@@ -26,7 +26,7 @@ from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
-from pt2mx.fx.passes.fuse_decoding import FEW_ROWS, fuse_decoding
+from pt2mx.fx.passes.fuse_decoding import MOST_FUSED_ROWS, fuse_decoding
 from pt2mx.fx.passes.rotate_and_store import fuse_rope
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
@@ -53,7 +53,7 @@ class Programs(NamedTuple):
 
     def of(self, batch: int) -> Callable[..., Tensor]:
         """Return the program for a number of sequences."""
-        return self.many if batch > FEW_ROWS else self.few
+        return self.many if batch > MOST_FUSED_ROWS else self.few
 
 
 def lower_program(program: ExportedProgram, device: torch.device) -> GraphModule:

@@ -110,7 +110,7 @@ class Step:
         addresses = [one.data_ptr() for layer in cache.layers for one in layer.tensors]
         return runner.step_of(cache.batch_size), list(inputs), shapes, cache.batch_size, cache.slots, addresses, choice
 
-    def supports(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
+    def fits(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
         """Return True where the step and its CUDA graph can run with these arguments."""
         return self._may_write and self._key == self._key_of(runner, inputs, cache, choice)
 

@@ -33,11 +33,11 @@ from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
-from pt2mx.pt2e.optimize.packed_weights import pack_weights, round_siblings
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
+from pt2mx.pt2e.optimize.stored_codes import pack_weights, round_siblings
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
 from pt2mx.spec import MXSpec, parse
 

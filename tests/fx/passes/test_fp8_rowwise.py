@@ -173,8 +173,8 @@ def test_compiled_without_cuda_graphs(monkeypatch):
 
 def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
     forced = everywhere(use_fp8_rowwise)
-    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.STEPS]
-    monkeypatch.setattr(lower, "STEPS", steps)
+    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.PASSES]
+    monkeypatch.setattr(lower, "PASSES", steps)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
     monkeypatch.setitem(USES, "quantize activations", {"cpu": "gpu.uses:quantizes_rows"})
     monkeypatch.setitem(USES, "quantize activations alone", {})

@@ -101,8 +101,8 @@ def test_a_rotation_by_another_half():
 def over_codes(text, family):
     """Return a tiny decoder over a cache of codes, and its graph without `store_mx`, which only CPUs have."""
     model = decoder_of_codes(text, family)
-    others = [one for one in lower.STEPS if one.graph_pass is not fuse_cache_writes]
-    with mock.patch.object(lower, "STEPS", others):
+    others = [one for one in lower.PASSES if one.graph_pass is not fuse_cache_writes]
+    with mock.patch.object(lower, "PASSES", others):
         return model, lower_program(model.program, model.device)
 
 

@@ -24,7 +24,7 @@ from tests.models import BATCH
 def without_what_is_for_a_cpu(monkeypatch):
     """Earlier passes for the CPU would change float32 matmuls and quantizations."""
     of_cpu = use_bf16_matmul, fuse_activation_quantize
-    monkeypatch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass not in of_cpu])
+    monkeypatch.setattr(lower, "PASSES", [step for step in lower.PASSES if step.graph_pass not in of_cpu])
 
 
 def scaled(model, graph_pass=use_scaled_mm):

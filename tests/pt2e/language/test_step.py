@@ -131,15 +131,15 @@ def test_the_state_is_advanced_by_compiled_code(compiler, pad):
     assert seen.nonzero().tolist() == [[0, 4], [1, 7], [2, last]] and counters[0].item() == 2
 
 
-def test_which_calls_a_step_supports(llama):
+def test_which_calls_a_step_fits(llama):
     step, inputs, _ = step_of(llama)
     choice = step.choice
-    assert step.supports(llama.runner, inputs, step.cache, Choice((), False, (), None))
-    assert not step.supports(llama.runner, inputs, llama.new_cache(2, 8), choice)
-    assert not step.supports(llama.runner, inputs, step.cache, Choice((), True, (), None))
-    assert not step.supports(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
+    assert step.fits(llama.runner, inputs, step.cache, Choice((), False, (), None))
+    assert not step.fits(llama.runner, inputs, llama.new_cache(2, 8), choice)
+    assert not step.fits(llama.runner, inputs, step.cache, Choice((), True, (), None))
+    assert not step.fits(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
     other = LanguageModel(llama.program, llama.config)
-    assert not step.supports(other.runner, inputs, step.cache, choice)
+    assert not step.fits(other.runner, inputs, step.cache, choice)
 
 
 @pytest.mark.slow_except("options0")
