@@ -29,7 +29,6 @@ from pt2mx.pt2e.language.arguments import (
 )
 from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
 from pt2mx.pt2e.language.encoder import Encoder
-from pt2mx.pt2e.language.encoder_decoder import class_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.images import check_number, inputs_of_next_tokens, read_images
 from pt2mx.pt2e.language.layers import cache_of
@@ -88,9 +87,12 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
     prepare_inputs_for_generation: Any
 
     def __new__(cls, program: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> LanguageModel:
-        """Make a model of the class for programs with a source, or without."""
-        # `copy` gives no arguments
-        return super().__new__(cls if config is None else class_for(cls, config))
+        """Make a model of the subclass that reads a source where the configuration is of an encoder-decoder."""
+        if config is not None and config.is_encoder_decoder:  # `copy` gives no arguments
+            from pt2mx.pt2e.language.encoder_decoder import subclass_for  # it extends this class
+
+            cls = subclass_for(cls, config)
+        return super().__new__(cls)
 
     def __init__(
         self,
