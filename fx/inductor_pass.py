@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from pt2mx.fx.graph.graph_pass import run_passes
 from pt2mx.fx.graph.node import model_of
-from pt2mx.fx.lower import STEPS
+from pt2mx.fx.lower import PASSES
 
 
 class LoweringPass(CustomGraphPass):
@@ -38,7 +38,7 @@ class LoweringPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         if not any(map(_writes_unseen, graph.nodes)):
-            passes = [step.graph_pass for step in STEPS if step.option is None and not step.needs_weights]
+            passes = [entry.graph_pass for entry in PASSES if entry.option is None and not entry.needs_weights]
             run_passes(model_of(graph), passes)
 
     def uuid(self) -> str:

@@ -40,7 +40,7 @@ from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.select import USES
 
 
-class Step(NamedTuple):
+class LoweringPass(NamedTuple):
     """A pass of the lowering, and when it runs.
 
     Args:
@@ -59,29 +59,29 @@ class Step(NamedTuple):
 
 
 #: the passes over each graph, in this order
-STEPS = (
-    Step(cse_quantize),
-    Step(fuse_qdq),
-    Step(make_weights_k_major, needs_weights=True),
-    Step(use_packed_attention),
-    Step(fuse_cache_writes),
-    Step(use_packed_embeddings),
-    Step(use_packed_weights),
-    Step(merge_linears, needs_weights=True),
-    Step(use_fp8_rowwise, needs_weights=True, option="unpack"),
-    Step(merge_fake_quantize),
-    Step(sink_bias),
-    Step(use_scaled_mm, needs_weights=True, option="scaled_mm"),
-    Step(fuse_rotation),
-    Step(use_bf16_matmul),
-    Step(use_bfloat16_tensor_cores, needs_weights=True),
-    Step(use_bf16_activation_matmuls),
-    Step(use_matmuls_for_convolutions, needs_weights=True),
-    Step(fuse_activation_quantize),
-    Step(unpack_weights, needs_weights=True, option="unpack"),
-    Step(fuse_quantize_epilogue),
-    Step(interleave_gates, needs_weights=True, use="multiply weights in the MMA layout"),
-    Step(use_mma_layout, needs_weights=True, use="multiply weights in the MMA layout"),
+PASSES = (
+    LoweringPass(cse_quantize),
+    LoweringPass(fuse_qdq),
+    LoweringPass(make_weights_k_major, needs_weights=True),
+    LoweringPass(use_packed_attention),
+    LoweringPass(fuse_cache_writes),
+    LoweringPass(use_packed_embeddings),
+    LoweringPass(use_packed_weights),
+    LoweringPass(merge_linears, needs_weights=True),
+    LoweringPass(use_fp8_rowwise, needs_weights=True, option="unpack"),
+    LoweringPass(merge_fake_quantize),
+    LoweringPass(sink_bias),
+    LoweringPass(use_scaled_mm, needs_weights=True, option="scaled_mm"),
+    LoweringPass(fuse_rotation),
+    LoweringPass(use_bf16_matmul),
+    LoweringPass(use_bfloat16_tensor_cores, needs_weights=True),
+    LoweringPass(use_bf16_activation_matmuls),
+    LoweringPass(use_matmuls_for_convolutions, needs_weights=True),
+    LoweringPass(fuse_activation_quantize),
+    LoweringPass(unpack_weights, needs_weights=True, option="unpack"),
+    LoweringPass(fuse_quantize_epilogue),
+    LoweringPass(interleave_gates, needs_weights=True, use="multiply weights in the MMA layout"),
+    LoweringPass(use_mma_layout, needs_weights=True, use="multiply weights in the MMA layout"),
 )
 
 
@@ -141,10 +141,10 @@ def lower_to_inductor(
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
     passes = []
-    for step in STEPS:
-        is_used = step.use is None or not devices.isdisjoint(USES[step.use])
-        if asked[step.option] and is_used:
-            passes.append(step.graph_pass)
+    for entry in PASSES:
+        is_used = entry.use is None or not devices.isdisjoint(USES[entry.use])
+        if asked[entry.option] and is_used:
+            passes.append(entry.graph_pass)
     for graph in graph_modules(model):
         note_source_nodes(graph.graph)
         run_passes(graph, passes)

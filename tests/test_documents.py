@@ -209,7 +209,7 @@ def test_no_recipe_beats_a_recommended_one_in_size_and_quality(task):
 
 def test_every_pass_of_the_lowering_is_in_the_table():
     text = section("fx/README.md", "Lowering")
-    modules = {step.graph_pass.__module__.split(".")[-1] for step in lower.STEPS}
+    modules = {entry.graph_pass.__module__.split(".")[-1] for entry in lower.PASSES}
     assert modules and all(f"`passes/{module}.py`" in text for module in modules)
 
 

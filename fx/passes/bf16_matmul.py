@@ -121,7 +121,7 @@ def _is_faster_in_bf16(node: Node, call: LinearMX) -> bool:
 
 
 @graph_pass((LinearMX, GroupedLinearMX), QUANTIZED)
-def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
+def use_bfloat16_tensor_cores(model: GraphModule) -> None:
     """Pass the quantized x of a float32 `linear_mx` or `grouped_linear_mx` on a GPU in bfloat16, and keep the result in
     float32.
 
@@ -129,9 +129,6 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
 
     bfloat16 represents the values of x and of the weight, except values of x below 2**-133. The pass skips weights with
     values below 2**-133, and weights that are not constant.
-
-    Args:
-        force: True runs the pass on every device, for tests.
     """
     constants = constant_nodes(model.graph)
     values: dict[Node, Node] = {}
@@ -140,7 +137,7 @@ def use_bfloat16_tensor_cores(model: GraphModule, force: bool = False) -> None:
         *GroupedLinearMX.calls_in(model.graph),
     ]
     for node, call in matmuls:
-        if call.target_dtype is not None or not is_quantized(call.x) or not _runs_on_tensor_cores(node, call, force):
+        if call.target_dtype is not None or not is_quantized(call.x) or not _runs_on_tensor_cores(node, call):
             continue
         if isinstance(call, LinearMX) and call.rotation:
             continue
@@ -164,8 +161,8 @@ def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 
-def _runs_on_tensor_cores(node: Node, call: _Matmul, force: bool) -> bool:
+def _runs_on_tensor_cores(node: Node, call: _Matmul) -> bool:
     value = value_of(node)
     if value is None or value.dtype != torch.float32 or call.spec.element.is_wide or not call.spec.has_plain_scale:
         return False
-    return force or supports("multiply x and weights rounded to bfloat16", value)
+    return supports("multiply x and weights rounded to bfloat16", value)

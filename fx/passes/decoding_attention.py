@@ -51,19 +51,19 @@ class _Call(NamedTuple):
 
 
 @graph_pass((_ATTENTION, attention_mx))
-def use_decoding_attention(model: GraphModule, everywhere: bool = False) -> None:
+def use_decoding_attention(model: GraphModule) -> None:
     """Replace attention by `decoding_attention`, and `attention_mx` by `decoding_attention_mx`, where the device has a
-    kernel of the operator (or `everywhere`).
+    kernel of the operator.
 
     The pass skips causal attention, dropout, masks that are added, operands that broadcast, scales of a tensor, and
     graphs in which the number of heads is unknown.
     """
-    calls = [call for node in model.graph.nodes if (call := _call(node)) and (everywhere or call.has_kernel)]
+    calls = [call for node in model.graph.nodes if (call := _call(node)) and call.has_kernel]
     if not calls or not all(isinstance(call.heads, int) for call in calls):
         return
     zeros = None
     query = calls[0].values.query
-    if everywhere or supports("count programs of attention", query):
+    if supports("count programs of attention", query):
         most = JOINED_SEQUENCES * max(call.heads for call in calls)
         counters = torch.zeros(most, dtype=torch.int32, device=query.device)
         name = register_buffer(model, "attention_zeros", counters)

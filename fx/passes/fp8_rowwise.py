@@ -36,7 +36,7 @@ _LEAST_ROWS, _LEAST_WEIGHT = 256, 1 << 20
 
 
 @graph_pass(LinearMX, FakeQuantize)
-def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
+def use_fp8_rowwise(model: GraphModule) -> None:
     """Compute a bfloat16 `linear_mx(fake_quantize_mx(x), weight)` as a matmul of FP8 rows.
 
     Both elements must leave room for their scales in E4M3, and the GPU must have FP8 tensor cores. The kernel that
@@ -44,16 +44,13 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
 
     The weight becomes 8-bit codes, `<weight>_data_fp8`, with one scale per row. The pass skips small matmuls, and
     weights with a row whose scales differ too much.
-
-    Args:
-        force: True runs the pass on every device and for every size, for tests.
     """
     constants, weights = constant_nodes(model.graph), dict[tuple[object, ...], tuple[str, str] | None]()
     written = written_nodes(model.graph)
     rows: dict[Node, list[Node]] = {}
     for node, call in LinearMX.calls_in(model.graph):
         quantization = FakeQuantize.of(call.x)
-        if quantization is None or not _is_faster_in_fp8(node, call, quantization, force):
+        if quantization is None or not _is_faster_in_fp8(node, call, quantization):
             continue
         if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
             continue
@@ -76,7 +73,7 @@ def use_fp8_rowwise(model: GraphModule, force: bool = False) -> None:
         erase_unused(node)
 
 
-def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, force: bool) -> bool:
+def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize) -> bool:
     """Return whether the GPU has FP8 tensor cores that support a matmul, and they are faster."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
@@ -92,8 +89,6 @@ def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize, fo
     (*rows, k), n = x, weight[0]
     if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
         return False
-    if force:
-        return True
     known = all(isinstance(r, int) for r in rows)
     if k * n < _LEAST_WEIGHT or (known and math.prod(r for r in rows if isinstance(r, int)) < _LEAST_ROWS):
         return False

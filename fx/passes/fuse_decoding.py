@@ -35,7 +35,7 @@ from pt2mx.ops.linear import linear_mx_mma_layout
 aten = torch.ops.aten
 
 #: most rows of x for which the fused operators are meant
-FEW_ROWS = 8
+MOST_FUSED_ROWS = 8
 
 
 class Norm(NamedTuple):

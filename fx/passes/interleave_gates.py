@@ -39,17 +39,17 @@ _ACTIVATIONS: dict[object, Callable[[Node], str | None]] = {
 
 
 @graph_pass(LinearMX)
-def interleave_gates(model: GraphModule, everywhere: bool = False) -> None:
+def interleave_gates(model: GraphModule) -> None:
     """Interleave the rows of each weight whose result is split into halves, one of which gates the other.
 
-    The pass skips weights that will not have the MMA layout (on other devices, unless `everywhere`), weights that
+    The pass skips weights that will not have the MMA layout (on other devices), weights that
     something else uses, computed biases, halves whose rows 8 does not divide, and results that the graph writes.
     """
     written, constants = written_nodes(model.graph), constant_nodes(model.graph)
     for node, call in LinearMX.calls_in(model.graph):
         halves = _halves(node)
         read = [n for n in (call.codes, call.scale, call.bias) if n is not None]
-        if not halves or not has_mma_layout(model, call, constants, everywhere):
+        if not halves or not has_mma_layout(model, call, constants):
             continue
         if any(len(n.users) > 1 or n.op != "get_attr" or n not in constants for n in read):
             continue

@@ -33,7 +33,7 @@ from pt2mx.ops.scaled_mm import ScaledMM, swizzle_scale
 
 
 @graph_pass(LinearMX, (FakeQuantize, Dequantize))
-def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
+def use_scaled_mm(model: GraphModule) -> None:
     """Multiply the codes on MX tensor cores: `linear_mx(fake_quantize_mx(x), weight)` becomes
     `scaled_mm_mx(*quantize_mx(x), weight)`. x may also come from a quantize/dequantize pair.
 
@@ -44,7 +44,6 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     Args:
         model: a lowered model whose weights are not in the MMA layout. `lower_to_inductor(..., scaled_mm=True)` runs
             this pass.
-        force: True runs the pass on every device, where the matmul is emulated, for tests.
     """
     written = written_nodes(model.graph)
     codes: dict[Node, tuple[Node, Node]] = {}
@@ -52,7 +51,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
     for node, call in LinearMX.calls_in(model.graph):
         quantization = _quantization(call.x)
         form = None if quantization is None or call.rotation else _form(quantization, call)
-        if quantization is None or form is None or not _runs_on_mx_cores(node, call, form, force):
+        if quantization is None or form is None or not _runs_on_mx_cores(node, call, form):
             continue
         if not written.isdisjoint((call.codes, call.scale)):
             continue
@@ -82,7 +81,7 @@ def use_scaled_mm(model: GraphModule, force: bool = False) -> None:
             erase_unused(swizzled)
 
 
-def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form, force: bool) -> bool:
+def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form) -> bool:
     """Return whether the GPU has MX tensor cores that support the dtypes and sizes of a matmul."""
     value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
     if value is None or x is None or weight is None or value.dtype not in form.results:
@@ -90,7 +89,7 @@ def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form, force: bool) -> bo
     k, rows = x[-1], weight[0]
     if not isinstance(k, int) or k % BLOCK or not isinstance(rows, int) or rows % 16:
         return False
-    return force or supports("multiply MX on tensor cores", value, form)
+    return supports("multiply MX on tensor cores", value, form)
 
 
 def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:

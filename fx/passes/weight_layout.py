@@ -96,18 +96,18 @@ def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> Node:
 
 
 @graph_pass(LinearMX)
-def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
+def use_mma_layout(model: GraphModule) -> None:
     """Replace `linear_mx` of bfloat16 by `linear_mx_mma_layout`, which reads its weight in the MMA layout.
 
     The codes and scales become buffers `<weight>_data_mma` and `<weight>_scale_mma`. The old buffers stay if something
-    else uses them, such as the embedding of a tied weight. The pass skips linear layers on other devices (unless
-    `everywhere`), E4M3 on GPUs that cannot convert it, weights that are inputs or that the layout cannot represent
-    (`to_mma_layout`), and a K that 8 does not divide.
+    else uses them, such as the embedding of a tied weight. The pass skips linear layers on other devices, E4M3 on GPUs
+    that cannot convert it, weights that are inputs or that the layout cannot represent (`to_mma_layout`), and a K that
+    8 does not divide.
     """
     constants = constant_nodes(model.graph)
     buffers: dict[tuple[object, ...], list[str]] = {}
     for node, call in LinearMX.calls_in(model.graph):
-        if not has_mma_layout(model, call, constants, everywhere):
+        if not has_mma_layout(model, call, constants):
             continue
         key = call.codes.target, call.scale.target, call.spec
         if key not in buffers:
@@ -116,14 +116,14 @@ def use_mma_layout(model: GraphModule, everywhere: bool = False) -> None:
             _replace(model, node, call, buffers[key])
 
 
-def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node], everywhere: bool = False) -> bool:
+def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node]) -> bool:
     """Return whether `use_mma_layout` takes a call, unless the layout cannot represent its weight."""
     if any(n.op != "get_attr" or n not in constants for n in (call.codes, call.scale)):
         return False
     if not _supports_mma_layout(call):
         return False
     codes = tensor_of(model, call.codes)
-    return everywhere or supports("multiply weights in the MMA layout", codes, call.spec.element.name)
+    return supports("multiply weights in the MMA layout", codes, call.spec.element.name)
 
 
 def _supports_mma_layout(call: LinearMX) -> bool:

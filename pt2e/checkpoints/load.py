@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,8 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.merge_parts import merge
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, fold_transposes, placeholder, replace_parameter
-from pt2mx.pt2e.checkpoints.read_inputs import read_inputs
+from pt2mx.pt2e.checkpoints.packed_modules import DATA, Inputs, fold_transposes, placeholder, replace_parameter
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -42,12 +42,16 @@ from pt2mx.pt2e.models.module_schemes import (
     weights_of,
 )
 from pt2mx.pt2e.models.safetensors_shards import Entry
-from pt2mx.pt2e.models.weight_formats import PackedTensors
+from pt2mx.pt2e.models.weight_formats import PackedTensors, read_tensor_scale
+from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pt2mx.pt2e.language.language_model import LanguageModel
+
+#: the name of one of several experts
+_EXPERT = re.compile(r"\.experts\.\d+")
 
 
 class Packed(NamedTuple):
@@ -280,3 +284,49 @@ def _codes(
             "belong together"
         )
     return codes
+
+
+def read_inputs(
+    name: str, inputs: MXSpec | None, parts: Iterable[str], layout: Layout, tensors: Mapping[str, Tensor]
+) -> Inputs:
+    """Return what happens to the inputs of a module. Those of experts with a tensor scale each stay in high precision.
+
+    Args:
+        name: the weight of the module.
+        inputs: the spec of its inputs; None: high precision.
+        parts: the tensors of the checkpoint that make up the weight.
+        layout: their layout.
+        tensors: the tensors of the checkpoint.
+
+    Raises:
+        MXError: where the tensor scale is missing, or parts of a weight have different factors or scales.
+    """
+    modules = {part.rpartition(".")[0] for part in parts}
+    has_tensor_scale = inputs is not None and inputs.has_tensor_scale
+    if len(modules) > 1 and _EXPERT.search(next(iter(modules))):
+        changed = [f"{module}.{suffix}" for module in sorted(modules) for suffix in (layout.pre_scale, layout.rotation)]
+        if suffix := next((name for name in changed if name in tensors), ""):
+            raise MXError(f"{suffix} changes the inputs of one expert, which is not read: give a checkpoint without")
+        if has_tensor_scale:
+            return Inputs()
+    read: list[Tensor | None] = []
+    for suffix, required in (
+        (layout.input_scale, has_tensor_scale),
+        (layout.pre_scale, False),
+        (layout.rotation, bool(layout.rotation)),
+    ):
+        values = [tensors[f"{module}.{suffix}"] for module in modules if f"{module}.{suffix}" in tensors]
+        if required and len(values) < len(modules):
+            raise MXError(
+                f"the checkpoint holds no {min(modules)}.{suffix}, which changes its inputs: fetch it again; where it "
+                "quantizes weights alone, its configuration says so (input_activations null, quant_algo W4A16_NVFP4)"
+            )
+        if any(not tensor.equal(values[0]) for tensor in values[1:]):
+            raise MXError(f"{suffix} of the parts of {name} differ, and the model multiplies the same inputs with them")
+        read.append(values[0] if values else None)
+    tensor_scale, pre_scale, rotation = read
+    if rotation is not None and not rotation.equal(rotation.mT):
+        raise MXError(f"{min(modules)}.{layout.rotation} is no symmetric matrix, which is not read")
+    if tensor_scale is not None and has_tensor_scale:
+        tensor_scale = read_tensor_scale(f"{min(modules)}.{layout.input_scale}", tensor_scale)
+    return Inputs(inputs, tensor_scale if has_tensor_scale else None, pre_scale, rotation)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -19,13 +20,15 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints import modelopt_config
-from pt2mx.pt2e.checkpoints.contents import Contents, build_contents
-from pt2mx.pt2e.checkpoints.gguf_save import save_gguf
+from pt2mx.pt2e.checkpoints.contents import Contents, build_contents, build_tensors
+from pt2mx.pt2e.checkpoints.gguf_contents import TensorsInMemory, file_tensors
+from pt2mx.pt2e.checkpoints.gguf_write import header_of, write_tensors
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
-from pt2mx.pt2e.files.output import folder_errors, whole_file, write_text
+from pt2mx.pt2e.files.output import check_output, folder_errors, whole_file, write_text
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.models.checkpoint_files import INDEX, MODELOPT
+from pt2mx.pt2e.models.gguf_file import SUFFIX
 from pt2mx.pt2e.models.gguf_tensors import GGUF
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.models.module_schemes import is_transposed, weights_of
@@ -35,7 +38,10 @@ from pt2mx.pt2e.models.tokenizers import save_part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 _SHARD = "5GB"
+#: the suffixes of the tensors of a weight in GGUF
+_GGUF_SUFFIXES = {"", *(name for form in GGUF.stored for name in GGUF.names("", form))}
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ def save_checkpoint(
     graph = _graph_of(converted)
     tokenizer = tokenizer or getattr(converted, "tokenizer", None)
     if layout == GGUF.name:
-        save_gguf(graph, model, folder, unpack, tokenizer)
+        _save_gguf(graph, model, folder, unpack, tokenizer)
         return SaveReport([], {})
     chosen = _default_layout(graph, model) if layout is None else layout_named(layout)
     contents = build_contents(graph, model, chosen, unpack, quantized_head)
@@ -239,3 +245,38 @@ def _write_configs(contents: Contents, generation_config: Any, folder: Path) -> 
         generation_config.save_pretrained(folder)
     except ValueError as error:  # the configuration contradicts itself
         raise MXError(f"the generation config of the model cannot be written: {error}") from None
+
+
+def _save_gguf(
+    graph: GraphModule, model: PreTrainedModel, path: str | os.PathLike[str], unpack: Sequence[str], tokenizer: Any
+) -> None:
+    """Write a GGUF file: weights in `BLOCK_TYPES` with their codes, others as floats.
+
+    It appears complete or not at all.
+
+    Args:
+        graph: the converted model.
+        model: the float model that was converted, on any device, also meta.
+        path: the file; its name ends in ".gguf".
+        unpack: regular expressions of modules whose weights are written as dequantized values.
+        tokenizer: the tokenizer, or a `GGUFFile` to copy it from; None: the file has no vocabulary.
+
+    Raises:
+        MXError: for a model that GGUF cannot hold, or that it would describe as another; nothing is written then.
+    """
+    check_output(path, (SUFFIX,))
+    tensors = build_tensors(graph, model, GGUF, unpack).tensors
+    stored = file_tensors(model, TensorsInMemory(_tied_once(model, tensors)))
+    header = header_of(model.config, stored, tokenizer)
+    with whole_file(path) as file:
+        write_tensors(file, header, stored)
+
+
+def _tied_once(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the second name of tied weights, unless they differ."""
+    for name, other in (model.all_tied_weights_keys or {}).items():
+        pairs = [(name + suffix, other + suffix) for suffix in _GGUF_SUFFIXES]
+        same = [pair for pair in pairs if pair[0] in tensors and pair[1] in tensors]
+        if same and all(torch.equal(tensors[one], tensors[two]) for one, two in same):
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in dict(same)}
+    return tensors

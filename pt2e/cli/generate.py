@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.answers import Answer, answer, count_same
 from pt2mx.pt2e.cli.audio import audio_inputs, takes_audio
 from pt2mx.pt2e.cli.checks import generation_settings
-from pt2mx.pt2e.cli.conversation import Conversation
 from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import chat_tokens, image_prompt, read_prompt
 from pt2mx.pt2e.cli.result import Result, is_json
 from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.models.input_files import read_image
 from pt2mx.pt2e.models.pretrained import load_language_model
+
+#: a turn of a conversation, as chat templates take it
+Turn = dict[str, str]
 
 
 def run(options: argparse.Namespace) -> Result | None:
@@ -126,3 +130,42 @@ def _rows(kind: str, batch: list[str], answers: dict[str, list[Answer]]) -> list
         note(f"the first {same} of {len(one.tokens)} tokens are those of the float model")
         row |= {"float": reference.text, "same_tokens": same}
     return rows
+
+
+class Conversation:
+    """The turns of a conversation. The model reads each turn once: its cache keeps the tokens of the earlier ones.
+
+    Args:
+        model: the model that answers.
+        system: the system message before the first turn, if any.
+    """
+
+    def __init__(self, model: LanguageModel, system: str | None) -> None:
+        self.turns: list[Turn] = [{"role": "system", "content": system}] if system else []
+        self._model, self._tokens = model, list[int]()
+        self._cache: DecoderCache | None = None
+
+    def cache_for(self, input_ids: Tensor) -> dict[str, Any]:
+        """Return the cache for a prompt, (1, S) int64, as an argument of `generate`.
+
+        The cache keeps the tokens that the prompt begins with. The model reads an answer again if the chat template
+        writes it in other tokens. A model with an encoder, or with recurrent layers, which cannot drop tokens, reads
+        the whole prompt.
+        """
+        if self._model.config.is_encoder_decoder:
+            return {}
+        if self._cache is None:
+            self._cache = self._model.new_cache(1, input_ids.shape[1])
+        prompt, cache = input_ids[0].tolist(), self._cache
+        same = count_same(self._tokens[: cache.length], prompt[:-1])  # the model reads at least one token
+        if same == 0 or not all(layer.is_croppable for layer in cache.layers):
+            cache.reset()
+        for layer in cache.layers if same < cache.length else ():
+            layer.crop(same)
+        self._tokens = prompt
+        return {CACHE: cache}
+
+    def add(self, prompt: str, answer: Answer) -> None:
+        """Add a prompt and its answer as turns."""
+        self.turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.text}]
+        self._tokens += answer.tokens

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.analysis.agreement import is_floating
 from pt2mx.errors import MXError, nearest
@@ -23,8 +23,28 @@ from pt2mx.pt2e.debug.batches import check_values, copied, named_leaves
 from pt2mx.pt2e.debug.errors import relative_error
 from pt2mx.pt2e.debug.interpreter import Pair, RecordingInterpreter, check_module, run, run_against, unchanged
 from pt2mx.pt2e.debug.onnx_stage import OnnxStage
-from pt2mx.pt2e.debug.subgraph_extract import extract_subgraph, save_subgraph, smallest_range
-from pt2mx.pt2e.files.output import check_output
+from pt2mx.pt2e.files.output import check_output, whole_file
+
+#: the script that runs a subgraph
+_SCRIPT = '''"""{title}"""
+
+from pathlib import Path
+
+import torch
+
+import pt2mx
+from pt2mx.pt2e.debug.bisect import FORMS
+from pt2mx.pt2e.debug.errors import relative_error
+
+torch.manual_seed(0)
+subgraph = torch.load(Path(__file__).with_suffix(".pt"), weights_only=False)
+first, inputs = subgraph["first"], subgraph["inputs"]
+print(first.code)
+second = FORMS[subgraph["form"]](first, inputs) if subgraph["form"] else subgraph["second"]
+with torch.no_grad():  # a second form that is no module has its outputs in the file
+    got = subgraph["outputs"] if second is None else second(*subgraph["second_inputs"])
+    print("relative error:", relative_error(got, first(*inputs)))
+'''
 
 #: returns the other form of a subgraph: a function of the subgraph's inputs
 Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -226,3 +246,47 @@ def _content(first: GraphModule, inputs: list[Any], form: str | None = None, out
     """Return what the script of a subgraph loads."""
     content = {"first": first, "inputs": inputs, "form": form}
     return content | {"second": None, "second_inputs": inputs, "outputs": outputs}
+
+
+def extract_subgraph(model: GraphModule, nodes: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+    """Extract nodes, in their order, as a module.
+
+    Returns:
+        The module, whose outputs are the values with users outside of it, or the value of the last node; and the nodes
+        of `model` whose values are its inputs.
+    """
+    inside, graph, copies = set(nodes), Graph(), {}
+    operands = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    inputs = [n for n in operands if n.op != "get_attr"]
+    for n in inputs:
+        copies[n] = graph.placeholder(n.name)
+        copies[n].meta.update(n.meta)
+    for n in (*(n for n in operands if n.op == "get_attr"), *nodes):
+        copies[n] = graph.node_copy(n, copies.__getitem__)
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)] or [nodes[-1]]
+    graph.output(tuple(copies[node] for node in outputs))
+    return GraphModule(model, graph), inputs
+
+
+def save_subgraph(path: Path, title: str, content: dict[str, Any]) -> None:
+    """Write a script and the `.pt` file that it loads: the modules, or the name of the second form, inputs, outputs."""
+    with whole_file(path.with_suffix(".pt")) as file:
+        torch.save(content, file)
+    with whole_file(path) as file:
+        file.write(_SCRIPT.format(title=title.replace('"', "'")).encode())
+
+
+def smallest_range(count: int, differs: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Find a small range within (0, count) that `differs`, given that the whole one does.
+
+    Two binary searches find the end first, and then the start.
+    """
+    low, end = 0, count  # (0, 0) does not differ, (0, end) does
+    while end - low > 1:
+        middle = (low + end) // 2
+        low, end = (low, middle) if differs(0, middle) else (middle, end)
+    start, high = 0, end  # (start, end) differs, (high, end) does not
+    while high - start > 1:
+        middle = (start + high) // 2
+        start, high = (middle, high) if differs(middle, end) else (start, middle)
+    return start, end

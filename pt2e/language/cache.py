@@ -130,27 +130,83 @@ class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCache
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
-class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
-    """The cache of a decoder; `slots` is the number of tokens that fit.
+class SlotCache(_cache_utils.Cache):  # type: ignore[name-defined]
+    """A cache of layers in which `slots` tokens fit."""
 
-    Inside a program `layers` are those of the model. Outside, where only the program knows its layers, the tensors of
-    each kind are in the order of the layers that have them."""
-
-    def __init__(self, layers: list[CacheLayer], slots: int, mask: Any = None, source_mask: Any = None) -> None:
+    def __init__(self, layers: list[CacheLayer], slots: int) -> None:
         super().__init__(layers=layers)
-        self.slots, self.grows = slots, False
-        #: inside a program: (B, slots), zero at padding
-        self.mask = mask
-        #: of an encoder-decoder: the input `SOURCE_MASK`
-        self.source_mask = source_mask
-        self.latest: CacheLayer | None = None  #: the layer that was written last
-        #: after images, by how much the positions of the tokens of each sequence differ from their numbers, (B,)
-        self.shift: Tensor | None = None
+        self.slots = slots
 
     @property
     def length(self) -> Any:
         """The number of filled slots."""
         return self.layers[0].length
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.slots, 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return True, as each layer does."""
+        return True
+
+
+class CacheInProgram(SlotCache):
+    """The cache that a model of transformers reads and writes while it is exported: its layers are the model's.
+
+    Args:
+        layers: the layers of the model, over the inputs of the program.
+        mask: (B, slots) int64, zero at padding.
+        source_mask: of an encoder-decoder the input `SOURCE_MASK`.
+    """
+
+    def __init__(self, layers: list[CacheLayer], mask: Tensor, source_mask: Tensor | None) -> None:
+        super().__init__(layers, mask.shape[1])
+        self.mask, self.source_mask = mask, source_mask
+        self.latest: CacheLayer | None = None  #: the layer whose convolution ran last
+
+    def mask_of_tokens(self, number: int) -> Tensor:
+        """Return the columns of the mask for the next tokens."""
+        return self.mask.index_select(1, self.length + torch.arange(number, device=self.mask.device))
+
+    def with_cross_attention(self) -> Any:
+        """Return transformers' cache of an encoder-decoder, whose keys and values of cross attention are computed."""
+        cross = []
+        for layer in self.layers:
+            stored = {"keys": layer.stored["cross_keys"], "values": layer.stored["cross_values"]}
+            cross.append(CacheLayer(stored, 1))  # filled: 1 is any number
+        return _cache_utils.EncoderDecoderCache(self, SlotCache(cross, self.slots))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, LayerNumber.plain(layer_idx), *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self.latest = self.layers[layer_idx]
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+
+class DecoderCache(SlotCache):
+    """The cache of a decoder's program, between its calls.
+
+    The program alone knows its layers: the tensors of each kind are in the order of the layers that have them."""
+
+    def __init__(self, layers: list[CacheLayer], slots: int, source_mask: Tensor | None) -> None:
+        super().__init__(layers, slots)
+        #: True: a call for more tokens than fit adds slots
+        self.grows = False
+        #: of an encoder-decoder: the input `SOURCE_MASK`
+        self.source_mask = source_mask
+        #: after images, by how much the positions of the tokens of each sequence differ from their numbers, (B,)
+        self.shift: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.layers[0].tensors[0])
 
     def reset(self) -> None:
         super().reset()
@@ -161,13 +217,18 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
         for layer in self.layers:
             layer.length += tokens
 
-    def mask_of_tokens(self, number: int) -> Tensor:
-        """Return the columns of the mask for the next tokens."""
-        return self.mask.index_select(1, self.length + torch.arange(number, device=self.mask.device))
+    def grow(self, slots: int) -> None:
+        """Add slots up to a number."""
+        more = (0, 0, 0, slots - self.slots)
+        for layer in self.layers:
+            for name, stored in layer.stored.items():
+                if KINDS[name] == SLOTS:
+                    layer.stored[name] = pytree.tree_map(lambda tensor: nn.functional.pad(tensor, more), stored)
+        self.slots = slots
 
     def inputs(self) -> dict[str, Any]:
         """Return the inputs of the program that are the cache."""
-        inputs = {} if self.source_mask is None else {SOURCE_MASK: self.source_mask}
+        inputs: dict[str, Any] = {} if self.source_mask is None else {SOURCE_MASK: self.source_mask}
         for name in KINDS:
             tensors = [layer.stored[name] for layer in self.layers if name in layer.stored]
             if tensors:
@@ -186,17 +247,6 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
             for layer, tensor in zip(self.layers, results[name], strict=True):
                 layer.stored[name] = _repeated(tensor, batch)
 
-    def with_cross_attention(self) -> Any:
-        """Return transformers' cache of an encoder-decoder, whose keys and values of cross attention are computed."""
-        cross = []
-        for layer in self.layers:
-            stored = {"keys": layer.stored["cross_keys"], "values": layer.stored["cross_values"]}
-            cross.append(CacheLayer(stored, 1))  # filled: 1 is any number
-        return _cache_utils.EncoderDecoderCache(self, DecoderCache(cross, self.slots))
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().update(key_states, value_states, LayerNumber.plain(layer_idx), *args, **kwargs)
-
     def as_encoder_decoder_cache(self) -> Any:
         """Return transformers' `EncoderDecoderCache` of the filled slots; None for a cache of codes and scales."""
         layers = []
@@ -207,27 +257,6 @@ class DecoderCache(_cache_utils.Cache):  # type: ignore[name-defined]
             keys, values = tensors["keys"][:, :, : self.length], tensors["values"][:, :, : self.length]
             layers.append((keys, values, tensors["cross_keys"], tensors["cross_values"]))
         return _cache_utils.EncoderDecoderCache(layers)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self.length
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.slots
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.slots, 0
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True, as each layer does."""
-        return True
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        self.latest = self.layers[layer_idx]
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.layers[0].tensors[0])
 
 
 def _repeated(tensor: Tensor, batch: int) -> Tensor:
@@ -267,7 +296,7 @@ def empty_cache(layers: Layers, batch: int, slots: int, device: torch.device, so
         if layer:
             empty.append(CacheLayer({k: pytree.tree_map(partial(zeros, KINDS[k]), v) for k, v in layer.items()}))
     mask = torch.ones(batch, source, dtype=torch.long, device=device) if has_source(layers) else None
-    return DecoderCache(empty, slots, source_mask=mask)
+    return DecoderCache(empty, slots, mask)
 
 
 def has_source(layers: Layers) -> bool:
@@ -280,23 +309,13 @@ def room_for(tokens: int) -> int:
     return -(-tokens // _SLOTS) * _SLOTS
 
 
-def grow(cache: DecoderCache, slots: int) -> None:
-    """Add slots to a cache in place."""
-    more = (0, 0, 0, slots - cache.slots)
-    for layer in cache.layers:
-        for name, stored in layer.stored.items():
-            if KINDS[name] == SLOTS:
-                layer.stored[name] = pytree.tree_map(lambda tensor: nn.functional.pad(tensor, more), stored)
-    cache.slots = slots
-
-
 def cache_within(
     layers: Layers, inputs: Mapping[str, Any], start: Tensor, mask: Tensor, source_mask: Tensor | None = None
-) -> DecoderCache:
+) -> CacheInProgram:
     """Return a cache over the inputs of a program, with `start` filled slots; `layers` are those of the model."""
     of_kind = {name: iter(tensors) for name, tensors in inputs.items()}
     own = [CacheLayer({name: next(of_kind[name]) for name in layer}, start) for layer in layers]
-    return DecoderCache(own, mask.shape[1], mask, source_mask)
+    return CacheInProgram(own, mask, source_mask)
 
 
 def equal_dims(inputs: dict[str, Any]) -> list[list[tuple[Any, int]]]:

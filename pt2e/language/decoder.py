@@ -6,13 +6,17 @@ The same program reads prompts of any length and single tokens, so that both sha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
@@ -24,7 +28,7 @@ from pt2mx.pt2e.language.cache import (
     CACHE_NAMES,
     KINDS,
     SOURCE_MASK,
-    DecoderCache,
+    CacheInProgram,
     Layers,
     cache_within,
     empty_cache,
@@ -35,12 +39,12 @@ from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.merge_images import FEATURES, POSITIONS, ROWS, ImageInputs, merged_images
 from pt2mx.pt2e.language.repeated_layers import repeated_layers, traced_layers
 from pt2mx.pt2e.language.rope import longest_text, with_frequencies_for
-from pt2mx.pt2e.language.shared_sizes import shared_sizes
 from pt2mx.pt2e.language.source import decoder_call
 from pt2mx.pt2e.program.program import export_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
 
 #: function or method in a module of transformers -> what takes its place, with the cache before its arguments
 FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **recurrence.FUNCTIONS}
@@ -81,7 +85,7 @@ class CachedDecoder(nn.Module):
         super().__init__()
         self.model, self.layers = model, layers
         self._parameters_of_forward = inspect.signature(model.forward).parameters
-        self._cache: DecoderCache | None = None  # of the call that runs
+        self._cache: CacheInProgram | None = None  # of the call that runs
 
     def cached(self, number: int) -> list[Tensor]:
         """Return the tensors of a layer in the cache of the call that runs."""
@@ -253,3 +257,43 @@ class TextInputs(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         return inputs(self.layers, self.device, self.texts[index])
+
+
+class _SharingShapeEnv(ShapeEnv):
+    """A `ShapeEnv` that gives dynamic sizes one symbol where the example inputs have equal sizes."""
+
+    def create_symbol(
+        self,
+        val: Any,
+        source: Any,
+        dynamic_dim: DimDynamic = DimDynamic.DUCK,
+        constraint_dim: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if dynamic_dim is DimDynamic.DYNAMIC and isinstance(val, int):
+            dynamic_dim, constraint_dim = DimDynamic.DUCK, None
+        return super().create_symbol(val, source, dynamic_dim, constraint_dim, *args, **kwargs)
+
+
+@contextmanager
+def shared_sizes(example: dict[str, Any]) -> Iterator[None]:
+    """Export decoders with one symbol for each size, within the context.
+
+    torch.export gives each dimension a symbol, and proves them equal. A decoder of 30 layers has 60 tensors of keys and
+    values, each with a batch size and a number of slots: 120 symbols for two sizes, whose proofs took a quarter of the
+    export.
+
+    Args:
+        example: the inputs of the decoder. If two sizes that may differ are equal here, each dimension gets a symbol.
+    """
+    groups = [*equal_dims(example), [(example["logits_to_keep"], 0)]]
+    sizes = [size for (first, dim), *_ in groups if (size := first.shape[dim]) > 1]  # 1 has no symbol
+    if len(set(sizes)) < len(sizes):
+        yield
+        return
+    shapes = _SharingShapeEnv(tracked_fakes=[], trace_asserts=True)
+    with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # as torch.export: an error instead of address 0
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
+    with tracing(TracingContext(mode)):
+        yield

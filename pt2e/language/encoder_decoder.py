@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +13,11 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import check_outputs, check_source
 from pt2mx.pt2e.language.cache import CACHE, cache_in
+from pt2mx.pt2e.language.encoder import Encoder
+from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.positions import check_positions
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.source import EncoderOutput, decoder_inputs, encoder_results
-
-if TYPE_CHECKING:
-    from pt2mx.pt2e.language.encoder import Encoder
-    from pt2mx.pt2e.language.language_model import LanguageModel as _Base
-else:
-    _Base = object
-
-Model = TypeVar("Model")
 
 _outputs = import_extra("transformers.modeling_outputs", "hf")
 _whisper = import_extra("transformers.models.whisper.generation_whisper", "hf")
@@ -44,8 +37,8 @@ def _shift_mbart(tokens: Tensor, config: Any) -> Tensor:
 SHIFTS: dict[str, Callable[[Tensor, Any], Tensor]] = {"bart": _shift_bart, "mbart": _shift_mbart}
 
 
-class EncoderDecoder(_Base):
-    """The part of a `LanguageModel` that reads a source. Its class comes before `LanguageModel`."""
+class EncoderDecoder(LanguageModel):
+    """A `LanguageModel` that reads a source. `LanguageModel(...)` makes it for the program of an encoder-decoder."""
 
     encoder: Encoder
 
@@ -147,7 +140,7 @@ class EncoderDecoder(_Base):
             raise MXError(f"encoder_outputs must be the result of encode, not {type(encoder_outputs).__name__}")
         if encoder_outputs is not None and not past.length:
             past.set_source(decoder_inputs(encoder_outputs))
-        if not past.source_mask.numel():
+        if past.source_mask is None or not past.source_mask.numel():
             raise MXError(f"the source is missing: give {self.main_input_name}, or encoder_outputs")
         output = super().forward(
             decoder_input_ids, decoder_attention_mask, decoder_position_ids, past, use_cache=use_cache, **kwargs
@@ -187,8 +180,10 @@ class EncoderDecoder(_Base):
     _prepare_text_encoder_decoder_kwargs_for_generation = _prepare_encoder_decoder_kwargs_for_generation
 
 
-class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin):  # type: ignore[name-defined]
-    """Transcribe audio with transformers' options: language, task, timestamps, and audio of any length."""
+class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin, LanguageModel):  # type: ignore[name-defined]
+    """Transcribe audio with transformers' options: language, task, timestamps, and audio of any length.
+
+    `generate` of transformers' Whisper calls the one of `LanguageModel` for each segment, so that class is the last."""
 
     #: the strides of the encoder's convolutions, which transformers reads
     model = SimpleNamespace(
@@ -220,13 +215,18 @@ class Whisper(EncoderDecoder, _whisper.WhisperGenerationMixin):  # type: ignore[
         return super()._postprocess_outputs(seek_outputs, *args, **kwargs)
 
 
-def class_for(base: type[Model], config: Any) -> type[Model]:
-    """Return the class of a `LanguageModel` with this configuration: with its source before it, or itself."""
-    if not config.is_encoder_decoder:
-        return base
-    return _with_source(base, Whisper if config.model_type == "whisper" else EncoderDecoder)  # type: ignore[arg-type]
+def subclass_for(cls: type[LanguageModel], config: Any) -> type[EncoderDecoder]:
+    """Return the class of a `LanguageModel` for the configuration of an encoder-decoder.
 
-
-@cache
-def _with_source(base: Any, source: type) -> Any:
-    return type(base.__name__, (source, base), {"__doc__": base.__doc__})
+    Raises:
+        MXError: for a subclass that reads no source.
+    """
+    subclass = Whisper if config.model_type == "whisper" else EncoderDecoder
+    if issubclass(cls, subclass):
+        return cls
+    if cls is not LanguageModel:
+        raise MXError(
+            f"{cls.__name__} reads no source, which {config.model_type} needs: extend {subclass.__name__} of "
+            f"{subclass.__module__} instead of LanguageModel"
+        )
+    return subclass

@@ -27,9 +27,8 @@ from pt2mx.pt2e.language.arguments import (
     check_tokens,
     check_vocabulary,
 )
-from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, grow, room_for
+from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
 from pt2mx.pt2e.language.encoder import Encoder
-from pt2mx.pt2e.language.encoder_decoder import class_for
 from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
 from pt2mx.pt2e.language.images import check_number, inputs_of_next_tokens, read_images
 from pt2mx.pt2e.language.layers import cache_of
@@ -37,8 +36,7 @@ from pt2mx.pt2e.language.merge_images import ROWS, ImageInputs
 from pt2mx.pt2e.language.positions import check_positions, positions_of
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.sampling import Choice, processors_of
-from pt2mx.pt2e.language.step import Step
-from pt2mx.pt2e.language.step_loop import Stopping, choose_tokens
+from pt2mx.pt2e.language.step import Step, Stopping, choose_tokens
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.language.vision import IMAGES, tower_of
 from pt2mx.pt2e.models.coverage import Coverage
@@ -89,9 +87,12 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
     prepare_inputs_for_generation: Any
 
     def __new__(cls, program: Any = None, config: Any = None, *args: Any, **kwargs: Any) -> LanguageModel:
-        """Make a model of the class for programs with a source, or without."""
-        # `copy` gives no arguments
-        return super().__new__(cls if config is None else class_for(cls, config))
+        """Make a model of the subclass that reads a source where the configuration is of an encoder-decoder."""
+        if config is not None and config.is_encoder_decoder:  # `copy` gives no arguments
+            from pt2mx.pt2e.language.encoder_decoder import subclass_for  # it extends this class
+
+            cls = subclass_for(cls, config)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -405,7 +406,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         check_tokens(tokens)
         if isinstance(cache, DecoderCache):
             if cache.grows and cache.length + tokens.shape[1] > cache.slots:
-                grow(cache, room_for(cache.length + tokens.shape[1]))
+                cache.grow(room_for(cache.length + tokens.shape[1]))
             return cache
         if cache is not None and cache.get_seq_length():
             raise MXError(f"past_key_values is a filled {type(cache).__name__}: give what new_cache or a call gave")
@@ -424,7 +425,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             if self._step is not None and (grows or self._step.cache is not cache):
                 self._step = None  # frees the tensors of its cache
             if grows:
-                grow(cache, room_for(max_cache_length))
+                cache.grow(room_for(max_cache_length))
         elif generation_config.use_cache:
             sequences = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
             if self._step is not None and not self._step.frees_cache_for(sequences, room_for(max_cache_length)):
@@ -468,7 +469,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         choice = Choice(processors, generation_config.do_sample, stopping.ends, pad, records)
         step, self._step = self._step, None
         with torch.cuda.device_of(outputs.logits):  # streams, events and graphs belong to the current GPU
-            if step is None or not step.supports(self.runner, inputs, cache, choice):
+            if step is None or not step.fits(self.runner, inputs, cache, choice):
                 step = Step(self.runner, inputs, mask, cache, choice, outputs.logits.shape[-1])
             step.begin(inputs, mask, input_ids, choice.ignored)
             result = choose_tokens(step, outputs.logits, input_ids, longest, stopping, generation_config, streamer)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.language.cache import CACHE, DecoderCache
+from pt2mx.pt2e.language.cache import CACHE, CacheInProgram
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.vision import tower_of
 
@@ -66,7 +66,7 @@ class ImageInputs(NamedTuple):
 
 @contextmanager
 def merged_images(
-    model: Any, cache: DecoderCache, tokens: Tensor, images: Mapping[str, Any]
+    model: Any, cache: CacheInProgram, tokens: Tensor, images: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the arguments with which a model reads tokens, (B, S), and images instead of tokens.
 
@@ -91,7 +91,7 @@ def _add(more: Tensor, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output + more
 
 
-def _masks(config: Any, cache: DecoderCache, embeds: Tensor, is_image: Tensor) -> dict[str, Tensor]:
+def _masks(config: Any, cache: CacheInProgram, embeds: Tensor, is_image: Tensor) -> dict[str, Tensor]:
     """Return the masks of a decoder in which the tokens of an image see each other, by type of layer.
 
     All tokens of an image are read at once."""

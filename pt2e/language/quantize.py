@@ -6,30 +6,27 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
-from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.positions import check_positions, positions_of
+from pt2mx.pt2e.language.quantize_encoder import float_inputs_of, tokens_of
 from pt2mx.pt2e.language.quantize_graph import (
     decoder_program,
     only_unmatched_in_both,
     quantize_graph,
     without_activation_matmuls,
 )
-from pt2mx.pt2e.language.quantize_source import FloatSource
-from pt2mx.pt2e.language.quantize_vision import FloatTower, tokens_of
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
-from pt2mx.pt2e.language.vision import check_tower, has_tower
-from pt2mx.pt2e.models.coverage import CheckpointValues, tensors_read
+from pt2mx.pt2e.language.vision import check_tower
+from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage, tensors_read
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:
@@ -98,45 +95,39 @@ def quantize_language_model(
     layers = layers_of(model)
     if part is None and not allow_partial:
         check_tower(model)
-    source = FloatSource(model) if has_source(layers) else None
-    tower = FloatTower(model) if part is None and has_tower(model) else None
-    other = tower or source
-    if lessons and other is not None:
+    inputs = float_inputs_of(model, layers, part)
+    if lessons and inputs.encoder is not None:
         raise MXError(
             "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
         )
-    images = None if tower is None else tower.images
-    exported = decoder.export_decoder(model, length, images)
-    read = tensors_read(exported, decoder.PREFIX)
-    if source is None:
-        positions = positions_of(exported)
-        for text in (*texts, *lessons):
-            check_positions(positions, 0, torch.arange(tokens_of(text).shape[1])[None])
-    if tower is not None:
-        tower.check(exported, layers)
-    if other is not None:
-        read |= tensors_read(other.program, decoder.PREFIX)
-    coverage = CheckpointValues(model).held_by(read)
+    exported = decoder.export_decoder(model, length, inputs.images)
+    inputs.check(exported, [*texts, *lessons])
+    coverage = _coverage(model, exported, inputs.encoder)
     coverage.check(part, allow_partial)
+
     # reports count the parameters of the float model: without the parts that the program leaves out
     graph = remove_unused(exported.module(check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
-    encoder = None if other is None else other.quantized(quantizer, texts)
-    batches = []
-    for text in texts:
-        if source is not None:
-            batches.append(source.read(text, layers))
-            continue
-        batch = decoder.inputs(layers, model.device, tokens_of(text), images=images)
-        batches.append(batch if tower is None else batch | tower.read(text))
+    encoder = inputs.quantized_encoder(quantizer, texts)
+    batches = [inputs.read(text) for text in texts]
     lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
-    with only_unmatched_in_both(None if other is None else other.unmatched):
+    with only_unmatched_in_both(inputs.unmatched):
         converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
-    program = decoder_program(converted, exported, quantizer, model.device, images)
+    program = decoder_program(converted, exported, quantizer, model.device, inputs.images)
+
     config = copy.deepcopy(model.config)
     if length is not None:
         setattr(config, LONGEST_TEXT, length)
     language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer, encoder)
     language_model.coverage = coverage
     return language_model
+
+
+def _coverage(model: PreTrainedModel, *programs: ExportedProgram | None) -> Coverage:
+    """Return the share of a model's values that programs read."""
+    read = set[str]()
+    for program in programs:
+        if program is not None:
+            read |= tensors_read(program, decoder.PREFIX)
+    return CheckpointValues(model).held_by(read)

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.graph_pass import run_passes
+from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
-from pt2mx.fx.passes.fuse_decoding import FEW_ROWS, fuse_decoding
+from pt2mx.fx.passes.fuse_decoding import MOST_FUSED_ROWS, fuse_decoding
 from pt2mx.fx.passes.rotate_and_store import fuse_rope
+from pt2mx.kernels.select import supports
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.cache import KINDS, OF_TOKENS, DecoderCache, Layers
 from pt2mx.pt2e.language.merge_images import FEATURES, ImageInputs
@@ -53,7 +54,7 @@ class Programs(NamedTuple):
 
     def of(self, batch: int) -> Callable[..., Tensor]:
         """Return the program for a number of sequences."""
-        return self.many if batch > FEW_ROWS else self.few
+        return self.many if batch > MOST_FUSED_ROWS else self.few
 
 
 def lower_program(program: ExportedProgram, device: torch.device) -> GraphModule:
@@ -144,16 +145,19 @@ class Runner:
 def _step_programs(decoder: GraphModule, device: torch.device) -> Programs:
     """Return the programs for single tokens of a few and of many sequences; they share the tensors of the decoder."""
     single = with_single_steps(decoder)
-    if device.type == "cpu":
-        step = store_positions(use_decoding_attention(copy_sharing_tensors(single)), _POSITIONS)
-        return Programs(step, step)
-    if not fuse_decoding.applies_to(single):
-        return Programs(single, single)
-    attention = [use_decoding_attention, fuse_rope]
-    few, many = copy_sharing_tensors(single), copy_sharing_tensors(single)
-    run_passes(few, [fuse_decoding, *attention])
-    run_passes(many, attention)
-    return Programs(store_positions(few, _POSITIONS), store_positions(many, _POSITIONS))
+    if fuse_decoding.applies_to(single):
+        few = _with_passes(single, fuse_decoding, use_decoding_attention, fuse_rope)
+        return Programs(few, _with_passes(single, use_decoding_attention, fuse_rope))
+    if supports("attend in any step", torch.empty(0, device=device)):
+        single = _with_passes(single, use_decoding_attention)
+    return Programs(single, single)
+
+
+def _with_passes(single: GraphModule, *passes: GraphPass) -> GraphModule:
+    """Return a copy of the program for single tokens, changed by passes. It stores what depends on positions alone."""
+    step = copy_sharing_tensors(single)
+    run_passes(step, passes)
+    return store_positions(step, _POSITIONS)
 
 
 def _compiled(

@@ -19,7 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
 from pt2mx.pt2e.language.attention import with_attention
-from pt2mx.pt2e.language.cache import CACHE, SOURCE_MASK, CacheLayer, DecoderCache
+from pt2mx.pt2e.language.cache import CACHE, SOURCE_MASK, CacheLayer, SlotCache
 from pt2mx.pt2e.program.program import export_program
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class SourceEncoder(nn.Module):
         output = self.model.get_encoder()(**given, attention_mask=attention_mask)
         result, mask = output.last_hidden_state, getattr(output, "attention_mask", attention_mask)
         mask = torch.ones_like(result[..., 0], dtype=torch.long) if mask is None else mask.long()
-        own, cross = _cache_utils.DynamicCache(), DecoderCache([CrossLayer({}) for _ in range(_layers(self.model))], 0)
+        own, cross = _cache_utils.DynamicCache(), SlotCache([CrossLayer({}) for _ in range(_layers(self.model))], 0)
         cache = _cache_utils.EncoderDecoderCache(own, cross)
         tokens = {"input_ids": torch.zeros_like(mask[:, :1])}  # any token: it does not change what is collected
         self.model(**decoder_call(self.model, tokens, mask, result), use_cache=True, **{CACHE: cache})

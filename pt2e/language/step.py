@@ -1,6 +1,8 @@
-"""One step of generation in tensors of fixed shapes: decode a token, choose the next one, and make it the next input.
+"""Generate tokens by steps in tensors of fixed shapes: decode a token, choose the next one, make it the next input.
 
-No value of a step goes through Python. A GPU replays the step as one CUDA graph, and the host reads the tokens later.
+No value of a `Step` goes through Python. A GPU replays the step as one CUDA graph; `choose_tokens` reads the tokens on
+the host one step behind, so that the GPU never waits. A step knows the length and the ends of texts; the host evaluates
+transformers' other stopping criteria.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +18,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pt2mx.pt2e.language.cache import DecoderCache
+from pt2mx.extras import import_extra
+from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.sampling import Choice
 
 if TYPE_CHECKING:
     from pt2mx.kernels.inductor.record import RecordedProgram
     from pt2mx.pt2e.language.runtime import Runner
 
+_criteria = import_extra("transformers.generation.stopping_criteria", "hf")
+_generation = import_extra("transformers.generation.utils", "hf")
+
 #: inputs of the program that grow by one with each token
 _COUNTED = ("position_ids", "image_positions")
 #: parts of a row of logits that programs reduce at the same time: Inductor's argmax has one program a row
 _PARTS = 128
 #: steps that the host may be behind
-MOST_BEHIND = 1
+_MOST_BEHIND = 1
+#: type of device -> the steps that the host is behind
+BEHIND = {"cuda": _MOST_BEHIND}
+#: stopping criteria that stop all sequences at once
+_OF_ALL = (_criteria.MaxLengthCriteria, _criteria.MaxTimeCriteria)
+#: stopping criteria that take tokens on any device
+_ON_ANY_DEVICE = (*_OF_ALL, _criteria.StopStringCriteria)
 
 
 class Step:
@@ -68,7 +80,7 @@ class Step:
         #: copies of results on the host, each with the event of its copy
         self._free: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
-        for _ in range(MOST_BEHIND + 1):
+        for _ in range(_MOST_BEHIND + 1):
             host = torch.zeros_like(self._result, device="cpu", pin_memory=on_gpu)
             self._free.append((host, torch.cuda.Event() if on_gpu else None))
         self._captures = on_gpu
@@ -98,7 +110,7 @@ class Step:
         addresses = [one.data_ptr() for layer in cache.layers for one in layer.tensors]
         return runner.step_of(cache.batch_size), list(inputs), shapes, cache.batch_size, cache.slots, addresses, choice
 
-    def supports(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
+    def fits(self, runner: Runner, inputs: Mapping[str, Any], cache: DecoderCache, choice: Choice) -> bool:
         """Return True where the step and its CUDA graph can run with these arguments."""
         return self._may_write and self._key == self._key_of(runner, inputs, cache, choice)
 
@@ -273,3 +285,104 @@ def _advance(
     for counter in counters:
         counter += 1
     result[0], result[1] = tokens, unfinished
+
+
+class Stopping:
+    """The stopping criteria of one call with prompts, (B, S) int64."""
+
+    def __init__(self, criteria: Iterable[Any], ids: Tensor) -> None:
+        #: the length of the longest text; None: no limit
+        self.longest: int | None = None
+        #: the tokens that end a sequence
+        self.ends: tuple[int, ...] = ()
+        #: True where sequences that have ended go on with padding
+        self.pads = False
+        #: True where the host ends single sequences
+        self.ends_rows = False
+        warns, others, moves = [], [], True
+        for criterion in criteria:
+            kind = type(criterion)
+            self.pads |= hasattr(criterion, "eos_token_id")
+            if kind is _criteria.MaxLengthCriteria:
+                length, known = criterion.max_length, criterion.max_position_embeddings
+                self.longest = length if self.longest is None else min(self.longest, length)
+                if known and length > known:
+                    warns.append(criterion)  # it warns of texts longer than the model was made for
+            elif kind is _criteria.EosTokenCriteria:
+                self.ends += tuple(criterion.eos_token_id.tolist())
+            else:
+                others.append(criterion)
+                self.ends_rows |= kind not in _OF_ALL
+                moves &= kind in _ON_ANY_DEVICE
+        self._on_host = _criteria.StoppingCriteriaList([*warns, *others])
+        self._ids = ids.cpu() if moves and self._on_host else ids
+
+    def stops(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor | None:
+        """Return which sequences the host ends after a token of each, (B,) bool on the host; None without criteria.
+
+        Args:
+            tokens: (B,) int64, on the host.
+            scores: the scores of each token so far, or None.
+        """
+        if not self._on_host:
+            return None
+        self._ids = torch.cat([self._ids, tokens[:, None].to(self._ids.device)], 1)
+        return self._on_host(self._ids, scores).cpu()
+
+
+def choose_tokens(
+    step: Step, logits: Tensor, ids: Tensor, longest: int, stopping: Stopping, config: Any, streamer: Any
+) -> Any:
+    """Generate tokens after prompts, (B, S) int64, up to a length; return the result of transformers' `_sample`.
+
+    The host sees the end of the last sequence after it has queued another step, which it takes back: its token, its
+    scores, its slot in the cache and its random numbers. It does the same when a criterion or the streamer raises.
+
+    The step has begun; `logits` are of the last token of each prompt, (B, 1, vocabulary)."""
+    total, cache = longest - ids.shape[1], step.cache
+    waits = stopping.ends_rows and len(ids) > 1  # the padding after an end is an input of the next step
+    behind = 0 if waits else BEHIND.get(cache.layers[0].tensors[0].device.type, 0)
+    alive = torch.ones(len(ids), dtype=torch.bool, device="cpu")
+    tokens: list[Tensor] = []
+    raw_scores: list[Tensor] = []
+    scores: list[Tensor] = []
+    random: deque[Tensor] = deque(maxlen=_MOST_BEHIND + 1)
+    queued = 0
+    try:
+        while len(tokens) < total and bool(alive.any()):
+            while queued < total and queued - len(tokens) <= behind:
+                if behind and step.choice.samples:
+                    random.append(step.generator.get_state())
+                raw, processed = step.run() if queued else step.choose(logits)
+                step.send()
+                queued += 1
+                if step.choice.records:
+                    raw_scores.append(raw.clone())
+                    scores.append(processed.clone())
+            new, unfinished = step.receive()
+            tokens.append(new)
+            of_tokens = tuple(scores[: len(tokens)]) if step.choice.records and config.output_scores else None
+            stopped = stopping.stops(new, of_tokens)
+            alive &= unfinished if stopped is None else unfinished & ~stopped
+            if waits and stopped is not None:
+                step.unfinished.copy_(alive)
+            if streamer is not None:
+                streamer.put(new)
+    finally:
+        extra = queued - max(len(tokens), 1)
+        if extra > 0:
+            cache.advance(-extra)
+            if random:
+                step.generator.set_state(random[-extra])
+    if streamer is not None:
+        streamer.end()
+    sequences = torch.cat([ids, torch.stack(tokens, 1).to(ids.device)], 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    count = len(tokens)
+    return _generation.GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=tuple(scores[:count]) if config.output_scores else None,
+        logits=tuple(raw_scores[:count]) if config.output_logits else None,
+        **{CACHE: cache},
+    )

@@ -21,8 +21,8 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.node import FakeQuantize, tensor_of
 from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, check_batches, hold_out, relative_error
-from pt2mx.pt2e.optimize.packed_weights import shared_tensor_scale
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks, placeholder_values
+from pt2mx.pt2e.optimize.stored_codes import shared_tensor_scale
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, reason_not_rounded, set_weight, weight_targets
 from pt2mx.spec import MXSpec
 

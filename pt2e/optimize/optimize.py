@@ -32,11 +32,11 @@ from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
-from pt2mx.pt2e.optimize.packed_weights import pack_weights, round_siblings
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
+from pt2mx.pt2e.optimize.stored_codes import pack_weights, round_siblings
 from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
 from pt2mx.spec import MXSpec, parse
 
@@ -139,9 +139,10 @@ def optimize(
     round_siblings(result, targets, scales)
     if learned is not None:
         blocks = learn_rounding(result, original, quantizer, list(kept), learned, scales, progress)
-        round_siblings(result, weight_targets(result, quantizer), scales)
+        after = weight_targets(result, quantizer)
         names = set().union(*(block.weights for block in blocks))
-        _report_learned(reports, targets, names, result, quantizer)
+        _report_learned(reports, targets, [target for target in after if target.name in names])
+        round_siblings(result, after, scales)
     merge_equal_operands(result)
     if scales:
         pack_weights(result, weight_targets(result, quantizer), scales)
@@ -211,18 +212,9 @@ def _round(
     return reports
 
 
-def _report_learned(
-    reports: list[WeightReport],
-    targets: list[WeightTarget],
-    learned: set[str],
-    result: GraphModule,
-    quantizer: Quantizer,
-) -> None:
-    """Update the reports of weights whose rounding was learned."""
-    changed = {}
-    for target in weight_targets(result, quantizer):
-        if target.name in learned:
-            changed[target.consumers[0].node] = target.value.detach()
+def _report_learned(reports: list[WeightReport], targets: list[WeightTarget], learned: Sequence[WeightTarget]) -> None:
+    """Update the reports of weights, which `targets` have as floats, whose rounding was learned."""
+    changed = {target.consumers[0].node: target.value.detach() for target in learned}
     for i, target in enumerate(targets):
         value, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
         if value is not None:

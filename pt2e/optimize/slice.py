@@ -16,7 +16,7 @@ from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.decode_weights import DecodedWeight, decode_weights, encode_unchanged
+from pt2mx.fx.passes.undo_quantization import DecodedWeight, restore_codes, undo_quantization
 from pt2mx.pt2e.flow.anchors import check_narrower, observed_weights
 from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS, converted_graph
@@ -86,13 +86,13 @@ def slice_graph(graph: GraphModule, quantizer: MXQuantizer) -> GraphModule:
                 raise MXError("the program is lowered: slice the one that it was lowered from, then lower the result")
             for key in _OF_RECIPE:
                 node.meta.pop(key, None)
-    anchors = decode_weights(graph)
+    anchors = undo_quantization(graph)
     if not anchors:
         raise MXError("the program holds no packed weights: quantize the model with an 8-bit recipe, such as mxint8")
     prepared = prepare_pt2e(graph, quantizer)
     _check_recipe(prepared, anchors)
     converted = convert_pt2e(prepared)
-    encode_unchanged(converted, anchors)
+    restore_codes(converted, anchors)
     return converted
 
 

@@ -108,9 +108,12 @@ def new_size(size: int, length: int) -> int:
 
     Tracing asks of every size whether it is 1. Of a quotient that is a guard on `length` ("at most one block"):
     exporting with a dynamic length would fail, and torch.compile would compile twice. Of a length that the data decide
-    nothing is asked, and a decomposition could not give a size of its own again.
+    nothing is asked, and a decomposition could not give a size of its own again. Where torch.compile may break a graph,
+    it breaks at such a size, and fails in a subgraph: there compiling twice is less.
     """
     if isinstance(length, int) or _is_decided_by_data(length):
+        return size
+    if not length.node.shape_env.allow_dynamic_output_shape_ops:
         return size
     return torch.library.get_ctx().new_dynamic_size()
 

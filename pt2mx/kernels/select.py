@@ -133,6 +133,7 @@ USES: dict[str, dict[str, str]] = {
     "attend to new tokens": {"cpu": "cpu.uses:attends", "cuda": "gpu.uses:attends"},
     "attend to codes of new tokens": {"cuda": ""},
     "count programs of attention": {"cuda": ""},
+    "attend in any step": {"cpu": ""},
     "store codes of new tokens": {"cpu": ""},
 }
 

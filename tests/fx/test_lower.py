@@ -57,7 +57,7 @@ def test_a_failed_pass_leaves_it_unchanged(converted, monkeypatch):
         raise MXError("no")
 
     before = snapshot(converted)
-    monkeypatch.setattr(lower, "STEPS", (*lower.STEPS, lower.Step(GraphPass(fail))))
+    monkeypatch.setattr(lower, "PASSES", (*lower.PASSES, lower.LoweringPass(GraphPass(fail))))
     with pytest.raises(MXError, match="no"):
         lower_to_inductor(converted)
     assert_unchanged(converted, before)

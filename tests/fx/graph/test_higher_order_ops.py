@@ -52,6 +52,23 @@ def test_compiles(model, quantize, compiler):
     assert nn.functional.cosine_similarity(got, want).min() > 0.999
 
 
+def test_dynamic_sizes_break_no_graph(quantize, compiler):
+    """torch.compile may break a graph, as without `fullgraph`: Dynamo fails to break a branch."""
+    batch = {"x": {0: torch.export.Dim.DYNAMIC}}
+    _, _, converted = quantize(torch.export.export(Cond().eval(), (X,), dynamic_shapes=batch), QUANTIZER, (X,))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(converted, dynamic=True, backend=count)
+    with torch.no_grad():
+        for x in (X, -X, X[:3]):
+            assert torch.equal(compiled(x), converted(x))
+    assert len(graphs) == 1
+
+
 @pytest.mark.compiled
 def test_branches_in_a_package(quantize, compiler, tmp_path):
     """The tables of codes reach the code of branches, which torch gives no constants of their own."""

@@ -51,7 +51,7 @@ def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None, **options):
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
     with monkeypatch.context() as patch:
-        patch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass is not fuse_quantize_epilogue])
+        patch.setattr(lower, "PASSES", [step for step in lower.PASSES if step.graph_pass is not fuse_quantize_epilogue])
         before = lower_to_inductor(converted, **options)
     return lower_to_inductor(converted, **options), before
 

@@ -25,8 +25,8 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def without_fused_activations(monkeypatch):
-    steps = [step for step in lower.STEPS if step.graph_pass is not fuse_activation_quantize]
-    monkeypatch.setattr(lower, "STEPS", steps)
+    steps = [step for step in lower.PASSES if step.graph_pass is not fuse_activation_quantize]
+    monkeypatch.setattr(lower, "PASSES", steps)
 
 
 @pytest.fixture(autouse=True)

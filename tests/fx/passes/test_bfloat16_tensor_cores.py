@@ -10,6 +10,7 @@ from pt2mx.fx.passes.bf16_matmul import use_bfloat16_tensor_cores
 from pt2mx.ops.attention import matmul_bfloat16
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import relative_error
+from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls, count
 
@@ -28,7 +29,7 @@ def converted_and_lowered(recipe, x, monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     converted = convert(Net().to(x.dtype), (x,), recipe)
     lowered = lower_to_inductor(converted)
-    use_bfloat16_tensor_cores(lowered, force=True)
+    everywhere(use_bfloat16_tensor_cores)(lowered)
     return converted, lowered
 
 
@@ -56,7 +57,7 @@ def test_blocks_of_zeros_have_any_scale(monkeypatch):
     with torch.no_grad():
         model.up.weight[3, :32] = 0
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
-    use_bfloat16_tensor_cores(lowered, force=True)
+    everywhere(use_bfloat16_tensor_cores)(lowered)
     assert {matmul.args[-1] for matmul in calls(lowered, linear_mx)} == {torch.float32}
 
 
@@ -66,7 +67,7 @@ def test_a_weight_of_tiny_values_stays(monkeypatch):
     with torch.no_grad():
         model.up.weight[3] *= 2.0**-120
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
-    use_bfloat16_tensor_cores(lowered, force=True)
+    everywhere(use_bfloat16_tensor_cores)(lowered)
     assert [matmul.args[-1] for matmul in calls(lowered, linear_mx)] == [None, torch.float32]
 
 
@@ -97,7 +98,7 @@ def test_experts(tiny):
     matmuls = calls(lowered, grouped_linear_mx)
     if tiny:
         lowered.get_buffer(matmuls[0].args[2].target).fill_(1)  # values that bfloat16 does not represent
-    use_bfloat16_tensor_cores(lowered, force=True)
+    everywhere(use_bfloat16_tensor_cores)(lowered)
     assert [matmul.args[6] for matmul in matmuls] == [None if tiny else torch.float32, torch.float32]
     if not tiny:
         assert {matmul.args[0].meta["val"].dtype for matmul in matmuls} == {torch.bfloat16}

@@ -27,7 +27,7 @@ def lowered(model, x, recipe="mxint8", **options):
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "STEPS", tuple(s for s in lower.STEPS if s.graph_pass is not fuse_quantize_epilogue))
+        patch.setattr(lower, "PASSES", tuple(s for s in lower.PASSES if s.graph_pass is not fuse_quantize_epilogue))
         return fused, lower_to_inductor(converted)
 
 

@@ -10,6 +10,7 @@ from pt2mx.fx.passes.decoding_attention import JOINED_SEQUENCES, store_positions
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx, stored
 from pt2mx.pt2e.language.runtime import _POSITIONS
+from tests.every_device import everywhere
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, decoder_of_codes
 from tests.vision_language_models import tiny_vision_language_model
@@ -37,7 +38,7 @@ def step(model, graph, seen, cache=None):
 )
 def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
-    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    graph = everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder))
     key_heads = 4 if family == "gpt2" else 2
     assert graph.attention_zeros.shape == (JOINED_SEQUENCES * key_heads,) and graph.attention_zeros.dtype == torch.int32
     assert len(calls(graph, decoding_attention)) == 2
@@ -51,7 +52,7 @@ def test_decoders(family):
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", pytest.param("mxfp6", marks=pytest.mark.slow)])
 def test_a_cache_of_codes(text):
     model = decoder_of_codes(text, "llama")
-    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    graph = everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder))
     graph.graph.lint()
     first, second = calls(graph, decoding_attention_mx)
     assert first.args[10] is second.args[10] and not calls(graph, attention_mx)
@@ -68,7 +69,7 @@ def test_scales_of_a_tensor_are_skipped():
     query, x, t = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 5, 32), torch.ones(())
     scale, data = quantize_mx(x, "nvfp4", tensor_scale=t)
     graph = torch.export.export(Attention(), (query, data, scale, data, scale, t, t)).module()
-    assert len(calls(use_decoding_attention(graph, everywhere=True), attention_mx)) == 1
+    assert len(calls(everywhere(use_decoding_attention)(graph), attention_mx)) == 1
 
 
 def test_stored_once():
@@ -104,7 +105,7 @@ def test_skipped(call):
 
     q, k = torch.randn(2, 4, 1, 16).bfloat16(), torch.randn(2, 4, 8, 16).bfloat16()
     graph = torch.export.export(Attention(), (q, k, torch.ones(2, 1, 1, 8, dtype=torch.bool))).module()
-    assert not calls(use_decoding_attention(graph, everywhere=True), decoding_attention)
+    assert not calls(everywhere(use_decoding_attention)(graph), decoding_attention)
 
 
 @pytest.mark.slow_except("bfloat16")

@@ -1,7 +1,5 @@
 """Matmuls on FP8 tensor cores: which ones use FP8 rows, and that they give the same numbers."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,7 @@ from torch._inductor.utils import run_and_get_code
 
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
-from pt2mx.fx.graph.graph_pass import GraphPass
-from pt2mx.fx.passes import fuse_activation_quantize
+from pt2mx.fx.passes import fp8_rowwise, fuse_activation_quantize
 from pt2mx.fx.passes.fp8_rowwise import use_fp8_rowwise
 from pt2mx.kernels.select import USES
 from pt2mx.ops import inductor
@@ -18,11 +15,18 @@ from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
+from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls, count
 from tests.models import BATCH, FeedForward, SelfAttention
 
 ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
+
+
+@pytest.fixture(autouse=True)
+def of_every_size(monkeypatch):
+    monkeypatch.setattr(fp8_rowwise, "_LEAST_ROWS", 0)
+    monkeypatch.setattr(fp8_rowwise, "_LEAST_WEIGHT", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,7 @@ def with_rows(model, x, recipe="mxfp4", **options):
     """Return the converted model, the lowered model, and the lowered model with FP8 rows."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     lowered, rows = lower_to_inductor(converted), lower_to_inductor(converted)
-    use_fp8_rowwise(rows, force=True)
+    everywhere(use_fp8_rowwise)(rows)
     return converted, lowered, rows
 
 
@@ -168,9 +172,9 @@ def test_compiled_without_cuda_graphs(monkeypatch):
 
 
 def test_queries_keys_and_values_are_quantized_by_a_call(monkeypatch):
-    forced = GraphPass(functools.partial(use_fp8_rowwise.edit, force=True))
-    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.STEPS]
-    monkeypatch.setattr(lower, "STEPS", steps)
+    forced = everywhere(use_fp8_rowwise)
+    steps = [step._replace(graph_pass=forced) if step.graph_pass is use_fp8_rowwise else step for step in lower.PASSES]
+    monkeypatch.setattr(lower, "PASSES", steps)
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 0)
     monkeypatch.setitem(USES, "quantize activations", {"cpu": "gpu.uses:quantizes_rows"})
     monkeypatch.setitem(USES, "quantize activations alone", {})

@@ -11,6 +11,7 @@ from pt2mx.fx.passes.interleave_gates import interleave_gates
 from pt2mx.fx.passes.weight_layout import use_mma_layout
 from pt2mx.ops.decoding import normed_linear_mx, residual_linear_mx
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
+from tests.every_device import everywhere
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, round_weights, tiny_decoder
 
@@ -29,8 +30,8 @@ def laid_out(family):
     """A bfloat16 decoder whose weights are in the MMA layout, and the logits of two steps."""
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
     graph = copy_sharing_tensors(model.decoder)
-    interleave_gates(graph, everywhere=True)
-    return model, use_mma_layout(graph, everywhere=True)
+    everywhere(interleave_gates)(graph)
+    return model, everywhere(use_mma_layout)(graph)
 
 
 def two_steps(model, graph):
@@ -91,7 +92,7 @@ def test_gates_of_chunks_and_of_either_half():
     for second in (False, True):
         graph = torch.export.export(Gated(second), (x,)).module()
         want = graph(x)
-        use_mma_layout(interleave_gates(graph, everywhere=True), everywhere=True)
+        everywhere(use_mma_layout)(everywhere(interleave_gates)(graph))
         assert torch.equal(graph(x), want)
         fuse_decoding(graph)
         (node,) = calls(graph, normed_linear_mx)
@@ -121,7 +122,7 @@ def test_skipped_gates(change):
 
     graph = torch.export.export(Gated(), (torch.randn(3, 64).bfloat16(),)).module()
     before = graph.code
-    assert interleave_gates(graph, everywhere=True).code == before
+    assert everywhere(interleave_gates)(graph).code == before
 
 
 def test_a_layer_that_something_else_reads():
@@ -185,7 +186,7 @@ def fused(call, **options):
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     graph = torch.export.export(Block(call, **options), (x,)).module()
     want = graph(x).float()
-    use_mma_layout(interleave_gates(graph, everywhere=True), everywhere=True)
+    everywhere(use_mma_layout)(everywhere(interleave_gates)(graph))
     for _ in range(2):
         assert (graph(x).float() - want).norm() <= 2**-7 * want.norm()
         fuse_decoding(graph)

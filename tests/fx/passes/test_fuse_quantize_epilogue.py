@@ -39,8 +39,8 @@ def lowered(model, x, recipe="mxint8", **options):
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
     fused = lower_to_inductor(converted)
     with pytest.MonkeyPatch.context() as patch:
-        steps = [step for step in lower.STEPS if step.graph_pass is not fuse_quantize_epilogue.fuse_quantize_epilogue]
-        patch.setattr(lower, "STEPS", tuple(steps))
+        steps = [step for step in lower.PASSES if step.graph_pass is not fuse_quantize_epilogue.fuse_quantize_epilogue]
+        patch.setattr(lower, "PASSES", tuple(steps))
         return fused, lower_to_inductor(converted)
 
 

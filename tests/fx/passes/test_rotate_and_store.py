@@ -1,7 +1,6 @@
 """`fuse_rope` on tiny decoders, with caches of bfloat16 and of codes."""
 
 import functools
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from pt2mx.ops.decoding import decoding_attention
 from pt2mx.ops.quantization import quantize_mx
 from pt2mx.ops.rope import rotate_and_store, rotate_quantize_and_store
 from pt2mx.pt2e.language.runtime import _POSITIONS, lower_program
+from tests.every_device import everywhere
 from tests.fx.passes.test_decoding_attention import step
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, decoder_of_codes
@@ -33,7 +33,7 @@ SLOW = {"mxfp8_e5m2": "llama", "mxfp6_e2m3": "llama", "mxfp6_e3m2": "llama", "mx
 @pytest.mark.parametrize("family", FUSED)
 def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
-    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    graph = everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder))
     fuse_rope(graph)
     graph.graph.lint()
     assert len(calls(graph, rotate_and_store)) == FUSED[family]
@@ -47,7 +47,7 @@ def test_decoders(family):
 @pytest.mark.parametrize("reader", ["the cache", "the written cache", "other slots", "keys as values"])
 def test_skipped(reader):
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
-    graph = use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True)
+    graph = everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder))
     write = calls(graph, aten.index_copy_.default)[0]
     with graph.graph.inserting_after(write):
         if reader == "the cache":
@@ -65,7 +65,7 @@ def test_skipped(reader):
 
 def test_the_layers_share_slots_and_factors():
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
-    graph = fuse_rope(use_decoding_attention(copy_sharing_tensors(model.decoder), everywhere=True))
+    graph = fuse_rope(everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder)))
     want = step(model, graph, 1)
     assert len({node.args[5] for node in calls(graph, rotate_and_store)}) == 2
     store_positions(graph, _POSITIONS)
@@ -101,8 +101,8 @@ def test_a_rotation_by_another_half():
 def over_codes(text, family):
     """Return a tiny decoder over a cache of codes, and its graph without `store_mx`, which only CPUs have."""
     model = decoder_of_codes(text, family)
-    others = [one for one in lower.STEPS if one.graph_pass is not fuse_cache_writes]
-    with mock.patch.object(lower, "STEPS", others):
+    others = [one for one in lower.PASSES if one.graph_pass is not fuse_cache_writes]
+    with mock.patch.object(lower, "PASSES", others):
         return model, lower_program(model.program, model.device)
 
 
@@ -123,7 +123,7 @@ def rotating_in_float32(graph):
 def test_a_cache_of_codes(text, family):
     model, lowered = over_codes(text, family)
     want = step(model, rotating_in_float32(copy_sharing_tensors(lowered)), 1)
-    for passes in ([fuse_rope], [partial(use_decoding_attention, everywhere=True), fuse_rope]):
+    for passes in ([fuse_rope], [everywhere(use_decoding_attention), fuse_rope]):
         graph = copy_sharing_tensors(lowered)
         for graph_pass in passes:
             graph_pass(graph)

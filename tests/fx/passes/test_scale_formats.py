@@ -10,6 +10,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize, quantize_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.weight_layout import use_mma_layout
+from tests.every_device import everywhere
 from tests.float_scale_models import IDS, Net, quantized
 from tests.flow import exported
 from tests.graph import calls, namespaces
@@ -61,7 +62,7 @@ def test_weights_in_the_mma_layout():
         with torch.no_grad():
             want = model(x)
             lowered = pt2mx.lower_to_inductor(fold_all_weights(model))
-            use_mma_layout(lowered, everywhere=True)
+            everywhere(use_mma_layout)(lowered)
             lowered.recompile()
             torch.testing.assert_close(lowered(x), want, rtol=0.02, atol=0.02)
         assert len(calls(lowered, ops.linear_mx_mma_layout.default)) == fits, name

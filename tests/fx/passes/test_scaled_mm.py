@@ -14,6 +14,7 @@ from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.kernels import select
 from pt2mx.kernels.scaled_mm import FORMS
 from pt2mx.ops.linear import linear_mx
+from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls
 from tests.models import BATCH
@@ -23,12 +24,12 @@ from tests.models import BATCH
 def without_what_is_for_a_cpu(monkeypatch):
     """Earlier passes for the CPU would change float32 matmuls and quantizations."""
     of_cpu = use_bf16_matmul, fuse_activation_quantize
-    monkeypatch.setattr(lower, "STEPS", [step for step in lower.STEPS if step.graph_pass not in of_cpu])
+    monkeypatch.setattr(lower, "PASSES", [step for step in lower.PASSES if step.graph_pass not in of_cpu])
 
 
-def scaled(model, **options):
+def scaled(model, graph_pass=use_scaled_mm):
     for graph in graph_modules(model):
-        use_scaled_mm(graph, **options)
+        graph_pass(graph)
     delete_unused_tensors(model)
     return model
 
@@ -68,7 +69,7 @@ def test_matmuls_on_tensor_cores_agree(form):
     activation, weight = form
     converted, before, x = lowered(weight, activation)
     want = before(x)
-    after = scaled(before, force=True)
+    after = scaled(before, everywhere(use_scaled_mm))
     assert counts(after) == [3, 2, 1, 1]
     assert {n for n, _ in after.named_buffers()} >= {"q.weight_scale_swizzled", "q.weight_data", "odd.weight_scale"}
     assert "q.weight_scale" not in dict(after.named_buffers())
@@ -81,7 +82,7 @@ def test_matmuls_on_tensor_cores_agree(form):
 def test_one_product_agrees_up_to_the_order_of_sums(modes):
     model = nn.Linear(160, 48).float()
     converted, before, x = lowered("mxfp8", f"mxfp8_e5m2{modes}", torch.float32, model, (4, 160))
-    after = scaled(lower_to_inductor(converted), force=True)
+    after = scaled(lower_to_inductor(converted), everywhere(use_scaled_mm))
     assert counts(after) == [1, 0, 1, 1]
     torch.testing.assert_close(after(x), before(x))
     torch.testing.assert_close(after(x), converted(x))
@@ -90,7 +91,7 @@ def test_one_product_agrees_up_to_the_order_of_sums(modes):
 @pytest.mark.compiled
 def test_graph_exports_and_compiles(compiler, tmp_path, run_python):
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, nn.Linear(64, 32), (4, 64))
-    want, after = before(x), scaled(before, force=True)
+    want, after = before(x), scaled(before, everywhere(use_scaled_mm))
     program = torch.export.export(after, (x,), dynamic_shapes=BATCH)
     torch.testing.assert_close(program.module()(x), want)
     torch.export.save(program, tmp_path / "model.pt2")
@@ -119,7 +120,7 @@ def test_tied_weights_and_graphs_inside():
             return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
 
     converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, Twice(), (4, 64))
-    after = scaled(before, force=True)
+    after = scaled(before, everywhere(use_scaled_mm))
     assert [counts(graph)[:2] for graph in graph_modules(after)] == [[1, 0], [1, 0], [2, 0]]
     assert sum(name.endswith("_swizzled") for name, _ in after.named_buffers()) == 1
     for sign in (x, -x):
@@ -145,7 +146,7 @@ def test_codes_of_a_pair_are_used():
     x = torch.randn(4, 64)
     model = torch.export.export(Pair(), (x,)).module()
     want = model(x)
-    after = scaled(model, force=True)
+    after = scaled(model, everywhere(use_scaled_mm))
     assert counts(after) == [1, 0, 1, 1] and not calls(after, ops.dequantize_mx)
     torch.testing.assert_close(after(x), want)
 
@@ -165,7 +166,7 @@ def test_codes_of_a_pair_are_used():
 )
 def test_what_tensor_cores_do_not_take_is_left_alone(weight, activation, dtype):
     _, before, _ = lowered(weight, activation, dtype)
-    after = scaled(before, force=True)
+    after = scaled(before, everywhere(use_scaled_mm))
     assert counts(after)[:2] == [0, 5]
 
 

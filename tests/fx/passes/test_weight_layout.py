@@ -9,6 +9,7 @@ from pt2mx.fx.passes.packed_operands import use_packed_weights
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
 from pt2mx.kernels import select
 from pt2mx.ops import linear
+from tests.every_device import everywhere
 from tests.flow import exported
 from tests.graph import called, calls
 from tests.packed_weight import Matmul, is_packed
@@ -145,7 +146,7 @@ def test_matmuls_read_one_buffer(read):
     model, x = matmuls(read=read)
     want = model(x)
     assert called(model).count(linear.linear_mx) == 2
-    assert use_mma_layout(model, everywhere=True) is model
+    assert everywhere(use_mma_layout)(model) is model
     assert called(model).count(linear.linear_mx_mma_layout) == 2 and linear.linear_mx not in called(model)
     names = {node.target for node in model.graph.find_nodes(op="get_attr")}
     assert names == {"weight_data_mma", "weight_scale_mma", "bias"} | ({"weight_data"} if read else set())
@@ -160,7 +161,7 @@ def test_matmuls_read_one_buffer(read):
 def test_others_stay(options):
     model, x = matmuls(**options)
     before, want = model.code, model(x)
-    assert use_mma_layout(model, everywhere=True).code == before
+    assert everywhere(use_mma_layout)(model).code == before
     assert torch.equal(model(x), want)
 
 
@@ -194,5 +195,5 @@ def test_a_weight_that_the_layout_cannot_hold_stays():
     model, x = matmuls()
     model.weight_scale[0, 0] = 255
     before = model.code
-    assert use_mma_layout(model, everywhere=True).code == before
+    assert everywhere(use_mma_layout)(model).code == before
     assert model(x)[:, 0].isnan().all()

@@ -5,9 +5,15 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import pt2mx
 from pt2mx.pt2e.cli import demo
 from pt2mx.pt2e.cli.command import command_parser, main
+from pt2mx.pt2e.cli.result import size_of
+from pt2mx.pt2e.models.packaged import missing_smollm2
+from tests.language_models import checkpoint
 
 ROW = demo.Row("mxfp8", 24_500_000, 0.267, 8.28, 0.9955, 0.9936, 1.0, reloaded=True)
 
@@ -78,3 +84,79 @@ def test_no_place_for_the_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     assert main(["demo", "--output", "file/folder"]) == 2
     assert capsys.readouterr().err.startswith("pt2mx: error: could not make the folder 'file/folder': NotADirectory")
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A float program and a quantized one; their inputs replace MiniLM's."""
+    torch.manual_seed(0)
+    encoder, x = Encoder().eval(), torch.randn(72, 64)
+    exported = torch.export.export(encoder, (x,))
+    prepared = pt2mx.prepare_pt2e(exported.module(), pt2mx.MXQuantizer.from_recipe("mxfp8"))
+    pt2mx.save_program(exported, tmp_path / "float.pt2")
+    pt2mx.save_program(torch.export.export(pt2mx.convert_pt2e(prepared), (x,)), tmp_path / "mxfp8.pt2")
+    monkeypatch.setattr(demo, "load_minilm", lambda: (encoder, lambda texts: (x,)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed"), [(2.0, "2.0x faster than"), (1.02, "about as fast as"), (0.8, "1.2x slower than")]
+)
+def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
+    compilation = demo.Compilation(folder, "mxfp8")
+    finished, begun = SimpleNamespace(communicate=lambda: ("", ""), returncode=0), []
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda command, **options: begun.append(command) or finished)
+    for recipe in ("mxfp4_weight_only", "mxfp8"):
+        compilation.begin(recipe)
+    assert [command[1:4] for command in begun] == [["-m", "pt2mx", "compile"]]
+    times = iter((1.0, 9.0, seconds))  # of the package, of its program, of the float program
+    monkeypatch.setattr(demo, "load_package", lambda path: None)
+    monkeypatch.setattr(demo, "_timed", lambda model, inputs: (torch.ones(1, 4), next(times)))
+    assert compilation.finish() == {"cosine": 1.0, "faster": seconds}
+    assert capsys.readouterr().out == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program\n"
+
+
+@pytest.mark.compiled
+@pytest.mark.usefixtures("compiler")
+def test_the_package_agrees_with_its_program(folder, capsys):
+    compilation = demo.Compilation(folder, "mxfp8")
+    compilation.begin("mxfp8")
+    figures = compilation.finish()
+    assert figures["cosine"] > 0.9999 and figures["faster"] > 0
+    assert f"mxfp8 compiled: cosine {figures['cosine']:.6f} to the program, " in capsys.readouterr().out
+    assert (folder / "mxfp8.aoti.pt2").is_file()
+
+
+def test_a_program_that_cannot_be_compiled(folder, capsys):
+    (folder / "mxfp8.pt2").write_bytes(b"no program")
+    compilation = demo.Compilation(folder, "mxfp8")
+    compilation.begin("mxfp8")
+    assert compilation.finish() is None
+    assert "mxfp8 was not compiled: pt2mx: error: " in capsys.readouterr().out
+
+
+def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
+    folder = checkpoint("llama", tmp_path / "checkpoint", num_hidden_layers=1)
+    monkeypatch.setattr(demo, "smollm2_checkpoint", lambda: folder)
+    actual = demo.quantize_smollm2(tmp_path, "mxfp4_weight_only")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("SmolLM2-135M-Instruct by mxfp4_weight_only: 0 -> ")
+    assert [line.strip()[:20] for line in lines[2:4]] == [prompt[:20] for prompt in demo._PROMPTS]
+    assert actual["folder"] == str(tmp_path / demo.SMOLLM2) and (tmp_path / demo.SMOLLM2).is_dir()
+    assert list(actual["texts"]) == list(demo._PROMPTS) and actual["bytes"] == size_of(actual["folder"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_smollm2(), reason="needs the packages of SmolLM2")
+def test_a_real_model_writes_english(tmp_path, capsys):
+    demo.quantize_smollm2(tmp_path)
+    assert "The capital of France is Paris" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language.encoder_decoder import EncoderDecoder
 from tests.encoder_decoders import (
     FAMILIES,
     quantized_encoder_decoder,
@@ -252,6 +253,22 @@ def test_a_copy_gives_the_same_tokens():
     copied, options = copy.deepcopy(model), {"do_sample": False, "max_new_tokens": 6}
     assert type(copied) is type(model)
     assert torch.equal(copied.generate(**source, **options), model.generate(**source, **options))
+
+
+def test_classes():
+    model = quantized_encoder_decoder("t5")
+    assert isinstance(model, LanguageModel) and type(model) is EncoderDecoder
+
+    class Own(LanguageModel):
+        pass
+
+    class OwnOfSources(EncoderDecoder):
+        pass
+
+    programs = {"program": model.program, "encoder": model.encoder.program, "config": model.config}
+    assert type(OwnOfSources(**programs)) is OwnOfSources
+    with pytest.raises(MXError, match="Own reads no source, which t5 needs: extend EncoderDecoder of"):
+        Own(**programs)
 
 
 @pytest.mark.slow

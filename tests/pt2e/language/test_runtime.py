@@ -6,8 +6,11 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.kernels.select import USES
+from pt2mx.ops.decoding import decoding_attention
 from pt2mx.pt2e.language import decoder, runtime
 from pt2mx.pt2e.language.runtime import without_weights
+from tests.graph import calls
 from tests.language_models import padded, tiny_decoder
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
@@ -98,3 +101,13 @@ def test_other_backends_and_unknown_modes():
     assert torch.equal(runtime._compiled(program, {"backend": "eager"})(input=x), program(x))
     with pytest.raises(RuntimeError, match="quickly"):
         runtime._compiled(program, {"mode": "quickly"})
+
+
+def test_the_table_of_uses_says_where_steps_attend(monkeypatch):
+    decoder = quantize_language_model(
+        tiny_decoder("llama", head_dim=32), MXQuantizer.from_recipe("mxfp4_weight_only")
+    ).decoder
+    programs = runtime._step_programs(decoder, torch.device("cpu"))
+    assert len(calls(programs.few, decoding_attention)) == 2 and programs.few is programs.many
+    monkeypatch.setitem(USES, "attend in any step", {})
+    assert not calls(runtime._step_programs(decoder, torch.device("cpu")).few, decoding_attention)

@@ -9,6 +9,7 @@ import torch
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.kernels.inductor import record
 from pt2mx.pt2e.language import language_model
+from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, _advance, _argmax
 from tests.language_models import padded, quantized_decoder, transformers
@@ -130,15 +131,15 @@ def test_the_state_is_advanced_by_compiled_code(compiler, pad):
     assert seen.nonzero().tolist() == [[0, 4], [1, 7], [2, last]] and counters[0].item() == 2
 
 
-def test_which_calls_a_step_supports(llama):
+def test_which_calls_a_step_fits(llama):
     step, inputs, _ = step_of(llama)
     choice = step.choice
-    assert step.supports(llama.runner, inputs, step.cache, Choice((), False, (), None))
-    assert not step.supports(llama.runner, inputs, llama.new_cache(2, 8), choice)
-    assert not step.supports(llama.runner, inputs, step.cache, Choice((), True, (), None))
-    assert not step.supports(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
+    assert step.fits(llama.runner, inputs, step.cache, Choice((), False, (), None))
+    assert not step.fits(llama.runner, inputs, llama.new_cache(2, 8), choice)
+    assert not step.fits(llama.runner, inputs, step.cache, Choice((), True, (), None))
+    assert not step.fits(llama.runner, {**inputs, "image_rows": inputs["input_ids"]}, step.cache, choice)
     other = LanguageModel(llama.program, llama.config)
-    assert not step.supports(other.runner, inputs, step.cache, choice)
+    assert not step.fits(other.runner, inputs, step.cache, choice)
 
 
 @pytest.mark.slow_except("options0")
@@ -195,8 +196,8 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
 
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
-    ids, steps, grow = padded()[0], [], language_model.grow
-    monkeypatch.setattr(language_model, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
+    ids, steps, grow = padded()[0], [], DecoderCache.grow
+    monkeypatch.setattr(DecoderCache, "grow", lambda *sizes: steps.append(kept._step) or grow(*sizes))
     kept.generate(ids, **GREEDY)
     cache = kept.new_cache(3, 8)
     expected = kept.generate(ids, **GREEDY)

@@ -1,4 +1,4 @@
-"""Decode the weights of a converted graph: a float graph whose parameters have the values of the codes."""
+"""Undo the quantization of a converted graph: a float graph whose parameters have the values of the codes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DecodedWeight(NamedTuple):
     spec: MXSpec
 
 
-def decode_weights(model: GraphModule) -> dict[str, DecodedWeight]:
+def undo_quantization(model: GraphModule) -> dict[str, DecodedWeight]:
     """Replace each packed weight by a parameter with its values, and remove the quantization of activations.
 
     Dequantizations of computed codes, such as those of a cache, stay, and are marked as not to be quantized again.
@@ -78,8 +78,8 @@ def decode_weights(model: GraphModule) -> dict[str, DecodedWeight]:
     return decoded
 
 
-def encode_unchanged(model: GraphModule, decoded: dict[str, DecodedWeight]) -> None:
-    """Replace the parameters of `decode_weights` that the graph still reads by their codes. Changes `model`."""
+def restore_codes(model: GraphModule, decoded: dict[str, DecodedWeight]) -> None:
+    """Replace the parameters of `undo_quantization` that the graph still reads by their codes. Changes `model`."""
     for node in model.graph.find_nodes(op="get_attr"):
         if node.users and (weight := decoded.get(name_of(node))) is not None:
             node.replace_all_uses_with(_encoded(model, node, weight))

@@ -3,7 +3,7 @@ from torch import nn
 
 from pt2mx import MXQuantizationConfig, MXQuantizer, ops
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
-from pt2mx.fx.passes.decode_weights import decode_weights, encode_unchanged
+from pt2mx.fx.passes.undo_quantization import restore_codes, undo_quantization
 from pt2mx.pt2e.flow.packed_weights import packed_weights
 from tests.flow import convert
 from tests.models import IDS, Tied
@@ -21,7 +21,7 @@ def test_parameters_have_the_values_of_the_codes():
     model = nn.Sequential(nn.Linear(64, 70), nn.Linear(70, 3)).eval()
     graph = convert(model, (X,), "mxfp6_weights_mxfp8_activations")
     weights = {one.name: one for one in packed_weights(graph)}
-    decoded = decode_weights(graph)
+    decoded = undo_quantization(graph)
     assert targets(graph).isdisjoint((ops.quantize_mx, ops.dequantize_mx))
     assert decoded.keys() == weights.keys() == {"0.weight", "1.weight"}
     for name, weight in weights.items():
@@ -40,8 +40,8 @@ def test_what_is_decoded_is_encoded_again():
         config = MXQuantizationConfig(weight="mxfp4")
         converted = convert(model.eval(), (x,), MXQuantizer().set_global(config))
         graph = copy_sharing_tensors(converted)
-        decoded = decode_weights(graph)
-        encode_unchanged(graph, decoded)
+        decoded = undo_quantization(graph)
+        restore_codes(graph, decoded)
         assert torch.equal(graph(x), converted(x))
         assert {name: tensor.data_ptr() for name, tensor in graph.state_dict().items()} == {
             name: tensor.data_ptr() for name, tensor in converted.state_dict().items()
@@ -53,7 +53,7 @@ def test_what_is_decoded_is_encoded_again():
 
 def test_a_tied_weight_is_one_parameter():
     graph = convert(Tied().eval(), (IDS,), "mxfp4_weight_only")
-    decoded = decode_weights(graph)
+    decoded = undo_quantization(graph)
     users = [node.target for node in graph.graph.find_nodes(op="get_attr") for _ in node.users]
     assert sorted(map(users.count, decoded)) == [1, 1, 1, 2] and users.count("head.weight") == 2
 
@@ -61,4 +61,4 @@ def test_a_tied_weight_is_one_parameter():
 def test_nothing_packed():
     graph = torch.export.export(nn.Linear(64, 8), (X,)).module()
     code = graph.code
-    assert decode_weights(graph) == {} and graph.code == code
+    assert undo_quantization(graph) == {} and graph.code == code
