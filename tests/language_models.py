@@ -63,6 +63,19 @@ _JAMBA = {
     "mamba_dt_rank": 4,
     "use_mamba_kernels": False,
 }
+#: the last two layers read the keys and values of the first two
+_SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 32,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_GEMMA_3N = {"altup_num_inputs": 2, "laurel_rank": 32, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]}
+_GEMMA_4 = {"global_head_dim": 32, "use_double_wide_mlp": True}
 
 #: family -> transformers' config class and its fields
 FAMILIES = {
@@ -71,6 +84,8 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", _WIDE),
     "gemma2": ("Gemma2Config", {**_WIDE, "sliding_window": 8}),
     "gemma3": ("Gemma3TextConfig", {**_WIDE, "sliding_window": 8}),
+    "gemma3n": ("Gemma3nTextConfig", {**_WIDE, **_SHARED, **_GEMMA_3N}),
+    "gemma4": ("Gemma4TextConfig", {**_WIDE, **_SHARED, **_GEMMA_4}),
     "phi3": ("Phi3Config", _SMALL),
     "mistral": ("MistralConfig", {**_SMALL, "sliding_window": 8}),
     "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4}),

@@ -19,6 +19,9 @@ from pt2mx.pt2e.language.source import decoder_call
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
+#: the class of layers that keep nothing, such as those that read the keys and values of another layer; transformers
+#: before 5.24 has none
+_NOTHING = getattr(_cache_utils, "DummyLayer", ())
 _WITH_CACHE = (
     "only decoders whose layers keep keys and values of their tokens, or the state of a recurrence, can be exported "
     f"with their cache; give --output a name that ends in .pt2 for a program without a cache, or {WITHOUT_EXPORT}"
@@ -88,6 +91,8 @@ def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtyp
 
 def _stored_in(layer: Any) -> dict[str, Stored] | None:
     """Return what a layer of transformers' cache keeps, as meta tensors; None where that is of no known kind."""
+    if isinstance(layer, _NOTHING):
+        return {}
     recurrent = isinstance(layer, _cache_utils.LinearAttentionCacheLayerMixin)
     stored = {name: getattr(layer, name, None) for name in KINDS}
     if recurrent:

@@ -1,0 +1,63 @@
+"""Layers that keep no keys and values of their own."""
+
+import pytest
+import torch
+
+from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.pt2e.language.layers import layers_of
+from tests.fresh_process import run_program
+from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
+
+#: families whose last layers read the keys and values of earlier ones
+SHARED = ("gemma4", pytest.param("gemma3n", marks=pytest.mark.slow))
+QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
+#: options of `generate`
+OPTIONS = {"max_new_tokens": 24, "eos_token_id": None}
+LOAD = """
+import torch
+from pt2mx import LanguageModel
+ids, mask, expected = torch.load("calls.pt")
+result = LanguageModel.from_pretrained("model").generate(ids, attention_mask=mask, do_sample=False, **{options})
+print(torch.equal(result, expected))
+"""
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_layers_that_share_keys_and_values(family):
+    """Prompts of different lengths are longer than the window."""
+    model, program = exported_decoder(family)
+    assert [sorted(layer) for layer in layers_of(model)] == [["keys", "values"], ["keys", "values"], [], []]
+    (ids, mask), serves = padded(), LanguageModel(program, model.config, model.generation_config)
+    for own, eager in ((serves, model), (quantized_decoder(family, QUANTIZER), with_rounded_weights(family))):
+        for search in ({"num_beams": 3}, {}):
+            calls = {"attention_mask": mask, "do_sample": False, **search, **OPTIONS}
+            tokens = own.generate(ids, **calls)
+            assert torch.equal(tokens, eager.generate(ids, **calls)) and tokens[:, 12:].unique().numel() > 30
+
+
+@pytest.mark.slow
+def test_a_folder_serves_another_process(tmp_path):
+    model, (ids, mask) = quantized_decoder("gemma4", QUANTIZER), padded()
+    model.save_pretrained(tmp_path / "model")
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, **OPTIONS)
+    torch.save((ids, mask, expected), tmp_path / "calls.pt")
+    finished = run_program(LOAD.format(options=OPTIONS), "load.py", tmp_path)
+    assert (finished.status, finished.out) == (0, "True\n"), finished.err
+
+
+def test_a_text_of_shared_keys_goes_on_where_it_ended():
+    _, program = exported_decoder("gemma4")
+    model, ids = LanguageModel(program, tiny_decoder("gemma4").config), padded()[0]
+    first = model(ids[:, :9])
+    rest = model(ids[:, 9:], past_key_values=first.past_key_values)
+    assert torch.allclose(torch.cat([first.logits, rest.logits], 1), model(ids).logits, atol=1e-5)
+    assert [sorted(layer.stored) for layer in rest.past_key_values.layers] == [["keys", "values"]] * 2
+
+
+@pytest.mark.compiled
+def test_compiled(compiler):
+    model, (ids, mask) = quantized_decoder("gemma4", QUANTIZER), padded()
+    calls = {"attention_mask": mask, "do_sample": False, **OPTIONS}
+    expected = model.generate(ids, **calls)
+    model.compile()
+    assert torch.equal(model.generate(ids, **calls), expected)
