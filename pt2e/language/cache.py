@@ -2,10 +2,10 @@
 
 Keys and values have a fixed number of slots, one a token: (B, heads, slots, width). In a quantized cache they are lists
 of two tensors, codes and scales. Recurrent layers have states whose size does not depend on the number of tokens: the
-last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds. Layers whose keys are their
-values keep them once, and those that compress their tokens keep the entries of windows, in as many slots as there are
-for tokens. Layers that read the keys and values of other layers keep nothing. The decoder of an encoder-decoder also has
-the keys and values of its cross attention, which the encoder's program computes once.
+last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds. Layers that compress their
+tokens keep the entries of windows, in as many slots as there are for tokens, and their keys are their values. Layers
+that read the keys and values of other layers keep nothing. The decoder of an encoder-decoder also has the keys and
+values of its cross attention, which the encoder's program computes once.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from pt2mx.pt2e.language.repeated_layers import LayerNumber
@@ -79,7 +79,7 @@ def _most(length: Any, rate: int) -> Any:
     return length // rate + 2
 
 
-def _rotated(module: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Return (B, heads, N, size) rotated by the angles of positions, (B, N)."""
     cos, sin = module.rotary_emb(x, position_ids=positions, layer_type=module.rope_layer_type)
     rotated: Tensor = inspect.getmodule(type(module)).apply_rotary_pos_emb(x, cos, sin)  # type: ignore[union-attr]

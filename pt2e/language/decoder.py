@@ -120,8 +120,8 @@ class CachedDecoder(nn.Module):
             image_rows: (B, S) int64, the row of each token; 0: a token of text.
             image_positions: (B, axes, S) int64, the positions of the tokens, where they have several axes.
             encoder_attention_mask: (B, source) int64, zero where the encoder's result is padding.
-            keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place; no values in
-                layers whose keys are their values.
+            keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place; no values
+                in layers that compress tokens, whose keys are their values.
             cross_keys, cross_values: one tensor (B, heads, source, width) per layer with cross attention.
             compressed_keys, index_keys: one tensor (B, 1, L, width) per layer that compresses tokens, or chooses among
                 compressed ones, changed in place.

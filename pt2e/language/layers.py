@@ -34,7 +34,8 @@ def layers_of(model: Any) -> Layers:
     """Return the layers of the cache that a language model fills.
 
     Raises:
-        MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
+        MXError: for a layer that keeps anything but keys and values, entries of compressed tokens, and the state of a
+            recurrence.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     if model.config.model_type == "recurrent_gemma":
@@ -116,12 +117,11 @@ def _compressed_in(layer: Any) -> dict[str, Stored]:
     """Return what a layer keeps that compresses windows of its tokens, and whose keys are its values."""
     entries = {name: layer.compressed_kv[part] for name, part in _ENTRIES.items() if part in layer.compressed_kv}
     tokens = [*layer.buffer_kv.values(), *layer.buffer_gate.values()]
-    windows = (
-        layer.buffer_kv["compressor"].shape[-1] // entries["compressed_keys"].shape[-1]
-    )  # that an entry is made of
-    channels, length = sum(one.shape[-1] for one in tokens), windows * layer.compress_rate - 1
-    state = torch.empty(1, channels, length, dtype=tokens[0].dtype, device="meta")
+    vectors = layer.buffer_kv["compressor"].shape[-1] // entries["compressed_keys"].shape[-1]  # of a token
+    # an entry is made of as many windows, and the last token is among those read
+    channels, length = sum(one.shape[-1] for one in tokens), vectors * layer.compress_rate - 1
     stored = {"keys": layer.keys, **{name: one.unsqueeze(1) for name, one in entries.items()}}
+    state = torch.empty(1, channels, length, dtype=tokens[0].dtype, device="meta")
     return {**{name: _on_meta(name, one) for name, one in stored.items()}, "conv_states": state}
 
 

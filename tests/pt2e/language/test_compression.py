@@ -5,7 +5,8 @@ import torch
 
 from pt2mx import LanguageModel, MXQuantizer
 from pt2mx.pt2e.language import runtime
-from pt2mx.pt2e.language.layers import layers_of
+from pt2mx.pt2e.language.cache import CacheLayer, DecoderCache
+from pt2mx.pt2e.language.compression import Windows, _bias_of_highest
 from tests.fresh_process import run_program
 from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
@@ -27,11 +28,35 @@ def alone(eager, ids, mask, **options):
     return torch.cat([eager.generate(prompt, **OPTIONS, **options)[:, prompt.shape[1] :] for prompt in prompts])
 
 
+def test_windows_count_from_the_first_token_of_a_text():
+    """5 tokens after 6, of two sequences, the second one with 3 of padding; windows of 4 tokens."""
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, :3] = 0
+    windows = Windows.of(DecoderCache([CacheLayer({}, torch.tensor([6]))], 16, mask), 4, 5)
+    assert windows.columns.tolist() == [[1, 5, 9], [0, 4, 8]]  # 5 and more: not among the tokens
+    assert windows.positions.tolist() == [[7, 11, 15], [3, 7, 11]]
+    assert windows.slots.tolist() == [[1, 15, 15], [0, 1, 15]]
+    tokens = torch.arange(2 * 8).reshape(1, 8, 2).expand(2, 8, 2)  # 3 before the 5
+    assert windows.of_tokens(tokens, 2)[0, 0, :, 0].tolist() == [2, 4, 6, 8]
+    assert windows.of_tokens(tokens, 2)[1, 1, :, 1].tolist() == [9, 11, 13, 15]
+
+
+def test_an_entry_of_two_windows_takes_one_vector_of_each():
+    windows = Windows(2, torch.tensor([[1]]), torch.tensor([[6]]), torch.tensor([[3]]))
+    tokens = torch.tensor([[[i, 10 * i] for i in range(6)]])
+    assert windows.of_tokens(tokens, 1).tolist() == [[[[1], [2], [30], [40]]]]
+
+
+def test_the_highest_scores():
+    scores, hidden = torch.tensor([[3.0, 1.0, 2.0], [1.0, -torch.inf, -torch.inf]]), -torch.inf
+    assert _bias_of_highest(scores, 2)[0].tolist() == [0, hidden, 0] and _bias_of_highest(scores, 2)[1, 0] == 0
+    assert _bias_of_highest(scores, 5)[0].tolist() == [0, 0, 0]  # fewer scores than that
+
+
+@pytest.mark.slow
 def test_generate_gives_the_tokens_of_transformers():
     """The text is longer than the window of attention, and has more entries than the indexer chooses."""
     model, program = exported_decoder(FAMILY)
-    kinds = [["keys", "values"], ["compressed_keys", "conv_states", "index_keys", "keys"]]
-    assert [sorted(layer) for layer in layers_of(model)] == [*kinds, ["compressed_keys", "conv_states", "keys"]]
     ids, mask = padded()
     serves = LanguageModel(program, model.config, model.generation_config)
     for own, eager in ((serves, model), (quantized_decoder(FAMILY, QUANTIZER), with_rounded_weights(FAMILY))):
@@ -40,6 +65,7 @@ def test_generate_gives_the_tokens_of_transformers():
             assert torch.equal(tokens, alone(eager, ids, mask, **options)) and tokens.unique().numel() > 30
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_prompt_in_chunks_and_single_tokens(monkeypatch):
     """Chunks and single tokens end within windows."""
@@ -57,6 +83,7 @@ def test_a_prompt_in_chunks_and_single_tokens(monkeypatch):
         assert torch.allclose(*both, atol=1e-4)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_that_grows():
     """Slots that were the last ones before hold entries later."""

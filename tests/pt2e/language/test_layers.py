@@ -1,15 +1,23 @@
-"""Layers that keep no keys and values of their own."""
+"""Layers that keep no keys and values of their own, or more than these."""
 
 import pytest
 import torch
 
 from pt2mx import LanguageModel, MXQuantizer
+from pt2mx.pt2e.language.decoder import CachedDecoder, inputs
 from pt2mx.pt2e.language.layers import layers_of
 from tests.fresh_process import run_program
 from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
+PAIR, ENTRIES = ["keys", "values"], ["compressed_keys", "conv_states", "keys"]
 #: families whose last layers read the keys and values of earlier ones
-SHARED = ("gemma4", pytest.param("gemma3n", marks=pytest.mark.slow))
+SHARED = "gemma4", "gemma3n"
+#: family -> what its layers keep
+KEPT = {
+    "gemma4": [PAIR, PAIR, [], []],
+    "gemma3n": [PAIR, PAIR, [], []],
+    "deepseek_v4": [PAIR, sorted([*ENTRIES, "index_keys"]), ENTRIES],
+}
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
 #: options of `generate`
 OPTIONS = {"max_new_tokens": 24, "eos_token_id": None}
@@ -22,11 +30,31 @@ print(torch.equal(result, expected))
 """
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", KEPT)
+def test_prompts_and_single_tokens_without_an_export(family):
+    """The second of two texts is padded; both are longer than the window. Parts end anywhere."""
+    model = tiny_decoder(family)
+    layers = layers_of(model)
+    assert [sorted(layer) for layer in layers] == KEPT[family]
+    decoder, ids = CachedDecoder(model, layers), padded(2, 24)[0]
+    call, logits = inputs(layers, model.device, ids), []
+    call["attention_mask"][1, :3] = 0
+    call["position_ids"] = (call["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for first, last in ((0, 2), (2, 13), (13, 14), (14, 15), (15, 24)):
+        part = {name: call[name][:, first:last] for name in ("input_ids", "position_ids")}
+        kept = torch.arange(last - first)
+        logits.append(decoder(**{**call, **part, "start": torch.tensor([first]), "logits_to_keep": kept}))
+    for row, padding in enumerate((0, 3)):
+        expected = model(ids[row : row + 1, padding:], use_cache=False).logits[0]
+        assert torch.allclose(torch.cat(logits, 1)[row, padding:], expected, atol=5e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SHARED)
 def test_layers_that_share_keys_and_values(family):
     """Prompts of different lengths are longer than the window."""
     model, program = exported_decoder(family)
-    assert [sorted(layer) for layer in layers_of(model)] == [["keys", "values"], ["keys", "values"], [], []]
     (ids, mask), serves = padded(), LanguageModel(program, model.config, model.generation_config)
     for own, eager in ((serves, model), (quantized_decoder(family, QUANTIZER), with_rounded_weights(family))):
         for search in ({"num_beams": 3}, {}):
@@ -45,6 +73,7 @@ def test_a_folder_serves_another_process(tmp_path):
     assert (finished.status, finished.out) == (0, "True\n"), finished.err
 
 
+@pytest.mark.slow
 def test_a_text_of_shared_keys_goes_on_where_it_ended():
     _, program = exported_decoder("gemma4")
     model, ids = LanguageModel(program, tiny_decoder("gemma4").config), padded()[0]
