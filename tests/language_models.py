@@ -63,6 +63,42 @@ _JAMBA = {
     "mamba_dt_rank": 4,
     "use_mamba_kernels": False,
 }
+#: the last two layers read the keys and values of the first two
+_SHARED = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 32,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+_GEMMA_3N = {"altup_num_inputs": 2, "laurel_rank": 32, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]}
+_GEMMA_4 = {"global_head_dim": 32, "use_double_wide_mlp": True}
+#: windows of 2 and of 4 tokens; an indexer that chooses 2 entries
+_COMPRESSED = {
+    **_RECURRENT,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "sliding_window": 8,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 32,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "index_n_heads": 8,
+    "index_head_dim": 32,
+    "index_topk": 2,
+    "hc_mult": 2,
+    "hc_sinkhorn_iters": 3,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+}
 
 #: family -> transformers' config class and its fields
 FAMILIES = {
@@ -71,6 +107,8 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", _WIDE),
     "gemma2": ("Gemma2Config", {**_WIDE, "sliding_window": 8}),
     "gemma3": ("Gemma3TextConfig", {**_WIDE, "sliding_window": 8}),
+    "gemma3n": ("Gemma3nTextConfig", {**_WIDE, **_SHARED, **_GEMMA_3N}),
+    "gemma4": ("Gemma4TextConfig", {**_WIDE, **_SHARED, **_GEMMA_4}),
     "phi3": ("Phi3Config", _SMALL),
     "mistral": ("MistralConfig", {**_SMALL, "sliding_window": 8}),
     "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4}),
@@ -94,6 +132,8 @@ FAMILIES = {
     "qwen3_next": ("Qwen3NextConfig", {**_WIDE, **_RECURRENT, **_DELTA_NET}),
     "jamba": ("JambaConfig", {**_SMALL, **_RECURRENT, **_JAMBA}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {**_SMALL, **_RECURRENT, **_GRIFFIN}),
+    # compressed tokens
+    "deepseek_v4": ("DeepseekV4Config", _COMPRESSED),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 512}),
 }
 
@@ -156,6 +196,9 @@ def round_weights(model):
                 module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
             elif type(module).__name__.endswith(("Experts", "Router")):
                 for weight in module.parameters():
+                    weight.copy_(pt2mx.fake_quantize_mx(weight, spec))
+            elif type(module).__name__.endswith(("HyperConnection", "HyperHead")):
+                for weight in (one for one in module.parameters() if one.dim() == 2):
                     weight.copy_(pt2mx.fake_quantize_mx(weight, spec))
             elif isinstance(module, nn.Conv1d):  # blocks along the input channels, or along taps where it is depthwise
                 axis = 2 if module.groups > 1 and module.weight.shape[1] == 1 else 1

@@ -2,8 +2,10 @@
 
 Keys and values have a fixed number of slots, one a token: (B, heads, slots, width). In a quantized cache they are lists
 of two tensors, codes and scales. Recurrent layers have states whose size does not depend on the number of tokens: the
-last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds. The decoder of an
-encoder-decoder also has the keys and values of its cross attention, which the encoder's program computes once.
+last inputs of a convolution, and the state of a recurrence. A hybrid model has both kinds. Layers that compress their
+tokens keep the entries of windows, in as many slots as there are for tokens, and their keys are their values. Layers
+that read the keys and values of other layers keep nothing. The decoder of an encoder-decoder also has the keys and
+values of its cross attention, which the encoder's program computes once.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ KINDS = {
     "values": SLOTS,
     "cross_keys": SOURCE,
     "cross_values": SOURCE,
+    "compressed_keys": SLOTS,
+    "index_keys": SLOTS,
     "conv_states": None,
     "recurrent_states": None,
 }
@@ -77,12 +81,14 @@ class CacheLayer(_cache_utils.CacheLayerMixin, _cache_utils.LinearAttentionCache
         """Do nothing: the tensors exist already."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, S, width) into the next slots, and return all slots.
+        """Write (B, heads, S, width) into the next slots, and return all slots; the keys twice where they are values.
 
         A program with a quantized cache does not call this: it was exported with tensors."""
         slots = self.length + torch.arange(key_states.shape[2], device=key_states.device)
         # Inductor (torch 2.13) cannot fuse the INT8 quantization of transposed tensors of dynamic length
         self.keys.index_copy_(2, slots, key_states.contiguous())
+        if self.values is None:
+            return self.keys, self.keys
         self.values.index_copy_(2, slots, value_states.contiguous())
         return self.keys, self.values
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.errors import MXError
 from pt2mx.patches.model_functions import model_functions
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, one_line, quiet_export
-from pt2mx.pt2e.language import attention, recurrence
+from pt2mx.pt2e.language import attention, compression, recurrence
 from pt2mx.pt2e.language.attention import with_attention
 from pt2mx.pt2e.language.cache import (
     CACHE_NAMES,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 #: function or method in a module of transformers -> what takes its place, with the cache before its arguments
-FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **recurrence.FUNCTIONS}
+FUNCTIONS: dict[str, Callable[..., Any]] = {**attention.FUNCTIONS, **compression.FUNCTIONS, **recurrence.FUNCTIONS}
 
 _SIZE = Dim.DYNAMIC
 #: input of the program -> its dynamic dimensions; the inputs of the cache have one tensor or two per layer
@@ -106,6 +106,8 @@ class CachedDecoder(nn.Module):
         values: list[Tensor] | None = None,
         cross_keys: list[Tensor] | None = None,
         cross_values: list[Tensor] | None = None,
+        compressed_keys: list[Tensor] | None = None,
+        index_keys: list[Tensor] | None = None,
         conv_states: list[Tensor] | None = None,
         recurrent_states: list[Tensor] | None = None,
     ) -> Tensor:
@@ -122,16 +124,21 @@ class CachedDecoder(nn.Module):
             image_rows: (B, S) int64, the row of each token; 0: a token of text.
             image_positions: (B, axes, S) int64, the positions of the tokens, where they have several axes.
             encoder_attention_mask: (B, source) int64, zero where the encoder's result is padding.
-            keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place.
+            keys, values: one tensor (B, heads, L, width) per layer with attention, changed in place; no values
+                in layers that compress tokens, whose keys are their values.
             cross_keys, cross_values: one tensor (B, heads, source, width) per layer with cross attention.
-            conv_states: one tensor (B, channels, K) per layer with a convolution, changed in place.
+            compressed_keys, index_keys: one tensor (B, 1, L, width) per layer that compresses tokens, or chooses among
+                compressed ones, changed in place.
+            conv_states: one tensor (B, channels, K) per layer that reads its last K inputs, as a convolution does,
+                changed in place.
             recurrent_states: one tensor (B, ...) per layer with a recurrence, changed in place.
 
         Returns:
             (B, T, vocabulary) logits.
         """
         tokens = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        kinds = (keys, values, cross_keys, cross_values, conv_states, recurrent_states)
+        of_source, entries = (cross_keys, cross_values), (compressed_keys, index_keys)
+        kinds = (keys, values, *of_source, *entries, conv_states, recurrent_states)
         stored = {name: tensors for name, tensors in zip(KINDS, kinds, strict=True) if tensors}
         of_images = {FEATURES: image_features, ROWS: image_rows, POSITIONS: image_positions}
         images = {name: value for name, value in of_images.items() if value is not None}

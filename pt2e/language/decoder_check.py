@@ -1,7 +1,8 @@
 """Compare the program of a decoder with its model: with padding, free slots, and texts longer than its windows.
 
 To read a text that is longer than a window of thousands of tokens takes long. Instead of the beginning of such a text,
-the check puts the same keys and values into both caches, and reads a few tokens after it.
+the check puts the same keys and values into both caches, and reads a few tokens after it. Entries of compressed tokens
+follow from the tokens, so it reads the whole text for those.
 """
 
 from __future__ import annotations
@@ -83,18 +84,20 @@ def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, i
         output = encoder_results(SourceEncoder(model)(**example_source(model)))
         source, encoded = decoder_inputs(output), [output.attention_mask, output.last_hidden_state]
     errors: list[float] = []
+    reads_all = any("compressed_keys" in layer for layer in layers)
     for window in [0, *windows_of(model.config.get_text_config(decoder=True))]:
         margin = min(window, _MARGIN)
         past, padding = window + margin, 0 if source else _PADDING  # encoder-decoders count padding as tokens
-        call = {**_call(model, layers, images, past, padding), **source}
-        if window:
+        past, length = (0, past + _LENGTH) if reads_all else (past, _LENGTH)
+        call = {**_call(model, layers, images, past, length, padding), **source}
+        if past:
             _fill(call, window, margin)
         logits = torch.cat(list(_logits(decode, call, past)), 1)
         for row, first in enumerate((0, padding)):
             of_row = slice(row, row + 1)
             tokens = {"input_ids": call["input_ids"][of_row, max(first - past, 0) :]}
             given = decoder_call(model, tokens, *([one[of_row] for one in encoded] or [None]))
-            if window:
+            if past:
                 given[CACHE] = _own_cache(model, layers, call, of_row, slice(first, past))
             expected = model(**given, use_cache=False).logits
             errors += _errors(logits[of_row, -expected.shape[1] :], expected)
@@ -102,15 +105,15 @@ def error_of(model: PreTrainedModel, program: ExportedProgram, layers: Layers, i
 
 
 def _call(
-    model: PreTrainedModel, layers: Layers, images: ImageInputs | None, past: int, padding: int
+    model: PreTrainedModel, layers: Layers, images: ImageInputs | None, past: int, length: int, padding: int
 ) -> dict[str, Any]:
-    """Return the inputs of the program for the tokens of two texts after a past, the second one padded."""
+    """Return the inputs of the program for `length` tokens of two texts after a past, the second one padded."""
     vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
-    ids = torch.arange(2 * _LENGTH, device=device).reshape(2, _LENGTH) % vocabulary
-    slots = past + _LENGTH + _MARGIN
+    ids = torch.arange(2 * length, device=device).reshape(2, length) % vocabulary
+    slots = past + length + _MARGIN
     mask = torch.ones(2, slots, dtype=torch.long, device=device)
     mask[1, :padding] = 0
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past : past + _LENGTH]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past : past + length]
     of_images = {} if images is None else images.of_text(positions)
     cache = empty_cache(layers, 2, slots, device).inputs()
     return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, **of_images, **cache}
@@ -138,7 +141,9 @@ def _own_cache(model: PreTrainedModel, layers: Layers, call: dict[str, Any], row
 
 def _logits(decode: Any, call: dict[str, Any], past: int) -> Iterator[Tensor]:
     """Yield the program's logits of a prompt, then of single tokens."""
-    for first, last in ((0, _PROMPT), *((i, i + 1) for i in range(_PROMPT, _LENGTH))):
+    length = call["input_ids"].shape[1]
+    prompt = length - _LENGTH + _PROMPT
+    for first, last in ((0, prompt), *((i, i + 1) for i in range(prompt, length))):
         tokens = {name: call[name][..., first:last] for name in OF_TOKENS if name in call}
         device = call["input_ids"].device
         start, kept = torch.full((1,), past + first, device=device), torch.arange(last - first, device=device)

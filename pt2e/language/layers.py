@@ -19,6 +19,11 @@ from pt2mx.pt2e.language.source import decoder_call
 
 _cache_utils = import_extra("transformers.cache_utils", "hf")
 
+#: the class of layers that keep nothing, such as those that read the keys and values of another layer; transformers
+#: before 5.24 has none
+_NOTHING = getattr(_cache_utils, "DummyLayer", ())
+#: entries of compressed tokens: tensor of a layer's cache -> its part in transformers' layer
+_ENTRIES = {"compressed_keys": "compressor", "index_keys": "indexer"}
 _WITH_CACHE = (
     "only decoders whose layers keep keys and values of their tokens, or the state of a recurrence, can be exported "
     f"with their cache; give --output a name that ends in .pt2 for a program without a cache, or {WITHOUT_EXPORT}"
@@ -29,7 +34,8 @@ def layers_of(model: Any) -> Layers:
     """Return the layers of the cache that a language model fills.
 
     Raises:
-        MXError: for a layer that keeps anything but keys and values, and the state of a recurrence.
+        MXError: for a layer that keeps anything but keys and values, entries of compressed tokens, and the state of a
+            recurrence.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     if model.config.model_type == "recurrent_gemma":
@@ -78,7 +84,8 @@ def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtyp
     """Return the layers of a program's cache, its device, and the dtype of the program's logits."""
     named = example_inputs(program)
     kinds = [name for name in KINDS if named.get(name)]
-    if not kinds or len(named.get("keys", ())) != len(named.get("values", ())):
+    pairs = len(named.get("keys", ())) == len(named.get("values", ()))
+    if not kinds or not (pairs or "compressed_keys" in kinds):
         raise MXError("the program has no inputs `keys` and `values`: it is no decoder with a cache")
     on_meta = {name: [pytree.tree_map(partial(_on_meta, name), one) for one in named[name]] for name in kinds}
     (logits,) = program.graph_signature.user_outputs
@@ -88,6 +95,10 @@ def cache_of(program: ExportedProgram) -> tuple[Layers, torch.device, torch.dtyp
 
 def _stored_in(layer: Any) -> dict[str, Stored] | None:
     """Return what a layer of transformers' cache keeps, as meta tensors; None where that is of no known kind."""
+    if isinstance(layer, _NOTHING):
+        return {}
+    if hasattr(layer, "compressed_kv"):
+        return _compressed_in(layer)
     recurrent = isinstance(layer, _cache_utils.LinearAttentionCacheLayerMixin)
     stored = {name: getattr(layer, name, None) for name in KINDS}
     if recurrent:
@@ -100,6 +111,18 @@ def _stored_in(layer: Any) -> dict[str, Stored] | None:
     if not all(of_tokens) or (len(of_tokens) != 2 and not (recurrent and not of_tokens)):
         return None
     return {name: _on_meta(name, tensor) for name, tensor in tensors.items()}
+
+
+def _compressed_in(layer: Any) -> dict[str, Stored]:
+    """Return what a layer keeps that compresses windows of its tokens, and whose keys are its values."""
+    entries = {name: layer.compressed_kv[part] for name, part in _ENTRIES.items() if part in layer.compressed_kv}
+    tokens = [*layer.buffer_kv.values(), *layer.buffer_gate.values()]
+    vectors = layer.buffer_kv["compressor"].shape[-1] // entries["compressed_keys"].shape[-1]  # of a token
+    # an entry is made of as many windows, and the last token is among those read
+    channels, length = sum(one.shape[-1] for one in tokens), vectors * layer.compress_rate - 1
+    stored = {"keys": layer.keys, **{name: one.unsqueeze(1) for name, one in entries.items()}}
+    state = torch.empty(1, channels, length, dtype=tokens[0].dtype, device="meta")
+    return {**{name: _on_meta(name, one) for name, one in stored.items()}, "conv_states": state}
 
 
 def _on_meta(name: str, stored: Any) -> Tensor:

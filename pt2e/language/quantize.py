@@ -72,9 +72,10 @@ def quantize_language_model(
         A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
 
     Raises:
-        MXError: for a model that keeps anything but keys and values of its tokens and the states of recurrences; for
-            one with parts, other than unused heads, that tokens and images do not reach; for a vision tower that cannot
-            be exported; for texts of more tokens than the model has positions; and as each stage does.
+        MXError: for a model that keeps anything but keys and values of its tokens, entries of compressed tokens and the
+            states of recurrences; for one with parts, other than unused heads, that tokens and images do not reach; for
+            a vision tower that cannot be exported; for texts of more tokens than the model has positions; and as each
+            stage does.
 
     Example:
         >>> import torch, transformers
