@@ -18,7 +18,7 @@ from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
 from pt2mx.pt2e.language.ranges import fault_of
-from pt2mx.pt2e.models.names import check_model, input_files, source_file
+from pt2mx.pt2e.models.names import check_checkpoint, check_model, input_files, source_file
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: options for loading a checkpoint
@@ -53,6 +53,29 @@ _OUTPUTS = {
     "export-executorch": (".pte",),
     "conformance": (".json", ".md"),
 }
+_WRITTEN_FOLDER, _TEXT = "the folder that `pt2mx quantize` wrote", "a text file, or a folder of .txt files"
+_BATCHES = "a folder of batches, images or recordings, or for a language model a text"
+#: command -> its arguments that name what must exist -> what to give
+_EXISTING = {
+    "quantize": {"calibration": _BATCHES, "distill": _TEXT},
+    "compare": {"calibration": _BATCHES},
+    "sensitivity": {"calibration": _BATCHES},
+    "generate": {
+        "folder": _WRITTEN_FOLDER,
+        "prompt_file": "a file with a prompt",
+        "image": "an image",
+        "audio": "a .wav file",
+    },
+    "eval": {"folder": _WRITTEN_FOLDER},
+    "perplexity": {"text": _TEXT, "calibration": _TEXT},
+    "run": {"inputs": "a .pt or .npz batch"},
+    "inspect": {"file": "a program, a package, or the folder of a language model"},
+    "save-checkpoint": {"folder": _WRITTEN_FOLDER},
+    "convert-checkpoint": {
+        "source": "the folder of a checkpoint, or a GGUF file",
+        "statistics": "a file of save_statistics",
+    },
+}
 #: option -> its smallest value
 _LEAST = {
     "max_new_tokens": 1,
@@ -75,6 +98,17 @@ def check_usage(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None and value < least:
             raise MXError(f"{option_of(name)} {value} must be at least {least}")
+    for name, advice in _EXISTING.get(options.command, {}).items():
+        _check_existing(getattr(options, name), advice)
+    if getattr(options, "float", None) is not None:
+        check_checkpoint(options.float)
+
+
+def _check_existing(value: str | list[str] | None, advice: str) -> None:
+    """Raise an `MXError` where a file or folder that an argument names is missing."""
+    for path in [value] if isinstance(value, str) else value or ():
+        if path != "none" and not os.path.exists(path):
+            raise MXError(f"no file or folder {path!r}: give {advice}")
 
 
 def _check_quantize(options: argparse.Namespace) -> None:

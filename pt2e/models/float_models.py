@@ -154,8 +154,7 @@ def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
 
 def _from_factory(path: str, factory: str) -> LoadedModel:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise MXError(f"no file {path!r}: give module.py:factory")
+    assert spec is not None and spec.loader is not None  # of a name that ends in .py
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     function = getattr(module, factory, None)

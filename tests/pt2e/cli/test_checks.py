@@ -36,12 +36,25 @@ WRONG = {
     "export-executorch . --output a.pte --max-size 1": "--max-size 1 must be an integer of at least 2",
     "generate nowhere --dtype bfloat16": "--dtype is for the checkpoint of --float: give it, too",
     "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
+    "quantize --model minilm --recipe mxfp8 --calibration no": "no file or folder 'no': give a folder of batches",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill no": "no file or folder 'no': give a text file",
+    "quantize --model none.py:make --recipe mxfp8": "no file 'none.py': give module.py:factory",
+    "quantize --model hf:./no --recipe mxfp8": "no file or folder './no': give a checkpoint's folder, a GGUF file, or",
+    "quantize --model hf:no.gguf --recipe mxfp8": "no file or folder 'no.gguf': give a checkpoint's folder",
+    "sensitivity minilm --calibration no": "no file or folder 'no': give a folder of batches",
+    "generate no": "no file or folder 'no': give the folder that `pt2mx quantize` wrote",
+    "generate . --prompt-file . --prompt-file no": "no file or folder 'no': give a file with a prompt",
+    "generate . --prompt a --float a/b/c": "no file or folder 'a/b/c': give a checkpoint's folder, a GGUF file, or",
+    "perplexity a --text no": "no file or folder 'no': give a text file, or a folder of .txt files",
+    "inspect none.pt2": "no file or folder 'none.pt2': give a program, a package, or",
+    "convert-checkpoint no o": "no file or folder 'no': give the folder of a checkpoint, or a GGUF file",
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_lines(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").touch()
     with pytest.raises(MXError) as error:
         check_usage(command_parser().parse_args(line.split()))
     assert str(error.value).startswith(WRONG[line])
@@ -56,17 +69,18 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
         "quantize --model onnx:net.onnx --recipe nvfp4 --output mx.onnx",
         "quantize --model hf:nowhere",
         "sensitivity hf:nowhere --dtype bfloat16 --part decoder",
-        "perplexity nowhere --text a",
-        "convert-checkpoint a b",
+        "perplexity nowhere --text .",
+        "convert-checkpoint . b",
         "recipes check mxfp4",
         "run net.onnx --inputs batch.npz",
-        "generate nowhere --temperature 0.5 --top-p 1 --top-k 1",
+        "generate . --temperature 0.5 --top-p 1 --top-k 1",
         "export-onnx . --output a.onnx --opset 18 --target openvino",
     ],
 )
 def test_right_lines(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.onnx").touch()
+    for name in ("net.onnx", "net.py", "batch.npz"):
+        (tmp_path / name).touch()
     check_usage(command_parser().parse_args(line.split()))
 
 
@@ -88,7 +102,7 @@ def test_torch_is_not_imported(line, tmp_path):
 
 def test_models():
     assert source_file("a/net.py:make") == "a/net.py" and source_file("minilm") is None
-    for source in ("minilm", "hf:x", "torchvision:resnet18", "onnx:a.onnx", "net.py:make"):
+    for source in ("minilm", "hf:x", "hf:org/x", "torchvision:resnet18", "onnx:a.onnx", f"{__file__}:make"):
         check_model(source)
 
 
