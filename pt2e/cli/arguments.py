@@ -5,6 +5,7 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pt2mx.pt2e.quantizer import shipped
@@ -24,6 +25,10 @@ OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
 #: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
 WORST_OPERATORS, WORST_ROWS = 10, 20
+#: the metavar of an option that takes names, separated by commas, by blanks or by both
+NAMES = "A,B"
+#: a comma between names, not one in a format such as mxfp4(even,even)
+_COMMA = re.compile(r",(?![^(]*\))")
 #: the folder that `demo` writes
 DEMO_FOLDER = "pt2mx-demo"
 
@@ -55,6 +60,11 @@ def repeated(name: str, text: str, **options: Any) -> Argument:
 def device(meaning: str) -> Argument:
     """Return the option `--device`."""
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in a value of an option, separated by commas."""
+    return [name.strip() for name in _COMMA.split(text)]
 
 
 #: arguments of every command
@@ -165,7 +175,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         *_EVALUATED_MODEL,
         argument(
             "--recipes",
-            metavar="A,B",
+            metavar=NAMES,
             help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
             "without recipes for another task if the model's task is known)",
         ),
@@ -179,7 +189,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "sensitivity": (
         *_EVALUATED_MODEL,
-        argument("--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
+        argument("--formats", metavar=NAMES, default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
         argument(
             "--method",
             choices=METHODS,
@@ -216,7 +226,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "eval": (
         _FOLDER,
-        argument("--tasks", required=True, metavar="A,B", help="names of tasks; * and ? match several"),
+        argument("--tasks", required=True, metavar=NAMES, help="names of tasks; * and ? match several"),
         argument("--limit", type=int, metavar="N", help="use the first N documents of each task"),
         argument("--include-path", metavar="DIR", help="a folder with YAML files that describe your own tasks"),
         argument("--fewshot", type=int, metavar="N", help="examples in each prompt (default: those of the task)"),
@@ -231,7 +241,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--text", required=True, help="a text file, or a folder of .txt files"),
         argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text"),
         argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
-        several("--recipe", "for a checkpoint: recipes to quantize it with, one row each"),
+        several("--recipe", "for a checkpoint: recipes to quantize it with, one row each", metavar=NAMES),
         argument("--calibration", help="a text for the recipes' algorithms, or none (default: the built-in sample)"),
         *_CHECKPOINT,
     ),
@@ -311,8 +321,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),
     "conformance": (
-        several("--implementation", "the implementations to check (default: all that are installed)", metavar="NAME"),
-        several("--format", "the formats to check, such as mxfp4 (default: all six)"),
+        several("--implementation", "the implementations to check (default: all that are installed)", metavar=NAMES),
+        several("--format", "the formats to check, such as mxfp4 (default: all six)", metavar=NAMES),
         argument("--output", metavar="FILE", help="write the tables (.md) or all rows (.json)"),
     ),
     "demo": (argument("--output", default=DEMO_FOLDER, help=f"the folder for all results (default: {DEMO_FOLDER})"),),

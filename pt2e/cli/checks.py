@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import OPSETS
+from pt2mx.pt2e.cli.arguments import OPSETS, split_names
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
@@ -331,11 +331,6 @@ def _files_of(options: argparse.Namespace) -> dict[str, object]:
     if options.calibration not in (None, "none"):
         files |= {f"the calibration batch {file.name!r}": file for file in input_files(options.calibration)}
     return files
-
-
-def split_names(text: str) -> list[str]:
-    """Return the names in an option, separated by commas and blanks."""
-    return [name.strip() for name in text.split(",")]
 
 
 def recipe_missing() -> MXError:
