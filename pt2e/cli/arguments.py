@@ -200,7 +200,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         flag("--left", "with forward: also quantize all modules but one"),
         argument("--bits", type=float, help="suggest formats of the weights with at most this many bits per value"),
         argument("--activation", metavar="FORMAT", help="with --bits: the format of all activations (default: float)"),
-        argument("--output", metavar="FILE", help="with --bits: the recipe to write"),
+        argument("--output", metavar="FILE", help="with --bits: the recipe to write; its name ends in .yaml"),
         flag("--full", f"print all rows, not only the {WORST_ROWS} most sensitive"),
     ),
     "generate": (

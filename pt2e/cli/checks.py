@@ -159,14 +159,14 @@ def _check_slice(options: argparse.Namespace) -> None:
 def _check_compare(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
     recipes = [] if options.recipes is None else split_names(options.recipes)
-    _check_eval_output(options, recipes, suffixes=(".html", ".htm"))
+    _check_eval_output(options, (".html", ".htm"), recipes)
 
 
 def _check_sensitivity(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
     if (options.bits is None) != (options.output is None):
         raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
-    _check_eval_output(options)
+    _check_eval_output(options, (".yaml", ".yml"))
     if options.bits is None and options.activation is not None:
         raise MXError("--activation is of the recipe: give --bits and --output, too")
     if options.bits is not None and options.operands == "activations":
@@ -301,12 +301,12 @@ def _check_evaluated_model(options: argparse.Namespace) -> None:
 
 
 def _check_eval_output(
-    options: argparse.Namespace, recipes: Iterable[str] = (), suffixes: tuple[str, ...] = ()
+    options: argparse.Namespace, suffixes: tuple[str, ...], recipes: Iterable[str] = ()
 ) -> None:
     if options.output is not None:
-        check_output(options.output, suffixes)
         files = _files_of(options) | {f"the recipe {name!r}": name for name in recipes if os.path.isfile(name)}
         check_distinct({"--output": options.output}, files)
+        check_output(options.output, suffixes)
 
 
 def _check_report(options: argparse.Namespace, files: dict[str, object] | None = None) -> None:
