@@ -184,7 +184,9 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=(*PRESETS, "none"),
             help="round the weights for all recipes with a preset of pt2mx.optimize (default: as each recipe says)",
         ),
-        argument("--output", metavar="FILE", help="an .html page to write: the plot, the report of the best recipe"),
+        argument(
+            "--output", metavar="FILE", help="an .html page to write: the plot, the report of the recommended recipe"
+        ),
         flag("--speed", "also compile each result and time a batch"),
     ),
     "sensitivity": (

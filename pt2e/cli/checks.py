@@ -300,9 +300,7 @@ def _check_evaluated_model(options: argparse.Namespace) -> None:
         raise MXError("--calibration none leaves no batch to evaluate on: give a folder, or leave it out")
 
 
-def _check_eval_output(
-    options: argparse.Namespace, suffixes: tuple[str, ...], recipes: Iterable[str] = ()
-) -> None:
+def _check_eval_output(options: argparse.Namespace, suffixes: tuple[str, ...], recipes: Iterable[str] = ()) -> None:
     if options.output is not None:
         files = _files_of(options) | {f"the recipe {name!r}": name for name in recipes if os.path.isfile(name)}
         check_distinct({"--output": options.output}, files)
