@@ -279,9 +279,9 @@ class MXQuantizer(Quantizer):
         """Quantize only the operators for which a function returns True. A filter cannot be stored in a recipe.
 
         Args:
-            function: gets the `torch.fx.Node` of an operator, and returns whether to quantize it, or as a text the reason
-                not to, which the report shows; None removes the filter. Where there is no graph of torch, it gets the
-                node of the ONNX file, or the module whose weights a checkpoint holds.
+            function: gets the `torch.fx.Node` of an operator, and returns whether to quantize it, or as a text the
+                reason not to, which the report shows; None removes the filter. Where there is no graph of torch, it
+                gets the node of the ONNX file, or the module whose weights a checkpoint holds.
 
         Returns:
             The quantizer.

@@ -14,10 +14,16 @@ from pt2mx.pt2e.models.names import check_model, source_file
 
 #: a wrong command line -> the begin of its error
 WRONG = {
-    "quantize --model minilm --recipe decoder_balancd": "no recipe 'decoder_balancd': not a file or format, and of the "
-    "shipped ones did you mean 'decoder_balanced'?",
-    "quantize --model minilm --recipe mxpf8": "no recipe 'mxpf8': not a file or format, and of the shipped ones did "
-    "you mean 'mxfp8'?",
+    "quantize --model minilm --recipe decoder_balancd": "no recipe 'decoder_balancd': no file, shipped recipe or "
+    "format: did you mean 'decoder_balanced'?",
+    "quantize --model minilm --recipe mxpf8": "no recipe 'mxpf8': no file, shipped recipe or format: did you mean "
+    "'mxfp8'?",
+    "quantize --model minilm --recipe mxfp8_e4m4": "no recipe 'mxfp8_e4m4': no file, shipped recipe or format: did you "
+    "mean 'mxfp8_e4m3'?",
+    "quantize --model minilm --recipe nvfp4_weigth_only": "no recipe 'nvfp4_weigth_only': no file, shipped recipe or "
+    "format: did you mean 'nvfp4_weight_only'?",
+    "quantize --model minilm --recipe nvpf4": "no recipe 'nvpf4': no file, shipped recipe or format: did you mean "
+    "'nvfp4'?",
     "quantize --model minilm": "give --recipe, a YAML file, a format, or one of cnn_balanced, ",
     "quantize --model minilmm --recipe mxfp8": "unknown model 'minilmm': did you mean 'minilm'?",
     "quantize --model net.py --recipe mxfp8": "the model 'net.py' names no function: give net.py:FACTORY",
