@@ -38,7 +38,7 @@ from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightRep
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
-from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
+from pt2mx.pt2e.optimize.targets import WeightTarget, note_rounding, quantized_inputs, set_weight, weight_targets
 from pt2mx.spec import MXSpec, parse
 
 
@@ -206,6 +206,7 @@ def _round(
         for target, (value, known, report) in share_work(targets, work, group):
             reports.append(report)
             if value is not None:
+                note_rounding(target, value)
                 set_weight(model, target, value)
             if known is not None:
                 scales[target.consumers[0].node] = known
@@ -219,14 +220,16 @@ def _report_learned(
     result: GraphModule,
     quantizer: Quantizer,
 ) -> None:
-    """Update the reports of weights whose rounding was learned."""
-    changed = {}
+    """Update the reports and the noted noise of weights whose rounding was learned."""
+    changed: dict[Node, WeightTarget] = {}
     for target in weight_targets(result, quantizer):
         if target.name in learned:
-            changed[target.consumers[0].node] = target.value.detach()
+            changed[target.consumers[0].node] = target
     for i, target in enumerate(targets):
-        value, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
-        if value is not None:
+        learned_target, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
+        if learned_target is not None:
+            value = learned_target.value.detach()
+            note_rounding(learned_target, value, exact=target.value.detach())
             before = reports[i].algorithm
             algorithm = f"{before}, learned_rounding" if before else "learned_rounding"
             exact = fake_quantize_mx(value, spec) if spec.has_power_of_two_scale else value
