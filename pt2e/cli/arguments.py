@@ -107,6 +107,12 @@ _FULL = flag("--full", f"print all operators, not only the {WORST_OPERATORS} wit
 _QUANTIZED_HEAD = flag(
     "--quantized-head", "quantize the head in a layout, too, of which no engine is known to load one (quark)"
 )
+_IMPORT = repeated(
+    "--import",
+    "run this file first: it defines custom operators; several times for several",
+    metavar="FILE.py",
+    dest="imports",
+)
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
 #: command -> its arguments
@@ -166,6 +172,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "slice": (
         argument("program", help="a program that `pt2mx quantize` wrote, or the folder of a language model"),
+        _IMPORT,
         argument("--recipe", required=True, help="a YAML file or the name of a shipped recipe, with narrower weights"),
         argument("--output", required=True, help="the program to write, or for a language model a folder"),
         _REPORT,
@@ -207,6 +214,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "generate": (
         _FOLDER,
+        _IMPORT,
         repeated("--prompt", "the prompt; give it several times for several answers (default: ask for prompts)"),
         repeated("--prompt-file", "a file that holds a prompt; several times for several answers", metavar="FILE"),
         repeated("--image", "an image for each prompt (vision models); several times for several", metavar="FILE"),
@@ -228,6 +236,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "eval": (
         _FOLDER,
+        _IMPORT,
         argument("--tasks", required=True, metavar=NAMES, help="names of tasks; * and ? match several"),
         argument("--limit", type=int, metavar="N", help="use the first N documents of each task"),
         argument("--include-path", metavar="DIR", help="a folder with YAML files that describe your own tasks"),
@@ -240,6 +249,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "perplexity": (
         argument("folder", help="a folder that `pt2mx quantize` wrote, or the checkpoint of a language model"),
+        _IMPORT,
         argument("--text", required=True, help="a text file, or a folder of .txt files"),
         argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text"),
         argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
@@ -253,6 +263,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="a file that `pt2mx quantize` or torch.export.save wrote, or the folder of a language model, which "
             "then gets packages",
         ),
+        _IMPORT,
         argument("--output", help="the package to write; its name ends in .pt2"),
         device("where the package runs"),
         flag("--portable", "make a package that runs where pt2mx is not installed"),
@@ -260,6 +271,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "run": (
         argument("package", help="a package that `pt2mx compile` wrote, or an ONNX file"),
+        _IMPORT,
         argument("--inputs", help="a .pt or .npz batch (default: the inputs of the export)"),
         argument("--output", help="write the outputs with torch.save to this file; its name ends in .pt"),
         argument(
@@ -268,15 +280,17 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="what runs an ONNX file (default: the first of them that is installed and takes the file)",
         ),
     ),
-    "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"),),
+    "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"), _IMPORT),
     "export-onnx": (
         argument("program", help="a program, or the folder of a quantized language model"),
+        _IMPORT,
         argument("--output", required=True, help="the file to write; its name ends in .onnx"),
         argument("--opset", type=int, help=f"{OPSETS[0]} to {OPSETS[1]} (default: the opset of torch's exporter)"),
         argument("--target", choices=DIALECTS, default="pt2mx", help="the nodes to write (default: pt2mx)"),
     ),
     "export-executorch": (
         _PROGRAM,
+        _IMPORT,
         argument("--output", required=True, help="the file to write; its name ends in .pte"),
         argument(
             "--backend",
@@ -288,6 +302,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "save-checkpoint": (
         _FOLDER,
+        _IMPORT,
         argument("--float", required=True, metavar="CHECKPOINT", help="the float checkpoint that was quantized"),
         argument("--output", required=True, help="the folder to write, new or empty; a file for --layout gguf"),
         argument(

@@ -100,6 +100,9 @@ def check_usage(options: argparse.Namespace) -> None:
             raise MXError(f"{option_of(name)} {value} must be at least {least}")
     for name, advice in _EXISTING.get(options.command, {}).items():
         _check_existing(getattr(options, name), advice)
+    for path in getattr(options, "imports", None) or ():
+        if not path.endswith(".py") or not os.path.isfile(path):
+            raise MXError(f"--import {path!r} is no Python file: give a file.py that defines custom operators")
     if getattr(options, "float", None) is not None:
         check_checkpoint(options.float)
 

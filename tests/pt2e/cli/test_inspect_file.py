@@ -138,3 +138,37 @@ def test_histograms():
     assert _histogram({0: 5}) == "0 █ 0" and _histogram({}) == ""
     wide = _histogram(dict.fromkeys(range(-127, 128), 1))
     assert wide.startswith("-127 █") and wide.endswith(" 127") and len(wide) < 40
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("{0}::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+"""
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return torch.ops.pt2mx_test_import.twice(x)
+
+
+def test_a_program_with_a_custom_operator(tmp_path, capsys):
+    name, path = "pt2mx_test_import", str(tmp_path / "twice.pt2")
+    with torch.library._scoped_library(name, "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", torch.empty_like, "Meta")
+        torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), path)
+    assert command.main(["inspect", path]) == 2
+    error = capsys.readouterr().err
+    assert f"calls the operator {name}::twice, which nothing defines here" in error and error.count("\n") == 1
+    (tmp_path / "my_operators.py").write_text(OPERATOR.format(name))
+    out = run(path, "--import", tmp_path / "my_operators.py", capsys=capsys).out
+    assert f"{name}.twice" in out
+    assert command.main(["inspect", path, "--import", "none.py"]) == 2
+    assert "--import 'none.py' is no Python file" in capsys.readouterr().err

@@ -170,3 +170,9 @@ def test_names_are_separated_by_commas_or_blanks(line, option, value):
 
 def test_words_that_belong_to_no_list_are_refused(refused):
     assert "unrecognized arguments: b" in refused("sensitivity net b")
+
+
+def test_every_command_that_loads_a_program_imports_custom_operators():
+    programs = {"compile", "slice", "run", "inspect", "export-onnx", "export-executorch", "save-checkpoint"}
+    folders = {"generate", "perplexity", "eval"}
+    assert {name for name, leaf in LEAVES.items() if "--import" in options_of(leaf)} == programs | folders
