@@ -280,7 +280,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="what runs an ONNX file (default: the first of them that is installed and takes the file)",
         ),
     ),
-    "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"), _IMPORT),
+    "inspect": (argument("file", help="a program, a package, an ONNX file or a language model's folder"), _IMPORT),
     "export-onnx": (
         argument("program", help="a program, or the folder of a quantized language model"),
         _IMPORT,

@@ -69,7 +69,7 @@ _EXISTING = {
     "eval": {"folder": _WRITTEN_FOLDER},
     "perplexity": {"text": _TEXT, "calibration": _TEXT},
     "run": {"inputs": "a .pt or .npz batch"},
-    "inspect": {"file": "a program, a package, or the folder of a language model"},
+    "inspect": {"file": "a program, a package, an ONNX file, or the folder of a language model"},
     "save-checkpoint": {"folder": _WRITTEN_FOLDER},
     "convert-checkpoint": {
         "source": "the folder of a checkpoint, or a GGUF file",

@@ -1,6 +1,7 @@
 """`pt2mx inspect`: its output for programs and folders; test_compile.py has packages."""
 
 import json
+import zipfile
 from math import prod
 
 import pytest
@@ -105,6 +106,32 @@ def test_programs_without_packed_weights(files, capsys):
     (result,) = json.loads(run(files[0] / "float.pt2", "--json", capsys=capsys).out)["files"]
     assert (result["weights"], result["origin"], result["portable"]) == ([], None, False)
     assert {t["name"] for t in result["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_an_onnx_file(files, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    folder, program = files
+    for target in ("pt2mx", "openvino"):
+        pt2mx.export_onnx(program, tmp_path / f"{target}.onnx", target=target)
+    mine, other = (
+        json.loads(run(tmp_path / f"{target}.onnx", "--json", capsys=capsys).out)["files"][0]
+        for target in ("pt2mx", "openvino")
+    )
+    (expected,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert (mine["kind"], mine["weights"]) == ("ONNX model", expected["weights"])
+    assert mine["activations"] == expected["activations"] and mine["operators"]["pt2mx.DequantizeMX"] == 2
+    assert mine["inputs"][0]["dtype"] == "float32" and mine["inputs"][0]["shape"][1] == 64
+    assert {t["name"]: t["bytes"] for t in mine["tensors"]} == {"0.bias": 1000, "2.bias": 40}
+    assert not other["weights"] and len(other["tensors"]) > 2
+    assert "a ONNX" not in run(tmp_path / "pt2mx.onnx", capsys=capsys).out
+
+
+def test_a_package_without_inputs(tmp_path):
+    """As those of a language model."""
+    with zipfile.ZipFile(tmp_path / "token.cpu.aoti.pt2", "w") as archive:
+        archive.writestr("token/data/aotinductor/model/code.wrapper.cpp", "")
+    (info,) = inspect_file(tmp_path / "token.cpu.aoti.pt2")
+    assert (info.kind, info.inputs, info.weights) == ("package", (), ())
 
 
 def test_the_folder_of_a_language_model(tmp_path, capsys):
