@@ -135,6 +135,9 @@ ELEMENTS: dict[str, ElementFormat] = {
 
 # A bare width names the format with the finer grid of the two that OCP defines at that width.
 _DEFAULT_OF_WIDTH = {"fp8": "fp8_e4m3", "fp6": "fp6_e2m3", "fp4": "fp4_e2m1"}
+#: spellings that errors suggest; those with E4M3 scales name no element, but a spec
+SPELLINGS = (*FORMATS, *(f"mx{name}" for name in FORMATS), *(f"mx{width}" for width in _DEFAULT_OF_WIDTH))
+NV_SPELLINGS = ("nvfp4", *(f"nv{name}" for name in FORMATS))
 _DTYPE_NAMES = {
     "float8_e4m3fn": "fp8_e4m3",
     "float8_e5m2": "fp8_e5m2",
@@ -180,9 +183,8 @@ def parse_element(spelling: object) -> ElementFormat:
         return spelling
     name = _name_of(spelling)
     if name not in ELEMENTS:
-        spellings = [*FORMATS, *(f"mx{name}" for name in FORMATS), *(f"mx{width}" for width in _DEFAULT_OF_WIDTH)]
         raise MXError(
-            f"unknown MX element format {spelling!r}: {nearest(spelling, spellings)}, int2 to int{_WIDEST}, and "
+            f"unknown MX element format {spelling!r}: {nearest(spelling, SPELLINGS)}, int2 to int{_WIDEST}, and "
             f"fp<bits>_eXmY with 1 to {_WIDEST_EXPONENT} exponent bits and at most {_WIDEST} bits"
         )
     return ELEMENTS[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import FORMATS, ElementFormat, is_element, parse_element
+from pt2mx.formats import FORMATS, NV_SPELLINGS, ElementFormat, is_element, parse_element
 from pt2mx.modes import ROUNDINGS, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
@@ -348,8 +348,7 @@ def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:
     except MXError as error:
         raise MXError(f"in {spelling!r}: {error}") from None
     if prefix == "nv" and not is_element(match["element"]):
-        known = ["nvfp4", *(f"nv{name}" for name in FORMATS)]
-        raise MXError(f"unknown element format in {spelling!r}: {nearest(text, known)}")
+        raise MXError(f"unknown element format in {spelling!r}: {nearest(text, NV_SPELLINGS)}")
     # `parse_element` takes `mx` too, and its errors then name what was written
     return ("mx" if prefix == "mx" else "") + match["element"], fields
 

@@ -5,6 +5,7 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pt2mx.pt2e.quantizer import shipped
@@ -24,6 +25,10 @@ OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
 #: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
 WORST_OPERATORS, WORST_ROWS = 10, 20
+#: the metavar of an option that takes names, separated by commas, by blanks or by both
+NAMES = "A,B"
+#: a comma between names, not one in a format such as mxfp4(even,even)
+_COMMA = re.compile(r",(?![^(]*\))")
 #: the folder that `demo` writes
 DEMO_FOLDER = "pt2mx-demo"
 
@@ -55,6 +60,11 @@ def repeated(name: str, text: str, **options: Any) -> Argument:
 def device(meaning: str) -> Argument:
     """Return the option `--device`."""
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names in a value of an option, separated by commas."""
+    return [name.strip() for name in _COMMA.split(text)]
 
 
 #: arguments of every command
@@ -96,6 +106,12 @@ _REPORT = argument("--report", help="the report to write; its name ends in .json
 _FULL = flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR")
 _QUANTIZED_HEAD = flag(
     "--quantized-head", "quantize the head in a layout, too, of which no engine is known to load one (quark)"
+)
+_IMPORT = repeated(
+    "--import",
+    "run this file first: it defines custom operators; several times for several",
+    metavar="FILE.py",
+    dest="imports",
 )
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
@@ -156,6 +172,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "slice": (
         argument("program", help="a program that `pt2mx quantize` wrote, or the folder of a language model"),
+        _IMPORT,
         argument("--recipe", required=True, help="a YAML file or the name of a shipped recipe, with narrower weights"),
         argument("--output", required=True, help="the program to write, or for a language model a folder"),
         _REPORT,
@@ -165,7 +182,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         *_EVALUATED_MODEL,
         argument(
             "--recipes",
-            metavar="A,B",
+            metavar=NAMES,
             help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
             "without recipes for another task if the model's task is known)",
         ),
@@ -174,12 +191,14 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             choices=(*PRESETS, "none"),
             help="round the weights for all recipes with a preset of pt2mx.optimize (default: as each recipe says)",
         ),
-        argument("--output", metavar="FILE", help="an .html page to write: the plot, the report of the best recipe"),
+        argument(
+            "--output", metavar="FILE", help="an .html page to write: the plot, the report of the recommended recipe"
+        ),
         flag("--speed", "also compile each result and time a batch"),
     ),
     "sensitivity": (
         *_EVALUATED_MODEL,
-        argument("--formats", metavar="A,B", default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
+        argument("--formats", metavar=NAMES, default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
         argument(
             "--method",
             choices=METHODS,
@@ -190,11 +209,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         flag("--left", "with forward: also quantize all modules but one"),
         argument("--bits", type=float, help="suggest formats of the weights with at most this many bits per value"),
         argument("--activation", metavar="FORMAT", help="with --bits: the format of all activations (default: float)"),
-        argument("--output", metavar="FILE", help="with --bits: the recipe to write"),
+        argument("--output", metavar="FILE", help="with --bits: the recipe to write; its name ends in .yaml"),
         flag("--full", f"print all rows, not only the {WORST_ROWS} most sensitive"),
     ),
     "generate": (
         _FOLDER,
+        _IMPORT,
         repeated("--prompt", "the prompt; give it several times for several answers (default: ask for prompts)"),
         repeated("--prompt-file", "a file that holds a prompt; several times for several answers", metavar="FILE"),
         repeated("--image", "an image for each prompt (vision models); several times for several", metavar="FILE"),
@@ -216,7 +236,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "eval": (
         _FOLDER,
-        argument("--tasks", required=True, metavar="A,B", help="names of tasks; * and ? match several"),
+        _IMPORT,
+        argument("--tasks", required=True, metavar=NAMES, help="names of tasks; * and ? match several"),
         argument("--limit", type=int, metavar="N", help="use the first N documents of each task"),
         argument("--include-path", metavar="DIR", help="a folder with YAML files that describe your own tasks"),
         argument("--fewshot", type=int, metavar="N", help="examples in each prompt (default: those of the task)"),
@@ -228,10 +249,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "perplexity": (
         argument("folder", help="a folder that `pt2mx quantize` wrote, or the checkpoint of a language model"),
+        _IMPORT,
         argument("--text", required=True, help="a text file, or a folder of .txt files"),
         argument("--tokens", type=int, metavar="N", help="use the first N tokens of the text"),
         argument("--float", help="for a quantized folder: the checkpoint to compare it with"),
-        several("--recipe", "for a checkpoint: recipes to quantize it with, one row each"),
+        several("--recipe", "for a checkpoint: recipes to quantize it with, one row each", metavar=NAMES),
         argument("--calibration", help="a text for the recipes' algorithms, or none (default: the built-in sample)"),
         *_CHECKPOINT,
     ),
@@ -241,6 +263,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="a file that `pt2mx quantize` or torch.export.save wrote, or the folder of a language model, which "
             "then gets packages",
         ),
+        _IMPORT,
         argument("--output", help="the package to write; its name ends in .pt2"),
         device("where the package runs"),
         flag("--portable", "make a package that runs where pt2mx is not installed"),
@@ -248,6 +271,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "run": (
         argument("package", help="a package that `pt2mx compile` wrote, or an ONNX file"),
+        _IMPORT,
         argument("--inputs", help="a .pt or .npz batch (default: the inputs of the export)"),
         argument("--output", help="write the outputs with torch.save to this file; its name ends in .pt"),
         argument(
@@ -256,15 +280,17 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="what runs an ONNX file (default: the first of them that is installed and takes the file)",
         ),
     ),
-    "inspect": (argument("file", help="a program, a package, or the folder of a quantized language model"),),
+    "inspect": (argument("file", help="a program, a package, an ONNX file or a language model's folder"), _IMPORT),
     "export-onnx": (
         argument("program", help="a program, or the folder of a quantized language model"),
+        _IMPORT,
         argument("--output", required=True, help="the file to write; its name ends in .onnx"),
         argument("--opset", type=int, help=f"{OPSETS[0]} to {OPSETS[1]} (default: the opset of torch's exporter)"),
         argument("--target", choices=DIALECTS, default="pt2mx", help="the nodes to write (default: pt2mx)"),
     ),
     "export-executorch": (
         _PROGRAM,
+        _IMPORT,
         argument("--output", required=True, help="the file to write; its name ends in .pte"),
         argument(
             "--backend",
@@ -276,6 +302,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "save-checkpoint": (
         _FOLDER,
+        _IMPORT,
         argument("--float", required=True, metavar="CHECKPOINT", help="the float checkpoint that was quantized"),
         argument("--output", required=True, help="the folder to write, new or empty; a file for --layout gguf"),
         argument(
@@ -311,8 +338,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),
     "conformance": (
-        several("--implementation", "the implementations to check (default: all that are installed)", metavar="NAME"),
-        several("--format", "the formats to check, such as mxfp4 (default: all six)"),
+        several("--implementation", "the implementations to check (default: all that are installed)", metavar=NAMES),
+        several("--format", "the formats to check, such as mxfp4 (default: all six)", metavar=NAMES),
         argument("--output", metavar="FILE", help="write the tables (.md) or all rows (.json)"),
     ),
     "demo": (argument("--output", default=DEMO_FOLDER, help=f"the folder for all results (default: {DEMO_FOLDER})"),),

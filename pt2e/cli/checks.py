@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import OPSETS
+from pt2mx.pt2e.cli.arguments import OPSETS, split_names
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
 from pt2mx.pt2e.language.ranges import fault_of
-from pt2mx.pt2e.models.names import check_model, input_files, source_file
+from pt2mx.pt2e.models.names import check_checkpoint, check_model, input_files, source_file
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: options for loading a checkpoint
@@ -53,6 +53,29 @@ _OUTPUTS = {
     "export-executorch": (".pte",),
     "conformance": (".json", ".md"),
 }
+_WRITTEN_FOLDER, _TEXT = "the folder that `pt2mx quantize` wrote", "a text file, or a folder of .txt files"
+_BATCHES = "a folder of batches, images or recordings, or for a language model a text"
+#: command -> its arguments that name what must exist -> what to give
+_EXISTING = {
+    "quantize": {"calibration": _BATCHES, "distill": _TEXT},
+    "compare": {"calibration": _BATCHES},
+    "sensitivity": {"calibration": _BATCHES},
+    "generate": {
+        "folder": _WRITTEN_FOLDER,
+        "prompt_file": "a file with a prompt",
+        "image": "an image",
+        "audio": "a .wav file",
+    },
+    "eval": {"folder": _WRITTEN_FOLDER},
+    "perplexity": {"text": _TEXT, "calibration": _TEXT},
+    "run": {"inputs": "a .pt or .npz batch"},
+    "inspect": {"file": "a program, a package, an ONNX file, or the folder of a language model"},
+    "save-checkpoint": {"folder": _WRITTEN_FOLDER},
+    "convert-checkpoint": {
+        "source": "the folder of a checkpoint, or a GGUF file",
+        "statistics": "a file of save_statistics",
+    },
+}
 #: option -> its smallest value
 _LEAST = {
     "max_new_tokens": 1,
@@ -75,6 +98,20 @@ def check_usage(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None and value < least:
             raise MXError(f"{option_of(name)} {value} must be at least {least}")
+    for name, advice in _EXISTING.get(options.command, {}).items():
+        _check_existing(getattr(options, name), advice)
+    for path in getattr(options, "imports", None) or ():
+        if not path.endswith(".py") or not os.path.isfile(path):
+            raise MXError(f"--import {path!r} is no Python file: give a file.py that defines custom operators")
+    if getattr(options, "float", None) is not None:
+        check_checkpoint(options.float)
+
+
+def _check_existing(value: str | list[str] | None, advice: str) -> None:
+    """Raise an `MXError` where a file or folder that an argument names is missing."""
+    for path in [value] if isinstance(value, str) else value or ():
+        if path != "none" and not os.path.exists(path):
+            raise MXError(f"no file or folder {path!r}: give {advice}")
 
 
 def _check_quantize(options: argparse.Namespace) -> None:
@@ -125,14 +162,14 @@ def _check_slice(options: argparse.Namespace) -> None:
 def _check_compare(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
     recipes = [] if options.recipes is None else split_names(options.recipes)
-    _check_eval_output(options, recipes, suffixes=(".html", ".htm"))
+    _check_eval_output(options, (".html", ".htm"), recipes)
 
 
 def _check_sensitivity(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
     if (options.bits is None) != (options.output is None):
         raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
-    _check_eval_output(options)
+    _check_eval_output(options, (".yaml", ".yml"))
     if options.bits is None and options.activation is not None:
         raise MXError("--activation is of the recipe: give --bits and --output, too")
     if options.bits is not None and options.operands == "activations":
@@ -266,13 +303,11 @@ def _check_evaluated_model(options: argparse.Namespace) -> None:
         raise MXError("--calibration none leaves no batch to evaluate on: give a folder, or leave it out")
 
 
-def _check_eval_output(
-    options: argparse.Namespace, recipes: Iterable[str] = (), suffixes: tuple[str, ...] = ()
-) -> None:
+def _check_eval_output(options: argparse.Namespace, suffixes: tuple[str, ...], recipes: Iterable[str] = ()) -> None:
     if options.output is not None:
-        check_output(options.output, suffixes)
         files = _files_of(options) | {f"the recipe {name!r}": name for name in recipes if os.path.isfile(name)}
         check_distinct({"--output": options.output}, files)
+        check_output(options.output, suffixes)
 
 
 def _check_report(options: argparse.Namespace, files: dict[str, object] | None = None) -> None:
@@ -297,11 +332,6 @@ def _files_of(options: argparse.Namespace) -> dict[str, object]:
     if options.calibration not in (None, "none"):
         files |= {f"the calibration batch {file.name!r}": file for file in input_files(options.calibration)}
     return files
-
-
-def split_names(text: str) -> list[str]:
-    """Return the names in an option, separated by commas and blanks."""
-    return [name.strip() for name in text.split(",")]
 
 
 def recipe_missing() -> MXError:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 from pt2mx.errors import MXError
@@ -97,6 +98,7 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
     if sys.stdout is None:
         raise MXError("stdout is closed: there is no place for the result")
     with only_result_on_stdout() if options.json else nullcontext(), warnings_as_notes():
+        _import_files(getattr(options, "imports", None) or ())
         result = options.run(options)
     if interrupts:  # code that was running may have caught the KeyboardInterrupt
         raise KeyboardInterrupt
@@ -110,6 +112,16 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
         _discard_stdout()
         raise MXError(f"cannot write the result to stdout: {error.strerror}") from None
     return 0 if result is None else result.status
+
+
+def _import_files(paths: Iterable[str]) -> None:
+    """Run Python files of the user, which define custom operators."""
+    for path in paths:
+        from pt2mx.pt2e.files.python_file import import_file
+        from pt2mx.pt2e.files.user_errors import user_errors
+
+        with user_errors(f"import {path!r}"):
+            import_file(path)
 
 
 def _discard_stdout() -> None:

@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.checks import check_device, split_names
+from pt2mx.pt2e.cli.arguments import split_names
+from pt2mx.pt2e.cli.checks import check_device
 from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result
@@ -22,7 +23,7 @@ from pt2mx.pt2e.models.float_models import Batch, call
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import tasks
-from pt2mx.pt2e.report.advice import FLOAT
+from pt2mx.pt2e.report.advice import recommended
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.report.results import RecipeComparison
 from pt2mx.pt2e.sensitivity.compare_recipes import (
@@ -79,20 +80,20 @@ def _write_page(
     quantizers: dict[str, MXQuantizer],
     options: argparse.Namespace,
 ) -> None:
-    """Quantize the model once more with the recipe of best quality, calibrate it, and write the page of its report."""
-    names = [row.name for row in comparison.front() if row.name != FLOAT]
-    if not names:
+    """Quantize the model once more with the recommended recipe, calibrate it, and write the page of its report."""
+    row = recommended(comparison)
+    if row is None:
         raise MXError(f"no recipe works, so there is no page: {comparison.rows[-1].note}")
-    optimized = optimized_by(exported, quantizers[names[-1]], calibration)
-    prepared = prepare_pt2e(optimized, quantizers[names[-1]])
+    quantizer = quantizers[row.name]
+    prepared = prepare_pt2e(optimized_by(exported, quantizer, calibration), quantizer)
     with torch.no_grad():
         for batch in evaluation:
             call(prepared, batch)
     converted = convert_pt2e(prepared)
-    best = names[-1] if names[-1] in recipe.names() else quantizers[names[-1]]
+    shown = row.name if row.name in recipe.names() else quantizer
     report = quantization_report(converted)
     report.to_html(
-        options.output, model=options.model, recipe=best, comparison=comparison, before=exported, after=converted
+        options.output, model=options.model, recipe=shown, comparison=comparison, before=exported, after=converted
     )
 
 

@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.checks import split_names
+from pt2mx.pt2e.cli.arguments import split_names
 from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result

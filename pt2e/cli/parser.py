@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, Argument
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, NAMES, Argument, split_names
 from pt2mx.version import __version__
 
 #: the exit status
@@ -148,7 +148,20 @@ class Parser(argparse.ArgumentParser):
         if self.default_action is not None and all(_OPTION.fullmatch(word) and word not in _HELP for word in words):
             words = [self.default_action, *words]
         self._check_words(words)
-        return super().parse_known_args(words, namespace)
+        return self._with_names(*super().parse_known_args(words, namespace))
+
+    def _with_names(self, options: Any, rest: list[str]) -> tuple[Any, list[str]]:
+        """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left."""
+        for action in self._actions:
+            value = getattr(options, action.dest, None)
+            if action.metavar != NAMES or value is action.default:
+                continue
+            if action.nargs == "+":
+                setattr(options, action.dest, [name for text in value for name in split_names(text)])
+            elif rest and not any(map(_OPTION.match, rest)):
+                setattr(options, action.dest, ",".join(word.strip(",") for word in (value, *rest)))
+                rest = []
+        return options, rest
 
     def _check_words(self, words: list[str]) -> None:
         """Refuse a missing command, unknown options, and options that are given twice.

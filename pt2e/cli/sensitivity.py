@@ -13,8 +13,8 @@ import torch
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import WORST_ROWS
-from pt2mx.pt2e.cli.checks import check_device, split_names
+from pt2mx.pt2e.cli.arguments import WORST_ROWS, split_names
+from pt2mx.pt2e.cli.checks import check_device
 from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result

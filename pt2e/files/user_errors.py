@@ -36,6 +36,9 @@ _ESSAY = re.compile(
     r"The error above occurred when calling|from user code:|"
     r"Set TORCHDYNAMO_VERBOSE|Hint: |Developer debug context: )"
 )
+#: what the error of a call says of a size that the export fixed
+_FIXED_SIZE = re.compile(r"Guard failed: .*\.size\(\)|Got invalid dimensions for input")
+OTHER_SIZES = "sizes are those of the example: export the model with dynamic_shapes for others"
 #: how an interpreter of graphs continues the message of an error
 _AT_NODE = "\n\nWhile executing %"
 #: a location in a node's `stack_trace`, innermost last
@@ -93,14 +96,17 @@ def _log_handlers() -> list[logging.StreamHandler]:
 def one_line(error: BaseException) -> str:
     """Return an error as `TypeError: can only add tensors (net.py:12 in forward)`.
 
-    The lines of the message are joined. Torch's explanations are cut, and so is what exceeds 300 characters. The
-    location is the innermost one in the user's code, or else the innermost one in an installed package except torch.
+    The lines of the message are joined. Torch's explanations are cut, and so is what exceeds 300 characters. Of a size
+    that the export fixed, the text says how to export others. The location is the innermost one in the user's code, or
+    else the innermost one in an installed package except torch.
     """
     lines = [line.strip() for line in str(error).partition(_AT_NODE)[0].splitlines()]
     message = " ".join(line for line in lines if line)
     message = message[: essay.start()] if (essay := _ESSAY.search(message, 1)) else message
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST].rstrip()} ... (--traceback prints the whole)"
+    if _FIXED_SIZE.search(message):
+        message += f"; {OTHER_SIZES}"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     location = None if isinstance(error, SyntaxError) else _location(error)  # its message has the location already
     if location is None:

@@ -5,9 +5,11 @@ Conversion packs them, so it notes both for the report beforehand.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +29,7 @@ from pt2mx.pt2e.flow.packed_weights import stored_weights
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY, MXFormatObserver
-from pt2mx.pt2e.observe.observer import NOTES_KEY, STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.observe.observer import NOTES_KEY, ROUNDING_KEY, STATISTICS_KEY, MXObserver
 from pt2mx.pt2e.observe.torchao_pt2e import is_fake
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 
@@ -90,8 +92,22 @@ def weight_statistics(
     statistics.
 
     If the observer saw nothing, or the constant was trained since, the function computes the noise of the formats
-    instead. A traced constant has no statistics. `amaxes` keeps the values of the nodes that siblings read.
+    instead. A traced constant has no statistics. Of values that `optimize` rounded the noise is that of the float
+    values. `amaxes` keeps the values of the nodes that siblings read.
     """
+    noted = _statistics_of_values(observer, node, captured, amaxes)
+    statistics = noted.get(STATISTICS_KEY)
+    for part in computed_from(node):
+        for source in (part, *captured.get(part, ())):
+            if isinstance(source, Node) and ROUNDING_KEY in source.meta and statistics and statistics.sqnr == math.inf:
+                return {**noted, STATISTICS_KEY: replace(statistics, sqnr=source.meta[ROUNDING_KEY].sqnr)}
+    return noted
+
+
+def _statistics_of_values(
+    observer: MXObserver, node: Node, captured: CapturedOperands, amaxes: dict[Node, list[Tensor]] | None
+) -> dict[str, Any]:
+    """Return the same meta for the values that the constant has."""
     seen = observer.statistics_meta()
     if seen.get(STATISTICS_KEY) is not None and not isinstance(observer, MXFakeQuantize):
         return seen

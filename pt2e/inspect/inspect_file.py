@@ -24,7 +24,6 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, parameter_of, value_of
 from pt2mx.fx.portable import is_portable
-from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.packing import unpacked_length
 from pt2mx.pt2e.files.archive import check_kind, read_record, record_names
 from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_weights
@@ -35,16 +34,16 @@ from pt2mx.pt2e.inspect.schema import (
     counted,
     dtype_name,
     format_of,
+    scale_counts,
     shape_of_ranges,
 )
 from pt2mx.pt2e.language.ranks import ENCODER, programs_in
-from pt2mx.pt2e.packages.package import read_signature
+from pt2mx.pt2e.packages.package import EXAMPLE, read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.program.program import read_program
 from pt2mx.pt2e.program.provenance import provenance_of
 from pt2mx.spec import MXSpec
 
-_SCALE_BIAS = 127
 #: folder of AOTInductor's records in a package
 _CODE = "data/aotinductor/"
 #: a line about a constant in the C++ that AOTInductor generated
@@ -131,13 +130,9 @@ def _inputs(leaves: Iterable[tuple[str, object, list[Range] | None]]) -> tuple[T
 
 
 def _weight_info(weight: PackedWeight) -> PackedWeightInfo:
-    exponents = exponent_bytes(weight.scales, weight.spec, weight.tensor_scale)
-    counts = torch.bincount(exponents.flatten(), minlength=NAN_SCALE + 1).tolist()
-    scales = {byte - _SCALE_BIAS: count for byte, count in enumerate(counts[:NAN_SCALE]) if count}
+    scales, nan = scale_counts(exponent_bytes(weight.scales, weight.spec, weight.tensor_scale))
     nbytes = sum(tensor.nbytes for tensor in _tensors(weight))
-    return PackedWeightInfo(
-        weight.name, format_of(weight.spec), weight.spec.axis, weight.shape, nbytes, scales, counts[NAN_SCALE]
-    )
+    return PackedWeightInfo(weight.name, format_of(weight.spec), weight.spec.axis, weight.shape, nbytes, scales, nan)
 
 
 def _tensors(weight: PackedWeight) -> list[Tensor]:
@@ -166,7 +161,7 @@ def _package_info(path: str | os.PathLike[str]) -> FileInfo:
         kind="package",
         bytes=Path(path).stat().st_size,
         origin=provenance_of(path),
-        inputs=_inputs(read_signature(path).inputs),
+        inputs=_inputs(read_signature(path).inputs) if EXAMPLE in record_names(path) else (),
         weights=tuple(weights),
         tensors=tuple(tensor for tensor in constants.values() if tensor.name not in packed),
         operators=counted(_dotted(call["target"]) for call in calls),

@@ -10,14 +10,17 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pt2mx.analysis.tables import text_table
+from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.pt2e.flow.packed_weights import storage_note
 from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.packages.sizes import Range
 from pt2mx.pt2e.program.provenance import Provenance
 from pt2mx.spec import MXSpec, parse
 
+_SCALE_BIAS = 127
 #: bars of a histogram, from the fewest blocks to the most
 _BARS = "▁▂▃▄▅▆▇█"
 #: the most columns of a histogram
@@ -71,7 +74,7 @@ class FileInfo:
     """Describe a file.
 
     Args:
-        kind: "program" or "package".
+        kind: "program", "package" or "ONNX model".
         bytes: the size of the file.
         origin: the versions that wrote the file, and the recipe; None where the file names none.
         inputs: the inputs of a call.
@@ -103,6 +106,12 @@ def format_of(spec: MXSpec) -> str:
     return str(spec.replace(scale_mode=None, rounding="even"))
 
 
+def scale_counts(exponents: Tensor) -> tuple[dict[int, int], int]:
+    """Return exponent -> number of blocks, and the number of NaN blocks, of E8M0 bytes, int64."""
+    *counts, nan = torch.bincount(exponents.flatten(), minlength=NAN_SCALE + 1).tolist()
+    return {byte - _SCALE_BIAS: count for byte, count in enumerate(counts) if count}, nan
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
@@ -122,7 +131,8 @@ def table(info: FileInfo) -> str:
     """Return the description of a file as tables."""
     origin = info.origin
     written = f", written by pt2mx {origin.pt2mx} and torch {origin.torch}" if origin else ""
-    parts = [f"{info.file}: a {info.kind} of {info.bytes:,} bytes{written}"]
+    article = "an" if info.kind.startswith("O") else "a"
+    parts = [f"{info.file}: {article} {info.kind} of {info.bytes:,} bytes{written}"]
     if info.target:
         parts.append("for: " + ", ".join(value for value in info.target.values() if value))
     if origin and origin.recipe:

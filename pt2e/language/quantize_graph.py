@@ -123,9 +123,9 @@ def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
     """Return a copy of the quantizer that skips matmuls and attention without a parameter among their operands."""
     accepts = quantizer.filter_function
 
-    def has_weight(node: Node) -> bool:
+    def has_weight(node: Node) -> bool | str:
         if node.target in _MATMULS and not any(map(_is_weight, node.all_input_nodes)):
-            return False
+            return "its operands are activations alone, which stay in float in a language model"
         return accepts is None or accepts(node)
 
     return copy.copy(quantizer).set_filter_function(has_weight)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.python_file import import_file
 from pt2mx.pt2e.models.coverage import CheckpointValues
 from pt2mx.pt2e.models.example_inputs import CheckpointInputs
 from pt2mx.pt2e.models.input_files import Reader, groups, read_image
@@ -153,11 +152,7 @@ def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
 
 
 def _from_factory(path: str, factory: str) -> LoadedModel:
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise MXError(f"no file {path!r}: give module.py:factory")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    module = import_file(path)
     function = getattr(module, factory, None)
     if not callable(function):
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]

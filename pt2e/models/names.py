@@ -26,12 +26,27 @@ KINDS = {
 
 
 def check_model(source: str) -> None:
-    """Raise an `MXError` for a model that `load_model` does not know, and which is no ONNX file."""
-    if source == "minilm" or source.partition(":")[0] in ("hf", "torchvision", "onnx") or source_file(source):
+    """Raise an `MXError` for a model that `load_model` does not know and which is no ONNX file, and for a file or
+    folder that is missing."""
+    kind, _, name = source.partition(":")
+    if kind == "hf":
+        check_checkpoint(name)
+    if source == "minilm" or kind in ("hf", "torchvision", "onnx"):
+        return
+    if path := source_file(source):
+        if not os.path.isfile(path):
+            raise MXError(f"no file {path!r}: give module.py:factory")
         return
     if source.endswith(".py"):
         raise MXError(f"the model {source!r} names no function: give {source}:FACTORY")
     raise MXError(f"unknown model {source!r}: {nearest(source, _MODELS)}")
+
+
+def check_checkpoint(name: str) -> None:
+    """Raise an `MXError` for a path of a checkpoint that is missing. A name of the Hub has one slash at most."""
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.lower().endswith(".gguf")
+    if is_path and not os.path.exists(name):
+        raise MXError(f"no file or folder {name!r}: give a checkpoint's folder, a GGUF file, or a name of the Hub")
 
 
 def source_file(source: str) -> str | None:

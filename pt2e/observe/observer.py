@@ -25,6 +25,8 @@ from pt2mx.spec import MXSpec
 
 #: meta key of a `dequantize_mx` node: the observed `QuantizationStatistics` of its tensor
 STATISTICS_KEY = "mx_statistics"
+#: meta key of a weight: the `QuantizationStatistics` of its float values, which an algorithm has rounded
+ROUNDING_KEY = "mx_rounding"
 #: meta key of the call of an observer: further meta for its `dequantize_mx` node
 NOTES_KEY = "mx_notes"
 #: arguments that torchao passes to the constructor

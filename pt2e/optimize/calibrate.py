@@ -15,6 +15,7 @@ from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.higher_order_ops import graph_modules, written_in
 from pt2mx.fx.graph.node import dtype_of, model_of, shape_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.optimize.distributed import all_reduce_sums, min_over_ranks
 from pt2mx.pt2e.optimize.losses import call_with_batch
 from pt2mx.pt2e.optimize.matmul_views import without_padding
@@ -159,7 +160,8 @@ class _Observed:
         with torch.no_grad():
             for batch in batches:
                 count += 1
-                call_with_batch(self.model, batch)
+                with user_errors(f"run calibration batch {count}"):
+                    call_with_batch(self.model, batch)
         for owner, name in self.names:
             owner.delete_submodule(name)
         return count

@@ -37,7 +37,7 @@ from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
 from pt2mx.pt2e.optimize.rounding import round_weight, rounding_errors
 from pt2mx.pt2e.optimize.smoothing import smooth_matmuls
 from pt2mx.pt2e.optimize.stored_codes import pack_weights, round_siblings
-from pt2mx.pt2e.optimize.targets import WeightTarget, quantized_inputs, set_weight, weight_targets
+from pt2mx.pt2e.optimize.targets import WeightTarget, note_rounding, quantized_inputs, set_weight, weight_targets
 from pt2mx.spec import MXSpec, parse
 
 
@@ -206,6 +206,7 @@ def _round(
         for target, (value, known, report) in share_work(targets, work, group):
             reports.append(report)
             if value is not None:
+                note_rounding(target, value)
                 set_weight(model, target, value)
             if known is not None:
                 scales[target.consumers[0].node] = known
@@ -213,11 +214,13 @@ def _round(
 
 
 def _report_learned(reports: list[WeightReport], targets: list[WeightTarget], learned: Sequence[WeightTarget]) -> None:
-    """Update the reports of weights, which `targets` have as floats, whose rounding was learned."""
-    changed = {target.consumers[0].node: target.value.detach() for target in learned}
+    """Update the reports and the noted noise of weights, which `targets` have as floats, whose rounding was learned."""
+    changed = {target.consumers[0].node: target for target in learned}
     for i, target in enumerate(targets):
-        value, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
-        if value is not None:
+        learned_target, spec = changed.get(target.consumers[0].node), target.consumers[0].spec
+        if learned_target is not None:
+            value = learned_target.value.detach()
+            note_rounding(learned_target, value, exact=target.value.detach())
             before = reports[i].algorithm
             algorithm = f"{before}, learned_rounding" if before else "learned_rounding"
             exact = fake_quantize_mx(value, spec) if spec.has_power_of_two_scale else value

@@ -18,7 +18,8 @@ from pt2mx.functional import tensor_scale_mx
 from pt2mx.fx.graph.node import Dequantize, register_buffer, set_value
 from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, ROUNDED_KEY, SPEC_KEY
 from pt2mx.kernels.packing import is_packed
-from pt2mx.pt2e.optimize.targets import WeightTarget, reason_not_rounded, set_weight
+from pt2mx.pt2e.observe.observer import ROUNDING_KEY, STATISTICS_KEY
+from pt2mx.pt2e.optimize.targets import WeightTarget, note_rounding, reason_not_rounded, set_weight
 
 
 def pack_weights(model: GraphModule, targets: list[WeightTarget], scales: Mapping[Node, BlockScales]) -> None:
@@ -40,7 +41,9 @@ def round_siblings(model: GraphModule, targets: list[WeightTarget], scales: dict
         if known and first not in scales and not reason_not_rounded(target):
             value, spec = target.value.detach(), target.consumers[0].spec
             scales[first] = nearest_scales(value, spec, known[0].tensor_scale)
-            set_weight(model, target, scales[first].round(value).to(value.dtype))
+            rounded = scales[first].round(value).to(value.dtype)
+            note_rounding(target, rounded)
+            set_weight(model, target, rounded)
 
 
 def shared_tensor_scale(target: WeightTarget, scales: Mapping[Node, BlockScales]) -> Tensor | None:
@@ -69,6 +72,8 @@ def _dequantize(model: GraphModule, target: WeightTarget, scales: BlockScales) -
         call = Dequantize(nodes["data"], nodes["scale"], spec, value.dtype, length, nodes.get("tensor_scale"))
         packed = model.graph.call_function(ops.dequantize_mx, call.args)
     packed.meta.update({key: target.node.meta[key] for key in PROVENANCE_KEYS if key in target.node.meta})
+    if ROUNDING_KEY in target.node.meta:
+        packed.meta[STATISTICS_KEY] = target.node.meta[ROUNDING_KEY]
     set_value(packed)
     packed.meta |= {SPEC_KEY: spec, ROUNDED_KEY: True}
     return packed

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.analysis.sums import rounding_noise
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, mark_constants, root_name
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, hop_calls
 from pt2mx.fx.graph.node import named_args, register_buffer
@@ -21,6 +22,7 @@ from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
 from pt2mx.pt2e.flow.shared_scales import connected, sibling_key
 from pt2mx.pt2e.observe import torchao_pt2e
+from pt2mx.pt2e.observe.observer import ROUNDING_KEY
 from pt2mx.pt2e.observe.tensor_scales import shared_amax
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.optimize.matmul_views import Matmul, MatmulView, matmul_of
@@ -234,6 +236,13 @@ def _high_precision_readers(target: WeightTarget) -> set[Node]:
 def _is_used_in_subgraph(target: WeightTarget) -> bool:
     """Return True if a subgraph quantizes the weight."""
     return any(consumer.node.graph is not target.node.graph for consumer in target.consumers)
+
+
+def note_rounding(target: WeightTarget, rounded: Tensor, exact: Tensor | None = None) -> None:
+    """Note the noise of a rounded weight for the report, by its value or by `exact` float values."""
+    noise = rounding_noise(target.value.detach() if exact is None else exact, rounded)
+    for node in target.equal:
+        node.meta[ROUNDING_KEY] = noise
 
 
 def set_weight(model: GraphModule, target: WeightTarget, value: Tensor) -> None:

@@ -25,8 +25,8 @@ from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 
-#: the record of a PT2 archive for the example inputs of an export
-_EXAMPLE = "data/sample_inputs/model.pt"
+#: the record of a PT2 archive for the example inputs of an export; packages of language models have none
+EXAMPLE = "data/sample_inputs/model.pt"
 _LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
 
 
@@ -115,7 +115,7 @@ def write_package(
             signature = Signature.of(program, module, lower, conditions)
         content = io.BytesIO()
         torch.save({field.name: getattr(signature, field.name) for field in fields(signature)}, content)
-        add_records(file.name, {_EXAMPLE: content.getvalue(), **provenance.records()})
+        add_records(file.name, {EXAMPLE: content.getvalue(), **provenance.records()})
 
 
 def load_package(path: str | os.PathLike[str]) -> Package:
@@ -157,7 +157,7 @@ def open_package(path: str | os.PathLike[str]) -> Package:
 def read_signature(path: str | os.PathLike[str]) -> Signature:
     """Read the input signature of a package, without loading its machine code."""
     check_kind(path, "package")
-    content = read_record(path, _EXAMPLE)
+    content = read_record(path, EXAMPLE)
     if content is None:
         raise MXError(f"{str(path)!r} does not say how to call it: load it by torch._inductor.aoti_load_package")
     try:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.files.user_errors import OTHER_SIZES
 from pt2mx.pt2e.packages.sizes import Range
 
 
@@ -66,9 +67,8 @@ def check_leaf(
         if type(leaf) is not type(example) or not isinstance(leaf, int | float) or not _are_within([leaf], sizes):
             raise MXError(f"the input {name!r} must be a number of {_shown(sizes).rstrip(',')}, not {leaf!r}")
     elif not isinstance(leaf, Tensor) or not _matches_example(leaf, example, sizes):
-        raise MXError(
-            f"the input {name!r} must be of shape ({_shown(sizes)}) and {example.dtype}, not {_described(leaf)}"
-        )
+        text = f"the input {name!r} must be of shape ({_shown(sizes)}) and {example.dtype}, not {_described(leaf)}"
+        raise MXError(text + f"; {OTHER_SIZES}" * _has_other_batch(leaf, sizes))
     elif device is not None and leaf.device != device:
         raise MXError(f"the input {name!r} must be on {device}, not on {leaf.device}: move it there")
 
@@ -80,6 +80,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def _matches_example(leaf: Tensor, example: Tensor, sizes: list[Range]) -> bool:
     plain = type(leaf) in _PLAIN and leaf.dtype == example.dtype and leaf.layout == torch.strided
     return plain and leaf.dim() == len(sizes) and _are_within(leaf.shape, sizes)
+
+
+def _has_other_batch(leaf: object, sizes: list[Range]) -> bool:
+    """Return whether a tensor has another first size than the only one that the export allows."""
+    if not isinstance(leaf, Tensor) or leaf.dim() != len(sizes) or not sizes:
+        return False
+    low, high = sizes[0]
+    return low == high != leaf.shape[0] and _are_within(leaf.shape[1:], sizes[1:])
 
 
 def _are_within(values: Iterable[float], ranges: list[Range]) -> bool:

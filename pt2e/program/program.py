@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "is_causal": {"as_bool": False},
 }
 _OPERATOR = "torch.ops.pt2mx."
+#: the target of a node in the JSON of a graph: namespace.name
+_TARGET = re.compile(rb'"target": "torch\.ops\.(\w+\.\w+)')
 _POSITIONAL = 1
 
 
@@ -145,7 +148,9 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
         MXError: for a file that is damaged, or that this torch does not load.
     """
     with user_errors(f"load {str(path)!r}"), ZipFile(path) as archive:
-        graphs = {name: json.loads(archive.read(name)) for name in archive.namelist() if _is_graph(name)}
+        texts = {name: archive.read(name) for name in archive.namelist() if _is_graph(name)}
+        _check_operators(path, texts.values())
+        graphs = {name: json.loads(text) for name, text in texts.items()}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
             return _load(path)
@@ -166,6 +171,18 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
 def _load(path: str | os.PathLike[str]) -> ExportedProgram:
     with schema_read_once():
         return torch.export.load(path)
+
+
+def _check_operators(path: object, graphs: Iterable[bytes]) -> None:
+    """Raise an MXError for a program that calls operators which are not defined in this process."""
+    called = {name.decode() for text in graphs for name in _TARGET.findall(text)}
+    for operator in sorted(called):
+        namespace, _, name = operator.partition(".")
+        if not hasattr(getattr(torch.ops, namespace), name):
+            raise MXError(
+                f"{str(path)!r} calls the operator {namespace}::{name}, which nothing defines here: import the module "
+                "that does; on the command line, --import FILE.py"
+            )
 
 
 def _is_graph(name: str) -> bool:

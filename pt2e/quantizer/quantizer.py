@@ -86,7 +86,7 @@ class MXQuantizer(Quantizer):
         self._global: Config = None
         #: setting kind -> key -> config, in the order of a recipe
         self._settings: dict[str, dict[Any, Config]] = {kind: {} for kind in (*recipe.ENDS, *MATCHERS)}
-        self._filter: Callable[[Any], bool] | None = None
+        self._filter: Callable[[Any], bool | str] | None = None
         self._algorithms: tuple[Algorithm, ...] | None = None
         self._kv_cache: MXSpec | None = None
 
@@ -284,13 +284,13 @@ class MXQuantizer(Quantizer):
             raise MXError(f"{recipe.ORDER}: index={index!r} must be an integer of at least 0")
         return self._set(recipe.ORDER, (module_name, object_key(object_type)[1], index), config)
 
-    def set_filter_function(self, function: Callable[[Node], bool] | None) -> Self:
+    def set_filter_function(self, function: Callable[[Node], bool | str] | None) -> Self:
         """Quantize only the operators for which a function returns True. A filter cannot be stored in a recipe.
 
         Args:
-            function: gets the `torch.fx.Node` of an operator, and returns whether to quantize it; None removes the
-                filter. Where there is no graph of torch, it gets the node of the ONNX file, or the module whose weights
-                a checkpoint holds.
+            function: gets the `torch.fx.Node` of an operator, and returns whether to quantize it, or as a text the
+                reason not to, which the report shows; None removes the filter. Where there is no graph of torch, it
+                gets the node of the ONNX file, or the module whose weights a checkpoint holds.
 
         Returns:
             The quantizer.
@@ -304,7 +304,7 @@ class MXQuantizer(Quantizer):
         return self
 
     @property
-    def filter_function(self) -> Callable[[Node], bool] | None:
+    def filter_function(self) -> Callable[[Node], bool | str] | None:
         """Return the function that `set_filter_function` set.
 
         Example:
@@ -631,8 +631,9 @@ class MXQuantizer(Quantizer):
         if self._kv_cache is not None and site.operator == CACHE_WRITE:
             return Choice(MXQuantizationConfig(activation=self._kv_cache), matching=((recipe.KV_CACHE, None),))
         matching = tuple(matching_settings(self._settings, site))
-        if self._filter is not None and not self._filter(site.call):
-            return Choice(None, "excluded by the filter function", matching)
+        accepted = True if self._filter is None else self._filter(site.call)
+        if not accepted or isinstance(accepted, str):
+            return Choice(None, accepted or "excluded by the filter function", matching)
         is_general = all(kind == recipe.SMALL_WEIGHTS for kind, _ in matching)
         if matching:
             kind, key = matching[0]

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import TypedDict
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import is_element
+from pt2mx.formats import NV_SPELLINGS, SPELLINGS, is_element
 
 
 def names() -> list[str]:
@@ -21,9 +21,10 @@ def names() -> list[str]:
 def check_source(source: str) -> None:
     """Raise an `MXError` for what names no recipe: no file, no shipped recipe in upper or lower case, and no format."""
     element = re.split(r"[{(]", source.lower())[0].strip()
-    is_format = is_element(element) or element.startswith(("nv", "bfp"))
+    is_format = is_element(element.removeprefix("nv")) or element.startswith("bfp")
     if not (is_format or source.lower() in names() or os.path.isfile(source)):
-        raise MXError(f"no recipe {source!r}: not a file or format, and of the shipped ones {nearest(source, names())}")
+        allowed = dict.fromkeys([*names(), *SPELLINGS, *NV_SPELLINGS])
+        raise MXError(f"no recipe {source!r}: no file, shipped recipe or format: {nearest(source, allowed)}")
 
 
 class Measured(TypedDict):

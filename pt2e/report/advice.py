@@ -1,4 +1,4 @@
-"""A sentence that recommends one of the compared recipes."""
+"""The recommended one of the compared recipes, and the sentence that says why."""
 
 from __future__ import annotations
 
@@ -27,40 +27,61 @@ def quality_text(quality: float) -> str:
     return f"{quality:.5g}"
 
 
-def advice(comparison: RecipeComparison) -> str:
-    """Return which recipe to take and why: the smallest one that is good enough.
+def recommended(comparison: RecipeComparison) -> RecipeRow | None:
+    """Return the smallest recipe that is good enough, or the best one where none is; None where no recipe works.
 
     Good enough is a cosine of .99, a divergence of .05 nats or a SQNR of 20 dB, and in a user's metric a loss of 1 % of
     the float model's quality. A quality counts with the unfavourable end of its 95 % interval.
     """
-    whole = next((row for row in comparison.rows if row.name == FLOAT), None)
     rows = [row for row in comparison.front() if row.name != FLOAT]
-    if not rows:
+    return next((row for row in rows if _is_enough(row, comparison)), rows[-1] if rows else None)
+
+
+def advice(comparison: RecipeComparison) -> str:
+    """Return which recipe to take and why: the one that is `recommended`."""
+    row, enough = recommended(comparison), _enough(comparison)
+    if row is None:
         works = any(row.name != FLOAT and math.isfinite(row.quality) for row in comparison.rows)
         reason = "the float model is smaller and better" if works else "no recipe works"
         return f"Nothing to recommend: {reason}."
-    sign = 1 if comparison.larger_is_better else -1
-    enough = _ENOUGH.get(comparison.metric)
     if enough is None:
-        if whole is None or whole.quality == 0:
-            return f"Choose one of the marked recipes by the {comparison.metric} that you need."
-        enough = whole.quality - sign * _LOSS * abs(whole.quality)
+        return f"Choose one of the marked recipes by the {comparison.metric} that you need."
     name, _, unit = comparison.metric.partition(", ")
-    bound = f"{name} of at {'least' if sign > 0 else 'most'} {quality_text(enough)} {unit}".strip()
-    chosen = next((row for row in rows if sign * row.quality - _error(row) >= sign * enough), None)
-    if chosen is None:
+    bound = f"{name} of at {'least' if comparison.larger_is_better else 'most'} {quality_text(enough)} {unit}".strip()
+    if not _is_enough(row, comparison):
         return (
-            f"No recipe has a {bound}: {rows[-1].name} is the closest, with {_measured(rows[-1])}. Optimize its "
+            f"No recipe has a {bound}: {row.name} is the closest, with {_measured(row)}. Optimize its "
             "weights, or keep its costliest modules in float."
         )
-    size = ""
-    if whole and whole.bytes and chosen.bytes:
-        ratio = ratio_text(whole.bytes / chosen.bytes, "smaller than", "larger than", "about as large as")
+    size, whole = "", _float_row(comparison)
+    if whole and whole.bytes and row.bytes:
+        ratio = ratio_text(whole.bytes / row.bytes, "smaller than", "larger than", "about as large as")
         size = f", {ratio} float"
     return (
-        f"Recommended: {chosen.name}, the smallest recipe with a {bound} ({_measured(chosen)}){size}."
-        f"{_doubts(comparison, chosen)}"
+        f"Recommended: {row.name}, the smallest recipe with a {bound} ({_measured(row)}){size}."
+        f"{_doubts(comparison, row)}"
     )
+
+
+def _float_row(comparison: RecipeComparison) -> RecipeRow | None:
+    return next((row for row in comparison.rows if row.name == FLOAT), None)
+
+
+def _enough(comparison: RecipeComparison) -> float | None:
+    """Return the quality that is good enough; None in a user's metric without the float model's quality."""
+    whole = _float_row(comparison)
+    if comparison.metric in _ENOUGH or whole is None or whole.quality == 0:
+        return _ENOUGH.get(comparison.metric)
+    return whole.quality - _sign(comparison) * _LOSS * abs(whole.quality)
+
+
+def _is_enough(row: RecipeRow, comparison: RecipeComparison) -> bool:
+    enough, sign = _enough(comparison), _sign(comparison)
+    return enough is not None and sign * row.quality - _error(row) >= sign * enough
+
+
+def _sign(comparison: RecipeComparison) -> int:
+    return 1 if comparison.larger_is_better else -1
 
 
 def _measured(row: RecipeRow) -> str:

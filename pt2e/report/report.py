@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pt2mx.pt2e.language.language_model import LanguageModel
 
-_EXACT = "SQNR inf: the format holds each value exactly, for example the weights that pt2mx.optimize rounded"
+_EXACT = "SQNR inf: the format holds each value exactly"
 _PLURALS = {"activation": "activations", "weight": "weights", "bias": "biases", "output": "outputs"}
 
 #: the columns of `to_dataframe`: fields of an operator, of the statistics of an operand, of the operand itself

@@ -125,13 +125,22 @@ def quantization_noise(
     noise = math.sqrt(sum(_noise(x, spec, t) ** 2 for x, t in scaled))
     if not math.isfinite(noise):
         return QuantizationStatistics.of(_added([quantization_sums(x, spec, t) for x, t in scaled]))
-    values = [x.numel() for x in tensors]
+    return _statistics([x.numel() for x in tensors], math.hypot(*map(_norm, tensors)), noise)
+
+
+def rounding_noise(x: Tensor, rounded: Tensor) -> QuantizationStatistics:
+    """Return the statistics of a finite tensor and of rounded values in its place, as `quantization_noise` does."""
+    return _statistics([x.numel()], _norm(x), _norm(rounded.float() - x))
+
+
+def _statistics(values: list[int], signal: float, noise: float) -> QuantizationStatistics:
+    """Return statistics without counts; `values` are the numbers of values in each tensor, the others norms."""
     return QuantizationStatistics(
         tensors=len(values),
         empty=values.count(0),
         values=sum(values),
         nonfinite=0,
-        sqnr=sqnr_db(sum(_norm(x) ** 2 for x in tensors), noise**2) if any(values) else math.nan,
+        sqnr=sqnr_db(signal**2, noise**2) if any(values) else math.nan,
         saturated=math.nan,
         flushed=math.nan,
         exponents={},

@@ -62,10 +62,12 @@ def _quantizer(config: QuantizationConfig, names: set[str]) -> MXQuantizer:
     if not (types or chosen or excluded):
         return quantizer
 
-    def is_quantized(node: NodeProto) -> bool:
-        is_type = not types or node.op_type in types | more
-        is_chosen = not chosen or node.name in chosen
-        return is_type and is_chosen and node.name not in excluded
+    def is_quantized(node: NodeProto) -> bool | str:
+        if types and node.op_type not in types | more:
+            return f"op_types_to_quantize has no {node.op_type}"
+        if chosen and node.name not in chosen:
+            return f"nodes_to_quantize has no {node.name!r}"
+        return f"nodes_to_exclude has {node.name!r}" if node.name in excluded else True
 
     return quantizer.set_filter_function(is_quantized)
 

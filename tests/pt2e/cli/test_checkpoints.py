@@ -69,7 +69,7 @@ def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
         (["quantize", "--model", "hf:mx", "--output", "mx"], "is the folder of the checkpoint"),
         (["quantize", "--model", "hf:float", "--output", "o"], "give --recipe, a YAML file, a format, or one of"),
         (["save-checkpoint", "quantized", "--float", "float", "--output", "mx", "--unpack", ".*"], "is there already"),
-        (["save-checkpoint", "nowhere", "--float", "float", "--output", "o"], "no folder 'nowhere': give the folder"),
+        (["save-checkpoint", "nowhere", "--float", "float", "--output", "o"], "no file or folder 'nowhere': give"),
         (["save-checkpoint", "quantized", "--float", "nowhere", "--output", "o"], "nowhere"),
     ],
 )
@@ -150,7 +150,7 @@ def test_many_tensors_of_one_reason_are_counted(tmp_path, capsys):
 def test_bad_input_is_one_line(llama, tmp_path, capsys):
     out = str(tmp_path / "out")
     for arguments, message in [
-        ([str(tmp_path / "none"), out], "is no folder: give the folder of a checkpoint"),
+        ([str(tmp_path / "none"), out], "give the folder of a checkpoint, or a GGUF file"),
         ([llama, llama], "holds files already: give a new folder"),
         ([llama, out, "--recipe", "mxint8"], "compressed-tensors cannot hold"),
         ([llama, out, "--recipe", "mxfp5"], "no recipe 'mxfp5'"),

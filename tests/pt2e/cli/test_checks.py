@@ -14,10 +14,16 @@ from pt2mx.pt2e.models.names import check_model, source_file
 
 #: a wrong command line -> the begin of its error
 WRONG = {
-    "quantize --model minilm --recipe decoder_balancd": "no recipe 'decoder_balancd': not a file or format, and of the "
-    "shipped ones did you mean 'decoder_balanced'?",
-    "quantize --model minilm --recipe mxpf8": "no recipe 'mxpf8': not a file or format, and of the shipped ones did "
-    "you mean 'mxfp8'?",
+    "quantize --model minilm --recipe decoder_balancd": "no recipe 'decoder_balancd': no file, shipped recipe or "
+    "format: did you mean 'decoder_balanced'?",
+    "quantize --model minilm --recipe mxpf8": "no recipe 'mxpf8': no file, shipped recipe or format: did you mean "
+    "'mxfp8'?",
+    "quantize --model minilm --recipe mxfp8_e4m4": "no recipe 'mxfp8_e4m4': no file, shipped recipe or format: did you "
+    "mean 'mxfp8_e4m3'?",
+    "quantize --model minilm --recipe nvfp4_weigth_only": "no recipe 'nvfp4_weigth_only': no file, shipped recipe or "
+    "format: did you mean 'nvfp4_weight_only'?",
+    "quantize --model minilm --recipe nvpf4": "no recipe 'nvpf4': no file, shipped recipe or format: did you mean "
+    "'nvfp4'?",
     "quantize --model minilm": "give --recipe, a YAML file, a format, or one of cnn_balanced, ",
     "quantize --model minilmm --recipe mxfp8": "unknown model 'minilmm': did you mean 'minilm'?",
     "quantize --model net.py --recipe mxfp8": "the model 'net.py' names no function: give net.py:FACTORY",
@@ -36,12 +42,25 @@ WRONG = {
     "export-executorch . --output a.pte --max-size 1": "--max-size 1 must be an integer of at least 2",
     "generate nowhere --dtype bfloat16": "--dtype is for the checkpoint of --float: give it, too",
     "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
+    "quantize --model minilm --recipe mxfp8 --calibration no": "no file or folder 'no': give a folder of batches",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill no": "no file or folder 'no': give a text file",
+    "quantize --model none.py:make --recipe mxfp8": "no file 'none.py': give module.py:factory",
+    "quantize --model hf:./no --recipe mxfp8": "no file or folder './no': give a checkpoint's folder, a GGUF file, or",
+    "quantize --model hf:no.gguf --recipe mxfp8": "no file or folder 'no.gguf': give a checkpoint's folder",
+    "sensitivity minilm --calibration no": "no file or folder 'no': give a folder of batches",
+    "generate no": "no file or folder 'no': give the folder that `pt2mx quantize` wrote",
+    "generate . --prompt-file . --prompt-file no": "no file or folder 'no': give a file with a prompt",
+    "generate . --prompt a --float a/b/c": "no file or folder 'a/b/c': give a checkpoint's folder, a GGUF file, or",
+    "perplexity a --text no": "no file or folder 'no': give a text file, or a folder of .txt files",
+    "inspect none.pt2": "no file or folder 'none.pt2': give a program, a package, or",
+    "convert-checkpoint no o": "no file or folder 'no': give the folder of a checkpoint, or a GGUF file",
 }
 
 
 @pytest.mark.parametrize("line", WRONG)
 def test_wrong_lines(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").touch()
     with pytest.raises(MXError) as error:
         check_usage(command_parser().parse_args(line.split()))
     assert str(error.value).startswith(WRONG[line])
@@ -56,17 +75,18 @@ def test_wrong_lines(line, tmp_path, monkeypatch):
         "quantize --model onnx:net.onnx --recipe nvfp4 --output mx.onnx",
         "quantize --model hf:nowhere",
         "sensitivity hf:nowhere --dtype bfloat16 --part decoder",
-        "perplexity nowhere --text a",
-        "convert-checkpoint a b",
+        "perplexity nowhere --text .",
+        "convert-checkpoint . b",
         "recipes check mxfp4",
         "run net.onnx --inputs batch.npz",
-        "generate nowhere --temperature 0.5 --top-p 1 --top-k 1",
+        "generate . --temperature 0.5 --top-p 1 --top-k 1",
         "export-onnx . --output a.onnx --opset 18 --target openvino",
     ],
 )
 def test_right_lines(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "net.onnx").touch()
+    for name in ("net.onnx", "net.py", "batch.npz"):
+        (tmp_path / name).touch()
     check_usage(command_parser().parse_args(line.split()))
 
 
@@ -88,7 +108,7 @@ def test_torch_is_not_imported(line, tmp_path):
 
 def test_models():
     assert source_file("a/net.py:make") == "a/net.py" and source_file("minilm") is None
-    for source in ("minilm", "hf:x", "torchvision:resnet18", "onnx:a.onnx", "net.py:make"):
+    for source in ("minilm", "hf:x", "hf:org/x", "torchvision:resnet18", "onnx:a.onnx", f"{__file__}:make"):
         check_model(source)
 
 

@@ -98,6 +98,13 @@ def test_a_page(capsys, folder):
     assert not (folder / "none.html").exists()
 
 
+def test_the_page_reports_the_recipe_that_it_recommends(capsys, folder):
+    """Where a larger recipe is better."""
+    assert main(["compare", "net.py:make", "--recipes", "mxfp6,mxint8", "--output", "page.html"]) == 0
+    assert "Recommended: mxfp6, the smallest recipe" in capsys.readouterr().out
+    assert '"recipe":{"name":"mxfp6"' in (folder / "page.html").read_text()
+
+
 #: a model with a layer whose result nobody uses, which conversion drops, and a batch norm that is folded
 UNUSED = """
 import torch
@@ -137,7 +144,7 @@ def test_the_page_and_the_table_say_one_size_of_the_float_model(optimize, capsys
         (["net.py:make", "--recipes", "mxfp5"], "no recipe 'mxfp5'"),
         (["net.py:make", "--recipes", ""], "no recipe ''"),
         (["net.py:make", "--calibration", "none"], "--calibration none leaves no batch to evaluate on"),
-        (["net.py:make", "--calibration", "nowhere"], "no calibration batches: 'nowhere'"),
+        (["net.py:make", "--calibration", "nowhere"], "no file or folder 'nowhere': give a folder of batches"),
         (["net.py:broken"], "NaN or Inf in the weights 0.weight"),
     ],
 )

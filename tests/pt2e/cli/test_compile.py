@@ -263,7 +263,7 @@ def unfit_files(folder):
         (["compile", "net.pt2", "--output", "o.so"], "cannot write 'o.so': the name of a package ends in .pt2"),
         (["run", "nowhere.pt2"], "no file 'nowhere.pt2'"),
         (["run", "net.pt2"], "'net.pt2' is no package, but a program: give what `pt2mx compile` wrote"),
-        (["run", "net.aoti.pt2", "--inputs", "nowhere.pt"], "no file 'nowhere.pt': give a .pt or .npz batch"),
+        (["run", "net.aoti.pt2", "--inputs", "nowhere.pt"], "no file or folder 'nowhere.pt': give a .pt or .npz batch"),
         (["run", "net.aoti.pt2", "--inputs", "text.pt2"], "text.pt2 is no batch"),
         (["run", "net.aoti.pt2", "--output", "."], "cannot write '.'"),
         (["run", "bare.pt2"], "'bare.pt2' does not say how to call it"),
@@ -286,7 +286,7 @@ def test_a_gpu_that_is_not_there(here, capsys):
     "arguments",
     [
         ["compile", "net.pt2", "--output", "o.pt2"],
-        ["quantize", "--model", "nowhere.py:factory", "--recipe", "mxfp4", "--output", "o.pt2", "--compile"],
+        ["quantize", "--model", "minilm", "--recipe", "mxfp4", "--output", "o.pt2", "--compile"],
     ],
 )
 def test_without_a_compiler(arguments, here, capsys):

@@ -145,7 +145,7 @@ def test_the_float_model_in_a_narrower_dtype(run, model, place):
     [
         (("--prompt", "a", "--system", "b"), "--system is for a chat: give --chat, too"),
         (("--prompt", "a", "--stop", ""), "--stop is empty: give the text that ends an answer"),
-        (("--prompt-file", "none.txt"), "no file 'none.txt'"),
+        (("--prompt-file", "none.txt"), "no file or folder 'none.txt': give a file with a prompt"),
         (("--prompt-file", "empty.txt"), "'empty.txt' holds no prompt"),
         (("--prompt-file", "binary.txt"), "'binary.txt' is no text"),
         (("--prompt", "a", "--output", "a.pt2"), "cannot write 'a.pt2': its name must end in .txt or .json"),

@@ -65,7 +65,7 @@ def test_damaged_files(damage, tmp_path, capsys):
 
 def test_a_missing_file(tmp_path, capsys):
     assert main(["quantize", "--model", f"hf:{tmp_path}/none.gguf", "--recipe", "mxfp8", "--output", "out"]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "give a checkpoint's folder, a GGUF file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

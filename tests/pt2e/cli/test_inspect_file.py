@@ -1,6 +1,7 @@
 """`pt2mx inspect`: its output for programs and folders; test_compile.py has packages."""
 
 import json
+import zipfile
 from math import prod
 
 import pytest
@@ -107,6 +108,32 @@ def test_programs_without_packed_weights(files, capsys):
     assert {t["name"] for t in result["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_an_onnx_file(files, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    folder, program = files
+    for target in ("pt2mx", "openvino"):
+        pt2mx.export_onnx(program, tmp_path / f"{target}.onnx", target=target)
+    mine, other = (
+        json.loads(run(tmp_path / f"{target}.onnx", "--json", capsys=capsys).out)["files"][0]
+        for target in ("pt2mx", "openvino")
+    )
+    (expected,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]
+    assert (mine["kind"], mine["weights"]) == ("ONNX model", expected["weights"])
+    assert mine["activations"] == expected["activations"] and mine["operators"]["pt2mx.DequantizeMX"] == 2
+    assert mine["inputs"][0]["dtype"] == "float32" and mine["inputs"][0]["shape"][1] == 64
+    assert {t["name"]: t["bytes"] for t in mine["tensors"]} == {"0.bias": 1000, "2.bias": 40}
+    assert not other["weights"] and len(other["tensors"]) > 2
+    assert "a ONNX" not in run(tmp_path / "pt2mx.onnx", capsys=capsys).out
+
+
+def test_a_package_without_inputs(tmp_path):
+    """As those of a language model."""
+    with zipfile.ZipFile(tmp_path / "token.cpu.aoti.pt2", "w") as archive:
+        archive.writestr("token/data/aotinductor/model/code.wrapper.cpp", "")
+    (info,) = inspect_file(tmp_path / "token.cpu.aoti.pt2")
+    assert (info.kind, info.inputs, info.weights) == ("package", (), ())
+
+
 def test_the_folder_of_a_language_model(tmp_path, capsys):
     """Experts are weights with three dimensions."""
     model = quantized_decoder("mixtral", MXQuantizer.from_recipe("mxfp4_weight_only"), num_hidden_layers=1)
@@ -138,3 +165,37 @@ def test_histograms():
     assert _histogram({0: 5}) == "0 █ 0" and _histogram({}) == ""
     wide = _histogram(dict.fromkeys(range(-127, 128), 1))
     assert wide.startswith("-127 █") and wide.endswith(" 127") and len(wide) < 40
+
+
+OPERATOR = """
+import torch
+
+@torch.library.custom_op("{0}::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+"""
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return torch.ops.pt2mx_test_import.twice(x)
+
+
+def test_a_program_with_a_custom_operator(tmp_path, capsys):
+    name, path = "pt2mx_test_import", str(tmp_path / "twice.pt2")
+    with torch.library._scoped_library(name, "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", torch.empty_like, "Meta")
+        torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), path)
+    assert command.main(["inspect", path]) == 2
+    error = capsys.readouterr().err
+    assert f"calls the operator {name}::twice, which nothing defines here" in error and error.count("\n") == 1
+    (tmp_path / "my_operators.py").write_text(OPERATOR.format(name))
+    out = run(path, "--import", tmp_path / "my_operators.py", capsys=capsys).out
+    assert f"{name}.twice" in out
+    assert command.main(["inspect", path, "--import", "none.py"]) == 2
+    assert "--import 'none.py' is no Python file" in capsys.readouterr().err

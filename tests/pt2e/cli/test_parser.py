@@ -149,3 +149,30 @@ def test_every_option_has_a_help_text():
     for words, parser in LEAVES.items():
         assert all(action.help for action in parser._actions), words
         assert not re.search(r"%\(", parser.format_help())
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "value"),
+    [
+        ("compare net --recipes a,b", "recipes", "a,b"),
+        ("compare net --recipes a b --speed", "recipes", "a,b"),
+        ("compare --recipes a, net b", "recipes", "a,b"),
+        ("sensitivity net --formats a b", "formats", "a,b"),
+        ("eval net --tasks a b,c", "tasks", "a,b,c"),
+        ("perplexity net --text t --recipe a,b c", "recipe", ["a", "b", "c"]),
+        ("conformance --format mxfp4,mxfp6", "format", ["mxfp4", "mxfp6"]),
+        ("perplexity net --text t --recipe mxfp4(even,even),b", "recipe", ["mxfp4(even,even)", "b"]),
+    ],
+)
+def test_names_are_separated_by_commas_or_blanks(line, option, value):
+    assert getattr(command_parser().parse_args(line.split()), option) == value
+
+
+def test_words_that_belong_to_no_list_are_refused(refused):
+    assert "unrecognized arguments: b" in refused("sensitivity net b")
+
+
+def test_every_command_that_loads_a_program_imports_custom_operators():
+    programs = {"compile", "slice", "run", "inspect", "export-onnx", "export-executorch", "save-checkpoint"}
+    folders = {"generate", "perplexity", "eval"}
+    assert {name for name, leaf in LEAVES.items() if "--import" in options_of(leaf)} == programs | folders

@@ -57,6 +57,7 @@ def test_a_recipe_of_so_many_bits(capsys, folder):
         ),
         (["--bits", "5", "--output", "net.py"], "the model and --output are one file, 'net.py'"),
         (["--bits", "5", "--output", "./net.py"], "the model and --output are one file, './net.py'"),
+        (["--bits", "5", "--output", "r.json"], "cannot write 'r.json': its name must end in .yaml or .yml"),
         (["--bits", "5", "--output", "nowhere/r.yaml"], "cannot write 'nowhere/r.yaml'"),
         (["--bits", "5", "--output", "r.yaml", "--operands", "activations"], "--bits chooses formats of weights"),
         (["--activation", "mxfp8"], "--activation is of the recipe"),

@@ -58,7 +58,7 @@ def test_a_call_writes_to_a_copy():
         ({"other": 1}, "the model takes ids, by, rest: give each of them once, not ids, by, rest, other"),
         (
             {"ids": IDS[:1]},
-            r"does not run on inputs of shape \(1,\), \(8,\): AssertionError: Guard failed: [^\n]*== 2$",
+            r"does not run on inputs of shape \(1,\), \(8,\): AssertionError: Guard failed: [^\n]*== 2; sizes",
         ),
         ({"ids": IDS + 1}, r"does not run on inputs of shape \(2,\), \(8,\): IndexError: index out of range"),
         ({"by": (3.0,)}, r"the model does not run on inputs of shape .*: AssertionError: Guard failed: by\[0\] == 2"),

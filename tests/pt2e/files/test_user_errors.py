@@ -85,6 +85,13 @@ def test_of_an_exported_graph_the_place_is_that_of_the_node():
     assert text.endswith(f"({HERE}:{line_of('# the line of the error')} in forward)")
 
 
+def test_a_batch_of_another_size_than_the_example():
+    model = torch.export.export(nn.Linear(2, 3), (torch.zeros(4, 2),)).module()
+    text = one_line(caught(lambda: model(torch.zeros(5, 2))))
+    assert text.startswith("AssertionError: Guard failed: input.size()[0] == 4; sizes are those of the example: ")
+    assert "export the model with dynamic_shapes for others" in text
+
+
 def test_the_place_of_a_cause():
     def outer():
         try:

@@ -167,6 +167,8 @@ def test_bad_input(options, message):
         pt2mx.optimize(graph, MXQuantizer().set_global(W4), torch.ones(2, 3))
     with pytest.raises(MXError, match=r"not one int: pass \[batch\]"):
         pt2mx.optimize(graph, MXQuantizer().set_global(W4), 5)
+    with pytest.raises(MXError, match=r"could not run calibration batch 1: .*export the model with dynamic_shapes"):
+        pt2mx.optimize(graph, MXQuantizer().set_global(W4), [torch.ones(2, 3, dtype=torch.int64)])
     with pytest.raises(MXError, match="no report of an optimization"):
         pt2mx.optimization_report(graph)
 

@@ -77,6 +77,8 @@ def test_leaves_that_fit(leaf, example, sizes):
         (torch.zeros(1), torch.zeros(2), [(2, None)], r"of shape \(2 to any,\)"),
         (torch.zeros(2).bool(), torch.zeros(2), [(2, 2)], r"of shape \(2,\) and torch.float32, not \(2,\) torch.bool"),
         (torch.zeros(2, 2).to_sparse(), torch.zeros(2, 2), [(2, 2)] * 2, "must be of shape"),
+        (torch.zeros(4, 3), torch.zeros(2, 3), [(2, 2), (3, 3)], "export the model with dynamic_shapes for others$"),
+        (torch.zeros(4, 2), torch.zeros(2, 3), [(2, 2), (3, 3)], "float32$"),  # which more is wrong with
         ([0.0, 0.0], torch.zeros(2), [(2, 2)], "not list"),
         (10, 3, [(0, 9)], "must be a number of 0 to 9, not 10"),
         (True, 3, [(0, 9)], "must be a number"),

@@ -203,9 +203,11 @@ def test_attention_in_8_bits_and_weights_in_4():
 
 def test_reasons_for_unquantized_operators():
     quantizer = MXQuantizer().set_global(FP4).set_module_name("lm_head", None).set_module_type("Matmuls", FP8)
-    quantizer.set_filter_function(lambda node: node.name != "linear_1")
+    refused = {"linear_1": False, "linear_2": "it is the second"}
+    quantizer.set_filter_function(lambda node: refused.get(node.name, True))
     report = pt2mx.quantization_report(prepared(quantizer))
     reasons = {o.name: o.reason for o in report.operators}
+    assert reasons["linear_2"] == "it is the second"
     assert reasons["linear_4"] == "excluded by module_name 'lm_head'"
     assert reasons["linear_1"] == "excluded by the filter function"
     assert reasons["linear"] is None

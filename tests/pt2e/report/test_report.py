@@ -318,3 +318,21 @@ def test_operators_that_stay_are_reported_as_before():
     assert specs[0] == specs[1] and ("activation", "mxfp8_e4m3{32}") in specs[0]
     unpacked = quantization_report(lower_to_inductor(converted, unpack=True))
     assert unpacked.bytes_after == unpacked.bytes_before == before.bytes_before  # the weights are float again
+
+
+@pytest.mark.parametrize(
+    ("weight", "preset"), [("mxfp4", "fast"), ("mxfp4", "balanced"), ("mxfp4", "best"), ("nvfp4", "balanced")]
+)
+def test_weights_that_algorithms_rounded_show_the_error_from_float(weight, preset):
+    """Not infinity, though the format holds the rounded values exactly."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    model = exported(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)).eval(), x)
+    quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight=weight))
+    optimized = pt2mx.optimize(model, quantizer, [(x,)], preset=preset)
+    prepared = pt2mx.prepare_pt2e(optimized, quantizer)
+    for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
+        ratios = [operator.operands[1].statistics.sqnr for operator in report.operators]
+        assert all(16 < ratio < 23 for ratio in ratios)
+        if preset == "fast":  # whose errors are those of the weights themselves
+            errors = [weight.after for weight in pt2mx.optimization_report(optimized).weights]
+            assert ratios == pytest.approx([-10 * math.log10(error) for error in errors if error], abs=1e-3)

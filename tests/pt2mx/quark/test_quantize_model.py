@@ -45,6 +45,7 @@ def test_nodes_without_names_are_named_as_in_the_report(tmp_path):
     for pattern in (first, f"^{first}$"):
         _, report = quantized(tmp_path, model, nodes_to_exclude=[pattern])
         assert [operator.name for operator in report.operators if operator.quantized] == others
+        assert report.operators[0].reason == f"nodes_to_exclude has {first!r}"
     with pytest.raises(MXError, match="nothing to quantize"):
         quantized(tmp_path, model, nodes_to_exclude=["^.*"])
     with pytest.raises(MXError, match="the model has no node ''"):
