@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 #: the flow: what calls torch.export and torchao
-_FLOW = ("tests/pt2e/quantizer", "tests/pt2e/flow", "tests/pt2e/program", "tests/pt2e/observe/test_annotations.py")
+_FLOW = ("tests/pt2e/quantizer", "tests/pt2e/flow", "tests/pt2e/program", "tests/pt2e/observe/test_torchao_pt2e.py")
 #: what reaches into torch, in minutes on one core: the flow, graphs and their lowering, operators, tensor subclasses
 _CORE = (
     *_FLOW,

@@ -1,4 +1,4 @@
-// The CPU kernel of pt2mx/kernels/error_sums.py; built and called by ../error_sums.py. Its counts are equal; it adds
+// The CPU kernel of error_sums in pt2mx/kernels/reference.py; called by ../quantize.py. Its counts are equal; it adds
 // the squares in another order.
 //
 // A tensor is (outer, n, inner) with blocks along n. A run is a block if inner is 1, otherwise a row of inner values,
