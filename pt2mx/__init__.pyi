@@ -22,6 +22,7 @@ from pt2mx.fx.portable import make_portable as make_portable
 from pt2mx.nv_scales import mx_to_nv_scales as mx_to_nv_scales
 from pt2mx.nv_scales import nv_to_mx_scales as nv_to_mx_scales
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint as convert_checkpoint
+from pt2mx.pt2e.checkpoints.destinations import for_destinations as for_destinations
 from pt2mx.pt2e.checkpoints.load import load_checkpoint as load_checkpoint
 from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig as PT2MXConfig
 from pt2mx.pt2e.checkpoints.save import save_checkpoint as save_checkpoint

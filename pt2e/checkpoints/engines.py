@@ -173,6 +173,11 @@ def readings_of(layout: str, part: str, form: str) -> tuple[Reading, ...]:
     return next((row.readings for row in rows), (_NOT_RUN,) * len(ENGINES))
 
 
+def loads(engine: Engine, layout: str, part: str, form: str) -> bool | None:
+    """Return whether an engine loads weights; None: it did not run with them. As `readings_of`."""
+    return readings_of(layout, part, form)[ENGINES.index(engine)].loads
+
+
 def is_refused(layout: str, part: str, form: str) -> bool:
     """Return whether an engine does not load weights, and none is known to load them."""
     loads = {reading.loads for reading in readings_of(layout, part, form)}

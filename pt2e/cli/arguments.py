@@ -20,6 +20,7 @@ DIALECTS = ("pt2mx", "quark", "standard", "openvino")
 OPSETS = (18, 25)
 BACKENDS = ("portable", "xnnpack")
 RUNTIMES = ("onnxruntime", "openvino")
+DESTINATIONS = ("vllm", "transformers", "gguf", "onnx", "openvino", "executorch", "cpu", "cuda")
 #: formats that `compare` tries without a recipe
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
 
@@ -126,7 +127,13 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--recipe",
             help=f"a YAML file, a format such as fp6_e3m2, or one of {', '.join(shipped.names())}; leave it out for a "
-            "checkpoint that is already in MX formats",
+            "checkpoint that is already in MX formats, or with --for, which then chooses",
+        ),
+        several(
+            "--for",
+            "where the model is to run: takes the recipe in a form that all of these take, or says why there is none",
+            choices=DESTINATIONS,
+            dest="destinations",
         ),
         argument(
             "--calibration",
@@ -350,7 +357,13 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
 ACTIONS: dict[str, dict[str, tuple[str, tuple[Argument, ...]]]] = {
     "recipes": {
         "list": ("list the shipped recipes", ()),
-        "show": ("print a recipe as YAML", (argument("recipe", help="the name of a shipped recipe, or a file"),)),
+        "show": (
+            "print a recipe as YAML",
+            (
+                argument("recipe", help="the name of a shipped recipe, or a file"),
+                several("--for", "print the form for these destinations", choices=DESTINATIONS, dest="destinations"),
+            ),
+        ),
         "check": (
             "read a recipe, and print what it selects in a model",
             (

@@ -28,6 +28,8 @@ _FOR_TORCH = {
     **dict.fromkeys(("optimize", "anchor", "distill", "text_length")),
     **{"compile": False, "tensor_parallel": 1, "device": "cpu"},
 }
+#: kind of `--model` -> its task, where `--for` chooses a recipe
+_TASKS = {"minilm": "encoder", "torchvision": "cnn"}
 _FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, "distill": None, "text_length": None}
 #: suffixes of a report
 _REPORTS = (".json", ".html", ".htm")
@@ -119,8 +121,8 @@ def _check_quantize(options: argparse.Namespace) -> None:
     if options.recipe is not None:
         check_source(options.recipe)
     elif not options.model.startswith("hf:"):
-        raise recipe_missing()
-    if options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2":
+        chosen_recipe(options)
+    if writes_folder(options):
         if options.anchor is not None:
             raise MXError("--anchor is for a program: give --output a name that ends in .pt2")
         return  # a language model
@@ -334,9 +336,24 @@ def _files_of(options: argparse.Namespace) -> dict[str, object]:
     return files
 
 
-def recipe_missing() -> MXError:
-    """Return the error for a model in float without a recipe."""
-    return MXError(f"give --recipe, a YAML file, a format, or one of {', '.join(names())}")
+def writes_folder(options: argparse.Namespace) -> bool:
+    """Return whether `pt2mx quantize` writes the folder of a language model."""
+    return options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2"
+
+
+def chosen_recipe(options: argparse.Namespace) -> str:
+    """Return `--recipe`, or with `--for` one for the task of the model.
+
+    Raises:
+        MXError: for a model in float without a recipe, whose task is not known.
+    """
+    if options.recipe is not None:
+        recipe: str = options.recipe
+        return recipe
+    task = "decoder" if writes_folder(options) else _TASKS.get(options.model.partition(":")[0])
+    if not options.destinations or task is None:
+        raise MXError(f"give --recipe, a YAML file, a format, or one of {', '.join(names())}")
+    return f"{task}_balanced"
 
 
 def check_program_name(path: str) -> None:

@@ -198,6 +198,8 @@ def load_to_folder(options: argparse.Namespace) -> Result:
 
 
 def _check_load(options: argparse.Namespace) -> None:
+    if options.destinations:
+        raise MXError(f"{options.model!r} is quantized already: leave --for out, or give the float checkpoint")
     for name, nothing in _QUANTIZING.items():
         if getattr(options, name) not in nothing:
             raise MXError(

@@ -19,7 +19,8 @@ from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.checks import check_compiler, check_device, recipe_missing
+from pt2mx.pt2e.cli.checks import check_compiler, check_device, chosen_recipe, writes_folder
+from pt2mx.pt2e.cli.destinations import form_of, with_next_steps
 from pt2mx.pt2e.cli.float_model import export, exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.inputs import arrays_by_name
 from pt2mx.pt2e.cli.progress import Progress
@@ -47,16 +48,20 @@ def run(options: argparse.Namespace) -> Result | None:
 
         if language.is_quantized_checkpoint(options):
             return language.load_to_folder(options)
-    if options.recipe is None:
-        raise recipe_missing()
-    quantizer = MXQuantizer.from_recipe(options.recipe)  # a typo in it should not cost the loading of a model
-    if options.optimize is not None:
-        quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
+    options.recipe = chosen_recipe(options)
+    form = form_of(options)  # a typo in the recipe should not cost the loading of a model
+    result = _quantize(options, form.quantizer)
+    return result if result is None or not options.destinations else with_next_steps(result, form, options)
+
+
+def _quantize(options: argparse.Namespace, quantizer: MXQuantizer) -> Result | None:
     if options.anchor is not None:
         if quantizer.algorithms is None:
             raise MXError("--anchor keeps what algorithms round: give --optimize fast, imatrix or balanced")
         checked_anchor(options.anchor, quantizer.algorithms)
-    if options.model.startswith("hf:") and Path(options.output).suffix.lower() != ".pt2":
+    if writes_folder(options):
+        from pt2mx.pt2e.cli import language
+
         return language.quantize_to_folder(options, quantizer)
     if options.compile:
         check_compiler()
@@ -225,7 +230,8 @@ def _write_report(
     """Write the report where `--report` asks for it; a page also has the recipe, the quality and the graphs."""
     if not options.report:
         return
-    recipe = options.recipe if options.optimize is None and options.anchor is None else quantizer
+    as_named = options.optimize is None and options.anchor is None and not options.destinations
+    recipe = options.recipe if as_named else quantizer
     quality = {} if agreement is None else {"cosine": agreement.cosine, "SQNR in dB": agreement.sqnr}
     page = {"model": options.model, "recipe": recipe, "quality": quality, "before": before, "after": after}
     write_report(report, options.report, **page)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
+from pt2mx.analysis.tables import text_table
+from pt2mx.pt2e.checkpoints.destinations import DESTINATIONS, cell, for_destinations, needs
 from pt2mx.pt2e.cli.float_model import exported_module
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
@@ -16,22 +19,42 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe_schema import recipe_schema
 from pt2mx.pt2e.report.report import quantization_report
 
+_LEGEND = (
+    "form: without what the destination has no place for, and for recipes of a task in formats that it has; see "
+    "`pt2mx recipes show RECIPE --for DESTINATION`. no: `pt2mx quantize --for` says why"
+)
+
 
 def run_list(options: argparse.Namespace) -> Result:
-    rows = [
-        {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)}
-        for name in recipe.names()
-    ]
+    rows = []
+    for name in shipped.names():
+        row = {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)}
+        row["needs"] = needs(MXQuantizer.from_recipe(name))
+        row["destinations"] = {destination: cell(name, destination) for destination in DESTINATIONS}
+        rows.append(row)
     models = "; ".join(
         f"{name}: {task['model']}, float {task['metric']} {task['float']}" for name, task in shipped.tasks().items()
     )
-    text = "\n".join(f"{row['recipe']}\n  {row['description']}\n  {row['measured']}" for row in rows)
-    return Result(f"{text}\n\nmeasured on {models}", {"recipes": rows})
+    lines = [line for row in rows for line in _lines_of(row)]
+    matrix = text_table([("where it runs", *DESTINATIONS), *map(_cells, rows)])
+    text = [*lines, "", f"measured on {models}", "", matrix, "", _LEGEND]
+    return Result("\n".join(text), {"recipes": rows})
+
+
+def _lines_of(row: dict[str, Any]) -> list[str]:
+    runs = [f"  as it runs: {', '.join(row['needs'])}"] if row["needs"] else []
+    return [row["recipe"], f"  {row['description']}", f"  {row['measured']}", *runs]
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["recipe"], *row["destinations"].values()
 
 
 def run_show(options: argparse.Namespace) -> Result:
     settings = recipe.read(options.recipe)  # raises an error that names what is wrong
     text = recipe.text(options.recipe)
+    if options.destinations:
+        text = for_destinations(options.recipe, options.destinations).quantizer.to_recipe()
     return Result(text.rstrip("\n"), {"recipe": options.recipe, "text": text, "settings": len(settings.settings)})
 
 

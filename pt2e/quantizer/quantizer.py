@@ -401,15 +401,47 @@ class MXQuantizer(Quantizer):
             {'weight': 'mxint8{32}'}
         """
 
-        def changed(config: Config) -> Config:
+        def changed(kind: str, key: recipe.Key, config: Config) -> Config:
             return config if config is None or config.weight is None else replace(config, weight=spec)
 
+        return self.with_configs(changed)
+
+    def with_configs(self, changed: Callable[[str, recipe.Key, Config], Config]) -> Self:
+        """Change the configs of the settings.
+
+        Args:
+            changed: gets the kind and the key of a setting, as `settings` has them, and its config; returns the new
+                config.
+
+        Returns:
+            A copy of the quantizer.
+
+        Example:
+            >>> import pt2mx
+            >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4").set_last(None)
+            >>> quantizer.with_configs(lambda kind, key, config: None).to_dict()["last"]
+            [(1, None)]
+        """
         copied = copy.copy(self)
-        copied._global = changed(self._global)
+        copied._global = None if self._global is None else changed("global", None, self._global)
         copied._settings = {}
         for kind, configs in self._settings.items():
-            copied._settings[kind] = {key: changed(config) for key, config in configs.items()}
+            copied._settings[kind] = {key: changed(kind, key, config) for key, config in configs.items()}
         return copied
+
+    @property
+    def settings(self) -> list[recipe.Setting]:
+        """Return the settings that were made, without the algorithms and the cache.
+
+        Returns:
+            (kind, key, config) of each, by the kinds of a recipe; the key of the global one is None.
+
+        Example:
+            >>> import pt2mx
+            >>> [setting[:2] for setting in pt2mx.MXQuantizer.from_recipe("mxfp4").set_last(None).settings]
+            [('global', None), ('last', 1)]
+        """
+        return self._recipe().settings
 
     @classmethod
     def from_recipe(cls, path_or_name: str | os.PathLike[str]) -> Self:

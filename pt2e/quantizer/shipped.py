@@ -57,6 +57,18 @@ def tasks() -> dict[str, Task]:
     return content
 
 
+def task_of(name: str) -> str | None:
+    """Return the task that a shipped recipe is for; None: a recipe for any model.
+
+    Example:
+        >>> from pt2mx.pt2e.quantizer import shipped
+        >>> shipped.task_of("mxfp4_decoder"), shipped.task_of("mxfp4")
+        ('decoder', None)
+    """
+    words = name.lower().split("_") if name.lower() in names() else []
+    return next((task for task in tasks() if task in words), None)
+
+
 def table(task: Task) -> str:
     """Return the recipes of a task as a Markdown table, the smallest first, then the best."""
     ordered = sorted(task["recipes"].items(), key=lambda row: (row[1]["size"], row[1]["loss"]))

@@ -1,5 +1,6 @@
 from pt2mx.algorithms.options import PRESETS
 from pt2mx.analysis.metrics import METRICS
+from pt2mx.pt2e.checkpoints.destinations import DESTINATIONS
 from pt2mx.pt2e.cli import arguments
 from pt2mx.pt2e.executorch.export import BACKENDS
 from pt2mx.pt2e.models.layouts import LAYOUTS
@@ -17,6 +18,7 @@ def test_choices_are_those_of_the_python_api():
     assert arguments.OPSETS == (OPSETS[0], OPSETS[-1])
     assert arguments.DIALECTS == tuple(DIALECTS)
     assert arguments.BACKENDS == tuple(BACKENDS)
+    assert arguments.DESTINATIONS == tuple(DESTINATIONS)
     assert arguments.RUNTIMES == tuple(RUNTIMES)
     assert arguments.OTHER_FORMATS == OTHER_FORMATS
     assert arguments.METRICS == tuple(METRICS)

@@ -17,10 +17,16 @@ def make():
 def test_list(capsys):
     assert main(["recipes", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines[:-2] if not line.startswith(" ")] == recipe.names()
-    assert "  encoder 6.29 bits, cosine 0.9986" in lines and "SmolLM2" in lines[-1]
+    end = lines.index("")
+    assert [line for line in lines[:end] if not line.startswith(" ")] == recipe.names()
+    assert "  encoder 6.29 bits, cosine 0.9986" in lines and "SmolLM2" in lines[end + 1]
+    assert "  as it runs: rotate inputs, quantize the cache to mxint8{32}" in lines
+    (row,) = [line.split() for line in lines[end:] if line.startswith("decoder_best ")]
+    assert row[1:] == ["form"] * 5 + ["no", "yes", "yes"]
     assert main(["recipes", "list", "--json"]) == 0
-    assert [row["recipe"] for row in json.loads(capsys.readouterr().out)["recipes"]] == recipe.names()
+    rows = json.loads(capsys.readouterr().out)["recipes"]
+    assert [row["recipe"] for row in rows] == recipe.names()
+    assert rows[0]["destinations"]["vllm"] == "no" and rows[0]["needs"][0] == "rotate inputs"
 
 
 def test_show_and_schema(capsys):
