@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS, ElementFormat, is_element, parse_element
-from pt2mx.modes import ROUNDINGS, check_scale_mode, scale_modes
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
 if TYPE_CHECKING:
@@ -138,6 +138,23 @@ class MXSpec:
             changes["scale_mode"] = self.scale_mode if self.scale_mode in modes else None
         return dataclasses.replace(self, **changes) if changes else self
 
+    def without_tensor_scale(self) -> MXSpec:
+        """Return this spec with the same scales of blocks, and none of the tensor.
+
+        Returns:
+            The new spec; this one, if it has no tensor scale.
+
+        Example:
+            >>> import pt2mx
+            >>> print(pt2mx.parse("nvfp4").without_tensor_scale())
+            fp4_e2m1{16}(e4m3)
+        """
+        if not self.has_tensor_scale:
+            return self
+        stored = self.scale_format.grid, self.scale_format.dtype
+        alike = [scale for scale in SCALE_FORMATS.values() if (scale.grid, scale.dtype) == stored and not scale.tensor]
+        return self.replace(scale_format=alike[0])
+
     def row_axis(self, rank: int) -> int:
         """Return the dimension along which the rows of a block are counted, from the front: the other of the last two
         dimensions, where `axis` is one of these, and else the dimension before `axis`.
@@ -216,6 +233,24 @@ class MXSpec:
         return bool(self.scale_format.tensor)
 
     @property
+    def divides_by_tensor_scale(self) -> bool:
+        """True if the whole tensor has a scale by which values are divided, not multiplied."""
+        return self.scale_format.tensor == "divisor"
+
+    @property
+    def multiplies_by_reciprocal(self) -> bool:
+        """True if values are multiplied by the reciprocal of their scale, not divided by it."""
+        return not self.has_power_of_two_scale and FLOAT_SCALE_MODES[self.scale_mode].reciprocal
+
+    @property
+    def searches(self) -> bool:
+        """True if the errors of a block decide its scale, False if its largest value alone does."""
+        if self.has_power_of_two_scale:
+            return SCALE_MODES[self.scale_mode].searches
+        mode = FLOAT_SCALE_MODES[self.scale_mode]
+        return len(mode.factors(self.element)) * len(mode.code_offsets) > 1
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of stored scales: uint8, or a float."""
         return self.scale_format.dtype
@@ -225,6 +260,19 @@ class MXSpec:
         """The bits of a block's scale."""
         scale = self.scale_format
         return self.scale_exp_bits + self.scale_sig_bits if scale.is_power_of_two else scale.bits
+
+    @property
+    def scale_widths(self) -> tuple[int, int]:
+        """The bits of a scale's exponent, and of its significand."""
+        grid = self.scale_format.grid
+        is_float = not self.has_power_of_two_scale
+        return (grid.exponent_bits, grid.mantissa_bits) if is_float else (self.scale_exp_bits, self.scale_sig_bits)
+
+    @property
+    def significant_bits(self) -> int:
+        """The most significant bits of an element's value times its block's scale, the leading ones included."""
+        of_scale = 0 if self.has_power_of_two_scale else self.scale_format.grid.mantissa_bits + 1
+        return self.element.mantissa_bits + 1 + of_scale
 
     @property
     def effective_bits(self) -> float:

@@ -25,7 +25,6 @@ from torch import Tensor
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.modes import scale_modes
 from pt2mx.pt2e.onnx.block_scales import tensor_scale
 from pt2mx.pt2e.onnx.files import (
     TensorType,
@@ -123,9 +122,9 @@ def _times_tensor_scale(
         nodes.append(onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_scale_{op_type}", **to))
         return output
 
-    if attributes.spec.scale_format.tensor == "factor":
-        return add("DequantizeLinear", scale, tensor_scale)
-    return add("Div", add("Cast", scale, to=_TYPE.FLOAT), tensor_scale)
+    if attributes.spec.divides_by_tensor_scale:
+        return add("Div", add("Cast", scale, to=_TYPE.FLOAT), tensor_scale)
+    return add("DequantizeLinear", scale, tensor_scale)
 
 
 def _gathers_rows(node: Any) -> bool:
@@ -175,8 +174,7 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
     """Return whether QuantizeLinear rounds and saturates as the node does, and has blocks for its tensor."""
     is_vector = known.shape is not None and len(known.shape) < 2
-    mode = scale_modes(attributes.spec.scale_format)[attributes.scale_mode]
-    divides = attributes.block_rows == 1 and not getattr(mode, "reciprocal", False)
+    divides = attributes.block_rows == 1 and not attributes.spec.multiplies_by_reciprocal
     return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector and divides
 
 

@@ -35,7 +35,6 @@ from pt2mx.pt2e.quantizer.operators import (
     replace_argument,
 )
 from pt2mx.pt2e.quantizer.site import Site, number_calls, sites_of
-from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -820,6 +819,4 @@ def _of_tokens(spec: MXSpec) -> MXSpec:
     """Return the format of tensors to which tokens are added, in which blocks run along the last dimension."""
     if spec.block_rows > 1:
         raise MXError(f"kv_cache: {spec} has blocks of {spec.block_rows} rows, which are tokens: choose one row")
-    scale = spec.scale_format
-    without = next(f for f in SCALE_FORMATS.values() if not f.tensor and (f.grid, f.dtype) == (scale.grid, scale.dtype))
-    return spec.replace(axis=-1, scale_format=without)
+    return spec.without_tensor_scale().replace(axis=-1)

@@ -54,10 +54,7 @@ class MXStorage:
         blocks = math.prod(counts)
         scale_bits = blocks * spec.scale_bits + 32 * spec.has_tensor_scale
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
-        if spec.has_power_of_two_scale:
-            exponent, significand = spec.scale_exp_bits, spec.scale_sig_bits
-        else:
-            exponent, significand = spec.scale_format.grid.exponent_bits, spec.scale_format.grid.mantissa_bits
+        exponent, significand = spec.scale_widths
         return cls(
             format=str(spec),
             exp_bits=0 if element.is_int else element.exponent_bits,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ELEMENTS
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load, run
 from pt2mx.kernels.cpu.calls import FloatScale, QuantizeCall, Spec
@@ -22,8 +21,7 @@ from pt2mx.kernels.cpu.decoders import decoder_of, table_of
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of, packed_length, resized
-from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
-from pt2mx.scale_formats import SCALE_FORMATS
+from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -222,34 +220,27 @@ def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
 
 
+@functools.lru_cache(maxsize=1024)
 def spec_of(spec: MXSpec) -> ctypes.Structure:
     """Return the numbers of a spec as the C++ reads them, cached."""
-    return _spec(spec.element.name, spec.scale_format.name, spec.scale_mode, spec.rounding, spec.block_size)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> ctypes.Structure:
-    element, scale = ELEMENTS[name], SCALE_FORMATS[scale_format]
-    mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
-    constants = spec_constants(element, mode, block_size)
-    constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
-    constants["rounding"], constants["candidates"] = list(ROUNDINGS).index(rounding), len(mode.exponent_offsets)
-    constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
-    if not scale.is_power_of_two:
-        float_scale = float_scale_of(name, scale_format, scale_mode)
+    constants = spec_constants(spec)
+    constants["codes_per_group"], constants["bytes_per_group"] = group_of(spec.element.bits)
+    constants["rounding"], offsets = list(ROUNDINGS).index(spec.rounding), constants["exponent_offsets"]
+    constants["candidates"] = len(offsets)
+    constants["exponent_offsets"] = (ctypes.c_int32 * len(offsets))(*offsets)
+    if not spec.has_power_of_two_scale:
+        float_scale = float_scale_of(spec)
         constants["candidates"] = float_scale.factor_count * float_scale.offset_count
-        constants["searches"] = constants["candidates"] > 1
         constants["float_scale"] = float_scale
     return _structure(Spec, constants)
 
 
-@functools.cache
-def float_scale_of(name: str, scale_format: str, scale_mode: str) -> ctypes.Structure:
-    """Return the numbers of a scale format with a significand, for an element and mode, as the C++ reads them."""
-    scale, mode = SCALE_FORMATS[scale_format], FLOAT_SCALE_MODES[scale_mode]
-    constants = float_scale_constants(ELEMENTS[name], scale, mode)
-    constants["dtype"] = DTYPES.index(scale.dtype) if scale.dtype in DTYPES else _BYTE
-    constants["tensor"] = _TENSOR_SCALES.index(scale.tensor)
+@functools.cache  # calls that are kept point to the result
+def float_scale_of(spec: MXSpec) -> ctypes.Structure:
+    """Return the numbers of scales with a significand, as the C++ reads them."""
+    constants = float_scale_constants(spec)
+    constants["dtype"] = DTYPES.index(spec.scale_dtype) if spec.scale_dtype in DTYPES else _BYTE
+    constants["tensor"] = _TENSOR_SCALES.index(constants["tensor"])
     factors, offsets = constants["factors"], constants["code_offsets"]
     constants["factor_count"], constants["offset_count"] = len(factors), len(offsets)
     constants["factors"] = (ctypes.c_float * len(factors))(*factors)
