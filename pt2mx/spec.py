@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.formats import FORMATS, ElementFormat, is_element, parse_element
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
@@ -105,10 +105,8 @@ class MXSpec:
         object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
         if self.scale_mode is None:
             object.__setattr__(self, "scale_mode", self.scale_format.scale_mode)
-        for field, (least, most, described) in _INTEGERS.items():
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise MXError(f"{field}={value!r} must be an integer{described}")
+        for field, allowed in _INTEGERS.items():
+            check_integer(field, getattr(self, field), *allowed)
         check_scale_mode(self.scale_mode, self.scale_format, self.element)
         if not isinstance(self.rounding, str) or self.rounding not in ROUNDINGS:
             raise MXError(f"unknown rounding {self.rounding!r}: {nearest(self.rounding, ROUNDINGS)}")
@@ -288,13 +286,8 @@ class MXSpec:
         return text_of(self)
 
 
-_INTEGERS = {
-    "block_size": (1, ROW, " of at least 1"),
-    "block_rows": (1, ROW, " of at least 1"),
-    "axis": (-(2**63), 2**63 - 1, ""),
-    "scale_exp_bits": (1, 11, ", 1 to 11"),
-    "scale_sig_bits": (0, 23, ", 0 to 23"),
-}
+#: field -> its least and largest value, where they are not those of int64
+_INTEGERS = {"block_size": (1,), "block_rows": (1,), "axis": (), "scale_exp_bits": (1, 11), "scale_sig_bits": (0, 23)}
 
 
 def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: Any) -> MXSpec:

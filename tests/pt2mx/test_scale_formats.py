@@ -178,3 +178,23 @@ def test_families_of_scale_modes():
     assert scale_modes(SCALE_FORMATS["e8m0"]) == scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["fp4_e2m1"]) == SCALE_MODES
     assert [*scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["int8"])] == ["floor", "ceil", "rceil", "even", "mse"]
     assert all(scale_modes(f) is FLOAT_SCALE_MODES for f in FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("text", "divides", "reciprocal", "searches", "widths", "significant", "without"),
+    [
+        ("mxfp4", False, False, False, (8, 0), 2, "mxfp4_e2m1{32}"),
+        ("mxfp8(mse)", False, False, True, (8, 0), 4, "mxfp8_e4m3{32}(mse)"),
+        ("mxint8(e5m2)", False, False, False, (5, 2), 7, "mxint8{32}(e5m2)"),
+        ("nvfp4", False, False, False, (4, 3), 6, "fp4_e2m1{16}(e4m3)"),
+        ("nvfp4(nearest_reciprocal)", False, True, False, (4, 3), 6, "fp4_e2m1{16}(nearest_reciprocal,e4m3)"),
+        ("fp4{16}(mse,e4m3_f32_divisor)", True, False, True, (4, 3), 6, "fp4_e2m1{16}(mse,e4m3)"),
+        ("nvfp4(four_six)", False, False, True, (4, 3), 6, "fp4_e2m1{16}(four_six,e4m3)"),
+        ("fp8{128x128}(f32)", False, False, False, (8, 23), 28, "fp8_e4m3{128x128}(f32)"),
+    ],
+)
+def test_questions_of_a_spec(text, divides, reciprocal, searches, widths, significant, without):
+    spec = parse(text)
+    assert (spec.divides_by_tensor_scale, spec.multiplies_by_reciprocal) == (divides, reciprocal)
+    assert (spec.searches, spec.scale_widths, spec.significant_bits) == (searches, widths, significant)
+    assert str(spec.without_tensor_scale()) == without and not spec.without_tensor_scale().has_tensor_scale
