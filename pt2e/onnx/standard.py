@@ -77,7 +77,7 @@ def to_standard(model: Any) -> Any:
 
 def is_native(attributes: DequantizeMX) -> bool:
     """Return whether DequantizeLinear has the element and the blocks of a weight."""
-    return attributes.element in NATIVE and attributes.block_rows == 1
+    return attributes.spec.element.name in NATIVE and attributes.spec.block_rows == 1
 
 
 def dequantize_weights(
@@ -151,7 +151,7 @@ def _dequantize(node: Any, attributes: DequantizeMX, inputs: list[str], rows: st
 
 
 def _blocks(attributes: MXNode) -> dict[str, int]:
-    return {"axis": attributes.axis, "block_size": attributes.block_size}
+    return {"axis": attributes.spec.axis, "block_size": attributes.spec.block_size}
 
 
 def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType], used: set[str]) -> None:
@@ -174,8 +174,9 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
     """Return whether QuantizeLinear rounds and saturates as the node does, and has blocks for its tensor."""
     is_vector = known.shape is not None and len(known.shape) < 2
-    divides = attributes.block_rows == 1 and not attributes.spec.multiplies_by_reciprocal
-    return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector and divides
+    spec = attributes.spec
+    divides = spec.block_rows == 1 and not spec.multiplies_by_reciprocal
+    return spec.element.name in _QUANTIZED and spec.rounding == "even" and not is_vector and divides
 
 
 def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[str], cast: bool) -> list[Any]:
@@ -183,7 +184,8 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[st
     (x, *tensor_scale), (y,) = node.input, node.output
     scale, codes = fresh_name(f"{y}_scale", used), fresh_name(f"{y}_codes", used)
     values, result = (fresh_name(f"{y}_x", used), fresh_name(f"{y}_values", used)) if cast else (x, y)
-    blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
+    blocks = _blocks(attributes)
+    element = {"output_dtype": NATIVE[attributes.spec.element.name], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         (function, [x, *tensor_scale], scale, {"domain": DOMAIN}),
         ("QuantizeLinear", [values, scale], codes, blocks | element),
@@ -232,7 +234,7 @@ class _NativeConstants:
 
     def codes(self, name: str, attributes: DequantizeMX) -> str:
         """Return the name of the native codes of a weight with these attributes."""
-        key = (attributes.element, attributes.axis, attributes.length)
+        key = attributes.spec.element.name, attributes.spec.axis, attributes.length
         return self._native(name, key, lambda packed: _codes(packed, attributes))
 
     def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "") -> str:
@@ -255,7 +257,7 @@ class _NativeConstants:
 
 
 def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
-    axis, element = attributes.axis % packed.dim(), attributes.spec.element
+    axis, element = attributes.spec.axis % packed.dim(), attributes.spec.element
     codes = unpack(packed, axis, element.bits).to(torch.uint8)
     if attributes.length > 0:
         codes = codes.narrow(axis, 0, attributes.length)
