@@ -206,6 +206,12 @@ class MXSpec:
             )
 
     @property
+    def blocks(self) -> str:
+        """The size of a block as texts spell it: `32`, `128x128`, `row`."""
+        size = "row" if self.block_size == ROW else str(self.block_size)
+        return size if self.block_rows == 1 else f"{self.block_rows}x{size}"
+
+    @property
     def has_e8m0_scale(self) -> bool:
         """True if scales are the E8M0 bytes of the OCP specification (OCP MX v1.0, section 5.4.1)."""
         return (self.scale_format.name, self.scale_exp_bits, self.scale_sig_bits) == ("e8m0", 8, 0)
@@ -368,9 +374,7 @@ def text_of(spec: MXSpec) -> str:
         words.append(spec.scale_format.name)
     elif spec.scale_bits != spec.scale_format.bits or spec.scale_sig_bits:
         words.append(f"e{spec.scale_exp_bits}m{spec.scale_sig_bits}")
-    rows = f"{spec.block_rows}x" if spec.block_rows > 1 else ""
-    size = "row" if spec.block_size == ROW else spec.block_size
-    return f"{prefix}{spec.element}{{{rows}{size}}}" + (f"({','.join(words)})" if words else "")
+    return f"{prefix}{spec.element}{{{spec.blocks}}}" + (f"({','.join(words)})" if words else "")
 
 
 def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:

@@ -204,8 +204,8 @@ def _called_weight(
 ) -> tuple[PackedWeightInfo, list[TensorInfo]] | None:
     """Describe the weight of a matmul operator that the machine code calls, with the shape of the codes that its bytes
     contain; and its codes, scales and tensor scale. Return None for another call, and for codes in the MMA layout."""
-    operator = OPERATORS.get(call["target"].removeprefix("pt2mx::"))
-    if operator is None or "spec" not in operator.__dataclass_fields__:
+    operator: Any = OPERATORS.get(call["target"].removeprefix("pt2mx::"))
+    if not hasattr(operator, "spec"):
         return None
     arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
     tensors: list[TensorInfo] = []

@@ -159,10 +159,9 @@ def check_packed(
         expected[rows] = -(-expected[rows] // spec.block_rows)
     concrete = {*map(type, (*expected, *scale.shape))} <= {int}  # symbolic sizes are checked when they run
     if concrete and list(scale.shape) != expected:
-        blocks = spec.block_size if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"
         raise MXError(
             f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
-            f"of {spec.element} in blocks of {blocks} along dimension {spec.axis} have {tuple(expected)}"
+            f"of {spec.element} in blocks of {spec.blocks} along dimension {spec.axis} have {tuple(expected)}"
         )
     return spec, length
 

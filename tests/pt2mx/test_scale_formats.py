@@ -198,3 +198,8 @@ def test_questions_of_a_spec(text, divides, reciprocal, searches, widths, signif
     assert (spec.divides_by_tensor_scale, spec.multiplies_by_reciprocal) == (divides, reciprocal)
     assert (spec.searches, spec.scale_widths, spec.significant_bits) == (searches, widths, significant)
     assert str(spec.without_tensor_scale()) == without and not spec.without_tensor_scale().has_tensor_scale
+
+
+@pytest.mark.parametrize(("text", "blocks"), [("mxfp4{16}", "16"), ("fp8{128x64}(f32)", "128x64"), ("fp8{row}", "row")])
+def test_the_size_of_a_block(text, blocks):
+    assert parse(text).blocks == blocks

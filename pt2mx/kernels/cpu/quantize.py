@@ -215,9 +215,9 @@ def _run(
 
 def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     """Return whether the C++ kernels support the scales of a spec."""
-    widths = (spec.scale_exp_bits, spec.scale_sig_bits) == (8, 0)
     least, most = _TENSOR_SCALE_RANGE
-    return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
+    in_range = tensor_scale is None or least <= float(tensor_scale) <= most
+    return in_range and spec.has_operators and spec.block_rows == 1
 
 
 @functools.lru_cache(maxsize=1024)
