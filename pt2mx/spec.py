@@ -14,6 +14,8 @@ from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES, check_scale_m
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 #: the block size of blocks as long as the row
@@ -180,6 +182,30 @@ class MXSpec:
                 f"tensor of rank {rank} does not have there: pass another axis, or block_rows=1"
             )
         return rows
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a tensor.
+
+        Args:
+            shape: of the tensor.
+
+        Returns:
+            The blocks along `axis` and, in blocks of several rows, along `row_axis`; elsewhere the sizes of `shape`.
+
+        Raises:
+            MXError: as `row_axis`.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.parse("mxfp4").scale_shape((3, 70)), pt2mx.parse("fp8{128x128}(f32)").scale_shape((300, 512))
+            ((3, 3), (3, 4))
+        """
+        blocks = list(shape)
+        blocks[self.axis] = -(-blocks[self.axis] // self.block_size)
+        if self.block_rows > 1:
+            rows = self.row_axis(len(blocks))
+            blocks[rows] = -(-blocks[rows] // self.block_rows)
+        return tuple(blocks)
 
     def check_plain_scale(self) -> None:
         """Refuse a spec where only E8M0 scales of one row are taken.

@@ -134,7 +134,7 @@ def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor
     no blocks of their format along the last dimension."""
     if spec.block_rows > 1:
         columns = data.shape[-1] * 8 // spec.element.bits
-        expected = (*data.shape[:-2], -(-data.shape[-2] // spec.block_rows), -(-columns // spec.block_size))
+        expected = spec.scale_shape((*data.shape[:-1], columns))
         if scale.shape != expected:
             raise MXError(f"{_misfit(weight, form, data, scale)}, but {expected}")
         return

@@ -46,12 +46,7 @@ class MXStorage:
         """Return the size of a tensor of that shape whose blocks run along `spec.axis`; `fields` are a subclass's."""
         element = spec.element
         elements = math.prod(shape)
-        counts = list(shape) or [1]
-        counts[spec.axis] = -(-counts[spec.axis] // spec.block_size)
-        if spec.block_rows > 1:
-            rows = spec.row_axis(len(counts))
-            counts[rows] = -(-counts[rows] // spec.block_rows)
-        blocks = math.prod(counts)
+        blocks = math.prod(spec.scale_shape(shape or (1,)))
         scale_bits = blocks * spec.scale_bits + 32 * spec.has_tensor_scale
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
         exponent, significand = spec.scale_widths

@@ -203,3 +203,20 @@ def test_questions_of_a_spec(text, divides, reciprocal, searches, widths, signif
 @pytest.mark.parametrize(("text", "blocks"), [("mxfp4{16}", "16"), ("fp8{128x64}(f32)", "128x64"), ("fp8{row}", "row")])
 def test_the_size_of_a_block(text, blocks):
     assert parse(text).blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "shape", "expected"),
+    [
+        ("mxfp4", -1, (3, 70), (3, 3)),
+        ("mxfp4", 0, (70, 3), (3, 3)),
+        ("fp8{128x64}(f32)", -1, (2, 300, 512), (2, 3, 8)),
+        ("fp8{128x64}(f32)", -2, (2, 300, 512), (2, 5, 4)),
+        ("fp8{row}(f32)", -1, (3, 70), (3, 1)),
+        ("mxfp4", -1, (3, 0), (3, 0)),
+    ],
+)
+def test_the_shape_of_scales(text, axis, shape, expected):
+    spec = parse(text, axis=axis)
+    assert spec.scale_shape(shape) == expected
+    assert tuple(quantize_mx(torch.ones(shape), spec)[0].shape) == expected

@@ -68,9 +68,8 @@ def _quantizer(
     x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what quantizes tensors like x."""
-    n = x.shape[spec.axis]
-    scale_shape = resized(x, spec.axis, -(-n // spec.block_size))
-    data_shape = resized(x, spec.axis, packed_length(n, spec.element.bits))
+    scale_shape = spec.scale_shape(x.shape)
+    data_shape = resized(x, spec.axis, packed_length(x.shape[spec.axis], spec.element.bits))
     structure = _call_of(_QUANTIZE, spec, x.dtype, x.shape, tensor_scale, seed=seed)
 
     def quantized(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:

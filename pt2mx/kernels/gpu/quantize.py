@@ -66,7 +66,7 @@ def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | No
     bits = spec.element.bits if packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
-    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_dtype)
+    scale = x.new_empty(spec.scale_shape(x.shape), dtype=spec.scale_dtype)
     others: tuple[Tensor | None, ...] = (tensor_scale, call.seed)
     kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
     if _suits_bf16x2(x, spec):
