@@ -24,3 +24,19 @@ def nearest(value: object, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.4)
     hint = f"did you mean {by_lower[close[0]]!r}? " if close else ""
     return f"{hint}allowed: {', '.join(spellings)}"
+
+
+def check_integer(name: str, value: object, least: int = -(2**63), most: int = 2**63 - 1) -> None:
+    """Raise an `MXError` unless a value is an integer in a range, and no bool; by default the range is that of int64.
+
+    Args:
+        name: of the value, for the message.
+        value: the value.
+        least, most: the range; the message says those that are given.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return
+    described = f" of at least {least}" if least > -(2**63) else ""
+    if most < 2**63 - 1:
+        described = f" from {least} to {most}"
+    raise MXError(f"{name}={value!r} must be an integer{described}")

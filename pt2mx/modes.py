@@ -36,6 +36,10 @@ class ScaleMode:
         """True if the errors decide, False if the amax alone does."""
         return self.exponent_offsets != (0,)
 
+    def is_defined_for(self, element: ElementFormat) -> bool:
+        """Return whether the rule is defined for an element."""
+        return self.elements is None or element.name in self.elements
+
 
 def _never(element: ElementFormat) -> int:
     return _FP32_MANTISSA
@@ -125,11 +129,7 @@ def scale_modes(
     """Return the scale modes of a scale format, by name; with an element, those that are defined for it."""
     if not scale_format.is_power_of_two:
         return FLOAT_SCALE_MODES
-    return {name: mode for name, mode in SCALE_MODES.items() if element is None or _is_defined(mode, element)}
-
-
-def _is_defined(mode: ScaleMode, element: ElementFormat) -> bool:
-    return mode.elements is None or element.name in mode.elements
+    return {name: mode for name, mode in SCALE_MODES.items() if element is None or mode.is_defined_for(element)}
 
 
 def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFormat) -> None:
@@ -139,7 +139,7 @@ def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFo
     if not isinstance(name, str) or name not in modes:
         scales = "" if is_power_of_two else f" of {scale_format} scales"
         raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
-    if is_power_of_two and not _is_defined(SCALE_MODES[name], element):
+    if is_power_of_two and not SCALE_MODES[name].is_defined_for(element):
         defined = scale_modes(scale_format, element)
         raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import BIAS, NAN_SCALE
-from pt2mx.kernels.float_scales import code_of, value_of
+from pt2mx.kernels.float_scales import code_of, scale_values
 from pt2mx.kernels.packing import split_axis, trim_axis, unpack, unpacked_length
 from pt2mx.ops.checks import check_tensor_scale, check_tensors
 from pt2mx.spec import MXSpec, parse
@@ -77,7 +77,7 @@ def mx_to_nv_scales(
         exponent,
     )
     relative = torch.where(used, relative, 0).clamp(least, grid.emax)
-    codes = code_of(torch.exp2(relative.to(torch.float64)).to(torch.float32), target.scale_format)
+    codes = code_of(torch.exp2(relative.to(torch.float64)).to(torch.float32), target)
     codes = torch.where(fine == NAN_SCALE, target.scale_format.nan, codes).to(torch.uint8)
     return codes, torch.full((), 2.0**shift, dtype=torch.float32, device=scale.device)
 
@@ -114,14 +114,14 @@ def nv_to_mx_scales(
     spec = parse(elem_dtype)
     check_tensors(data=data, scale=scale, tensor_scale=tensor_scale)
     spec.replace(block_size=block_size)  # raises for a bad block size
-    if spec.scale_format.tensor != "factor" or spec.block_rows > 1 or block_size % spec.block_size:
+    if not spec.has_tensor_scale or spec.divides_by_tensor_scale or spec.block_rows > 1 or block_size % spec.block_size:
         raise MXError(f"blocks of {block_size} do not consist of blocks of {spec} with a factor a tensor")
     check_tensor_scale(spec, tensor_scale, data)
     length = _length(data, spec, length)
     _check_scale(scale, data, spec, length)
     axis = spec.axis % data.dim()
     nan = scale.to(torch.int32) == spec.scale_format.nan
-    value = value_of(scale.to(torch.int32), spec.scale_format).to(torch.float64) * tensor_scale.to(torch.float64)
+    value = scale_values(scale, spec).to(torch.float64) * tensor_scale.to(torch.float64)
     mantissa, exponent = torch.frexp(torch.where(nan, 1.0, value) / spec.element.unit)
     exponent = exponent - 1
     used = _nonzero_blocks(data, spec, length) & ~nan

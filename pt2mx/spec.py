@@ -8,12 +8,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.formats import FORMATS, NV_SPELLINGS, ElementFormat, is_element, parse_element
-from pt2mx.modes import ROUNDINGS, check_scale_mode, scale_modes
+from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 #: the block size of blocks as long as the row
@@ -105,10 +107,8 @@ class MXSpec:
         object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
         if self.scale_mode is None:
             object.__setattr__(self, "scale_mode", self.scale_format.scale_mode)
-        for field, (least, most, described) in _INTEGERS.items():
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise MXError(f"{field}={value!r} must be an integer{described}")
+        for field, allowed in _INTEGERS.items():
+            check_integer(field, getattr(self, field), *allowed)
         check_scale_mode(self.scale_mode, self.scale_format, self.element)
         if not isinstance(self.rounding, str) or self.rounding not in ROUNDINGS:
             raise MXError(f"unknown rounding {self.rounding!r}: {nearest(self.rounding, ROUNDINGS)}")
@@ -138,6 +138,23 @@ class MXSpec:
             changes["scale_mode"] = self.scale_mode if self.scale_mode in modes else None
         return dataclasses.replace(self, **changes) if changes else self
 
+    def without_tensor_scale(self) -> MXSpec:
+        """Return this spec with the same scales of blocks, and none of the tensor.
+
+        Returns:
+            The new spec; this one, if it has no tensor scale.
+
+        Example:
+            >>> import pt2mx
+            >>> print(pt2mx.parse("nvfp4").without_tensor_scale())
+            fp4_e2m1{16}(e4m3)
+        """
+        if not self.has_tensor_scale:
+            return self
+        stored = self.scale_format.grid, self.scale_format.dtype
+        alike = [scale for scale in SCALE_FORMATS.values() if (scale.grid, scale.dtype) == stored and not scale.tensor]
+        return self.replace(scale_format=alike[0])
+
     def row_axis(self, rank: int) -> int:
         """Return the dimension along which the rows of a block are counted, from the front: the other of the last two
         dimensions, where `axis` is one of these, and else the dimension before `axis`.
@@ -166,6 +183,30 @@ class MXSpec:
             )
         return rows
 
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a tensor.
+
+        Args:
+            shape: of the tensor.
+
+        Returns:
+            The blocks along `axis` and, in blocks of several rows, along `row_axis`; elsewhere the sizes of `shape`.
+
+        Raises:
+            MXError: as `row_axis`.
+
+        Example:
+            >>> import pt2mx
+            >>> pt2mx.parse("mxfp4").scale_shape((3, 70)), pt2mx.parse("fp8{128x128}(f32)").scale_shape((300, 512))
+            ((3, 3), (3, 4))
+        """
+        blocks = list(shape)
+        blocks[self.axis] = -(-blocks[self.axis] // self.block_size)
+        if self.block_rows > 1:
+            rows = self.row_axis(len(blocks))
+            blocks[rows] = -(-blocks[rows] // self.block_rows)
+        return tuple(blocks)
+
     def check_plain_scale(self) -> None:
         """Refuse a spec where only E8M0 scales of one row are taken.
 
@@ -189,6 +230,12 @@ class MXSpec:
                 f"{self}: only eager calls of fake_quantize_mx take E8M0 scales of other widths than scale_exp_bits=8 "
                 "and scale_sig_bits=0"
             )
+
+    @property
+    def blocks(self) -> str:
+        """The size of a block as texts spell it: `32`, `128x128`, `row`."""
+        size = "row" if self.block_size == ROW else str(self.block_size)
+        return size if self.block_rows == 1 else f"{self.block_rows}x{size}"
 
     @property
     def has_e8m0_scale(self) -> bool:
@@ -216,6 +263,24 @@ class MXSpec:
         return bool(self.scale_format.tensor)
 
     @property
+    def divides_by_tensor_scale(self) -> bool:
+        """True if the whole tensor has a scale by which values are divided, not multiplied."""
+        return self.scale_format.tensor == "divisor"
+
+    @property
+    def multiplies_by_reciprocal(self) -> bool:
+        """True if values are multiplied by the reciprocal of their scale, not divided by it."""
+        return not self.has_power_of_two_scale and FLOAT_SCALE_MODES[self.scale_mode].reciprocal
+
+    @property
+    def searches(self) -> bool:
+        """True if the errors of a block decide its scale, False if its largest value alone does."""
+        if self.has_power_of_two_scale:
+            return SCALE_MODES[self.scale_mode].searches
+        mode = FLOAT_SCALE_MODES[self.scale_mode]
+        return len(mode.factors(self.element)) * len(mode.code_offsets) > 1
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype of stored scales: uint8, or a float."""
         return self.scale_format.dtype
@@ -225,6 +290,19 @@ class MXSpec:
         """The bits of a block's scale."""
         scale = self.scale_format
         return self.scale_exp_bits + self.scale_sig_bits if scale.is_power_of_two else scale.bits
+
+    @property
+    def scale_widths(self) -> tuple[int, int]:
+        """The bits of a scale's exponent, and of its significand."""
+        grid = self.scale_format.grid
+        is_float = not self.has_power_of_two_scale
+        return (grid.exponent_bits, grid.mantissa_bits) if is_float else (self.scale_exp_bits, self.scale_sig_bits)
+
+    @property
+    def significant_bits(self) -> int:
+        """The most significant bits of an element's value times its block's scale, the leading ones included."""
+        of_scale = 0 if self.has_power_of_two_scale else self.scale_format.grid.mantissa_bits + 1
+        return self.element.mantissa_bits + 1 + of_scale
 
     @property
     def effective_bits(self) -> float:
@@ -240,13 +318,8 @@ class MXSpec:
         return text_of(self)
 
 
-_INTEGERS = {
-    "block_size": (1, ROW, " of at least 1"),
-    "block_rows": (1, ROW, " of at least 1"),
-    "axis": (-(2**63), 2**63 - 1, ""),
-    "scale_exp_bits": (1, 11, ", 1 to 11"),
-    "scale_sig_bits": (0, 23, ", 0 to 23"),
-}
+#: field -> its least and largest value, where they are not those of int64
+_INTEGERS = {"block_size": (1,), "block_rows": (1,), "axis": (), "scale_exp_bits": (1, 11), "scale_sig_bits": (0, 23)}
 
 
 def create_mx_spec(exp_bits: int, sig_bits: int, block_size: int = 32, **fields: Any) -> MXSpec:
@@ -327,9 +400,7 @@ def text_of(spec: MXSpec) -> str:
         words.append(spec.scale_format.name)
     elif spec.scale_bits != spec.scale_format.bits or spec.scale_sig_bits:
         words.append(f"e{spec.scale_exp_bits}m{spec.scale_sig_bits}")
-    rows = f"{spec.block_rows}x" if spec.block_rows > 1 else ""
-    size = "row" if spec.block_size == ROW else spec.block_size
-    return f"{prefix}{spec.element}{{{rows}{size}}}" + (f"({','.join(words)})" if words else "")
+    return f"{prefix}{spec.element}{{{spec.blocks}}}" + (f"({','.join(words)})" if words else "")
 
 
 def fields_of_text(spelling: str) -> tuple[str, dict[str, Any]]:

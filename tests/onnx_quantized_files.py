@@ -25,4 +25,4 @@ def quantized(model: ModelProto, folder: Path, config: object = FP4, **options) 
 def specs(model: ModelProto) -> dict[str, tuple[str, int, int, int]]:
     """Return output of a node of ours -> (element, block size, axis, length)."""
     nodes = [*FakeQuantizeMX.nodes_in(model), *DequantizeMX.nodes_in(model)]
-    return {node.output[0]: (a.element, a.block_size, a.axis, a.length) for node, a in nodes}
+    return {node.output[0]: (a.spec.element.name, a.spec.block_size, a.spec.axis, a.length) for node, a in nodes}

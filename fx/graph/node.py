@@ -7,7 +7,6 @@ node. Its `args`, also after `dataclasses.replace`, can be assigned to a node's 
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.ops import attention, convolution, decoding, hadamard, linear, quantization, rope
+from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.operator import Operator
 
 if TYPE_CHECKING:
@@ -144,12 +144,10 @@ def write_out_arguments(model: GraphModule) -> None:
         model.recompile()
 
 
-@functools.cache
 def written_count(overload: OpOverload) -> int:
-    """Return the number of arguments that a call of an operator of pt2mx writes out at least: without the trailing ones
-    of scales (`pt2mx.ops.arguments.SCALES`), whose default is E8M0 for good."""
-    names = [argument.name for argument in overload._schema.arguments]
-    return names.index("scale_format") if "scale_format" in names else len(names)
+    """Return the number of arguments that a call of an operator of pt2mx writes out at least."""
+    declared = OPERATORS.get(overload._schema.name.removeprefix("pt2mx::"))
+    return len(overload._schema.arguments) if declared is None else declared.written
 
 
 def is_ours(node: Node) -> bool:
@@ -168,8 +166,8 @@ class OperatorCall(Operator[Node]):
     @property
     def args(self) -> tuple[Any, ...]:
         """The arguments as a graph writes them out: without trailing ones of scales that are None."""
-        args, count = super().args, written_count(self.overload)
-        while len(args) > count and args[-1] is None:
+        args = super().args
+        while len(args) > self.written and args[-1] is None:
             args = args[:-1]
         return args
 

@@ -25,7 +25,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
-from pt2mx.ops import dequantize_mx
 
 aten = torch.ops.aten
 #: operators whose results bfloat16 may represent
@@ -156,8 +155,7 @@ def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
     """Return whether bfloat16 represents every value of a weight."""
     small = (scale < _LEAST_SCALE).any(-1)
     length = value_of(call.x).shape[-1]
-    element, block_size = call.spec.element.name, call.spec.block_size
-    values = dequantize_mx(codes[small], scale[small], element, block_size, torch.float32, -1, length)
+    values = call.dequantization(torch.float32, length).replace(codes=codes[small], scale=scale[small]).call()
     return torch.equal(values, values.to(torch.bfloat16).to(torch.float32))
 
 

@@ -129,7 +129,7 @@ def has_mma_layout(model: GraphModule, call: LinearMX, constants: set[Node]) -> 
 def _supports_mma_layout(call: LinearMX) -> bool:
     k = (shape_of(call.x) or (None,))[-1]
     is_bfloat16 = dtype_of(call.x) == torch.bfloat16 and call.target_dtype is None
-    is_multiplied = call.spec.scale_format.tensor in ("", "factor") and call.spec.block_rows == 1
+    is_multiplied = not call.spec.divides_by_tensor_scale and call.spec.block_rows == 1
     return is_bfloat16 and isinstance(k, int) and k % 8 == 0 and is_multiplied
 
 
@@ -138,8 +138,7 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
     the weight."""
     read = call.codes, call.scale
     codes, scale = (tensor_of(model, n) for n in read)
-    spec = call.spec
-    repacked = to_mma_layout(codes, scale, spec.element, spec.block_size, spec.scale_format)
+    repacked = to_mma_layout(codes, scale, call.spec)
     if repacked is None:
         return []
     return [register_buffer(model, f"{name_of(n)}_mma", value) for n, value in zip(read, repacked, strict=True)]

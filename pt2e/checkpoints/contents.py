@@ -217,7 +217,7 @@ def _inputs_in_layout(user: WeightUser, layout: Layout) -> WeightUser:
         return user
     inputs = tensor_scaled_inputs(user.inputs, layout)
     stated = any(other.takes_inputs(user.inputs) for other in LAYOUTS.values())
-    if inputs is None or not stated or inputs.scale_format == user.inputs.scale_format:
+    if inputs is None or not stated or inputs.divides_by_tensor_scale == user.inputs.divides_by_tensor_scale:
         return user
     return dataclasses.replace(user, inputs=inputs, input_scale=user.input_scale.reciprocal())
 

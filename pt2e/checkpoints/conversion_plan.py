@@ -91,7 +91,7 @@ class ConversionPlan:
         *rows, columns = shape
         spec, stored = spec_of(form), self.layout.check(name, form)
         blocks, width = columns // spec.block_size, packed_length(columns, spec.element.bits)
-        down, across = -(-rows[-1] // spec.block_rows), -(-columns // spec.block_size)
+        down, across = spec.scale_shape((rows[-1], columns))
         grid = (down, 1, across, 1) if stored.spread_scales else (down, across)
         entries = [
             Entry(stored.dtype, (*rows, blocks, width // blocks) if stored.by_block else (*rows, width)),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pt2mx.algorithms.options import GPTQ
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.conversion_plan import ConversionPlan, plan_conversion
@@ -122,8 +122,7 @@ def convert_checkpoint(
         'mxfp4_e2m1{32}(even,even)'
     """
     path, output = _folder("source", source), _folder("output", output)
-    if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
-        raise MXError(f"jobs={jobs!r} must be a number of shards, at least 1")
+    check_integer("jobs", jobs, 1)
     chosen = "mxfp4_weight_only" if recipe is None else recipe
     quantizer = chosen if isinstance(chosen, MXQuantizer) else MXQuantizer.from_recipe(chosen)
     check_weights_only(quantizer, () if statistics is None else (GPTQ,))

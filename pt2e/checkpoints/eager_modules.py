@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pt2mx.functional import dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.kernels.packing import packed_length
-from pt2mx.ops.linear import linear_mx
+from pt2mx.ops.linear import LinearMX
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, as_matrix
 from pt2mx.spec import MXSpec
 
@@ -95,8 +95,7 @@ class MXLinear(PackedWeight):
         """x: (..., in_features) -> (..., out_features)."""
         if self.activation is not None:
             x = fake_quantize_mx(x, self.activation)
-        element, block_size = self.spec.element.name, self.spec.block_size
-        return linear_mx(x, self.weight_packed, self.weight_scale, self.bias, element, block_size, 0)
+        return LinearMX(x, self.weight_packed, self.weight_scale, self.bias, self.spec, 0).call()
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}, bias={self.bias is not None}"

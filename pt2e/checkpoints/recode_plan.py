@@ -176,7 +176,7 @@ def _inputs(plan: RecodingPlan, module: str, inputs: MXSpec, shapes: dict[str, E
     if stated is None or name not in shapes:
         missing = f"the checkpoint holds no {name}" if stated else f"{new.name} has no place for {name}"
         raise MXError(f"{missing}, the tensor scale of inputs")
-    changes = stated.scale_format != inputs.scale_format
+    changes = stated.divides_by_tensor_scale != inputs.divides_by_tensor_scale
     shape = new.stored[format_of(stated)].tensor_scale_shape
     plan.input_scales[name] = f"{module}.{new.input_scale}", changes, shape
     return stated

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pt2mx.algorithms import gptq
 from pt2mx.algorithms.options import GPTQ
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.pt2e.checkpoints.select_weights import is_linear
 from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.models.safetensors_shards import Entry, ShardReader, ShardWriter, read_header
@@ -38,8 +38,7 @@ class InputStatistics:
     rows: int
 
     def __post_init__(self) -> None:
-        if type(self.rows) is not int or self.rows < 1:
-            raise MXError(f"rows={self.rows!r} of inputs must be their number, at least 1")
+        check_integer("rows", self.rows, 1)
 
     def round(self, weight: Tensor, spec: MXSpec, options: GPTQ) -> Tensor:
         """Round a weight, (N, K) float, with GPTQ; return its values in the format, (N, K) float32."""

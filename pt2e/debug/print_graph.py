@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.fx.graph.source_node import module_name, modules_of, source_line
@@ -52,8 +52,7 @@ def print_graph(
         weight_scale  get_attr weight_scale  u8[8, 2]
     """
     graph = check_module(model, "model")
-    if isinstance(hops, bool) or not isinstance(hops, int) or hops < 0:
-        raise MXError(f"hops={hops!r} must be an integer of at least 0")
+    check_integer("hops", hops, 0)
     file = sys.stdout if file is None else file
     if not hasattr(file, "write"):
         raise MXError(f"file must be open for writing, or None for stdout, not {file!r}")

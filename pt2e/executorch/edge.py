@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.fx.graph.graph_pass import run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
@@ -66,10 +66,7 @@ def edge_ready(program: ExportedProgram, max_size: int | None = None) -> Exporte
 
 def _bounded(program: ExportedProgram, max_size: int) -> ExportedProgram:
     """Return the program with an upper bound for each of its dynamic dimensions; its graph is shared."""
-    if not isinstance(max_size, int) or max_size < 2:
-        raise MXError(
-            f"max_size={max_size!r} must be an integer of at least 2, the largest size of a dynamic dimension"
-        )
+    check_integer("max_size", max_size, 2)
     bounded = copy.copy(program)
     bounded._range_constraints = {
         symbol: bounds if bounds.upper.is_Integer else ValueRanges(bounds.lower, max_size)

@@ -25,8 +25,8 @@ def check_narrower(name: str, spec: MXSpec, anchor: MXSpec) -> None:
         )
     if (spec.block_size, spec.block_rows) != (anchor.block_size, anchor.block_rows):
         raise MXError(
-            f"{name} has blocks of {_blocks(anchor)}, and the recipe blocks of {_blocks(spec)}: slicing keeps blocks, "
-            f"so give a recipe with blocks of {_blocks(anchor)}"
+            f"{name} has blocks of {anchor.blocks}, and the recipe blocks of {spec.blocks}: slicing keeps blocks, so "
+            f"give a recipe with blocks of {anchor.blocks}"
         )
 
 
@@ -84,7 +84,3 @@ def _parameters(node: Node, captured: Mapping[Node, list[object]]) -> set[str]:
         node = node.all_input_nodes[0]
     roots = captured.get(node, [node])
     return {root_name(root) for root in roots if isinstance(root, Node)}
-
-
-def _blocks(spec: MXSpec) -> str:
-    return str(spec.block_size) if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"

@@ -25,6 +25,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, parameter_of, value_of
 from pt2mx.fx.portable import is_portable
 from pt2mx.kernels.packing import unpacked_length
+from pt2mx.ops.contract import OPERATORS
 from pt2mx.pt2e.files.archive import check_kind, read_record, record_names
 from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_weights
 from pt2mx.pt2e.inspect.schema import (
@@ -42,7 +43,6 @@ from pt2mx.pt2e.packages.package import EXAMPLE, read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.program.program import read_program
 from pt2mx.pt2e.program.provenance import provenance_of
-from pt2mx.spec import MXSpec
 
 #: folder of AOTInductor's records in a package
 _CODE = "data/aotinductor/"
@@ -198,7 +198,10 @@ def _called_weight(
     call: Mapping[str, Any], constants: Mapping[str, TensorInfo]
 ) -> tuple[PackedWeightInfo, list[TensorInfo]] | None:
     """Describe the weight of a matmul operator that the machine code calls, with the shape of the codes that its bytes
-    contain; and its codes, scales and tensor scale. Return None for another call."""
+    contain; and its codes, scales and tensor scale. Return None for another call, and for codes in the MMA layout."""
+    operator: Any = OPERATORS.get(call["target"].removeprefix("pt2mx::"))
+    if not hasattr(operator, "spec"):
+        return None
     arguments = {argument["name"]: argument["arg"] for argument in call["inputs"]}
     tensors: list[TensorInfo] = []
     for argument in _WEIGHT:
@@ -207,12 +210,8 @@ def _called_weight(
             tensors.append(constants[name])
         elif argument != "tensor_scale":  # which other formats lack
             return None
-    spec = MXSpec(
-        arguments["elem_dtype_name"]["as_string"],
-        arguments["block_size"]["as_int"],
-        scale_format=arguments.get("scale_format", {}).get("as_string") or "e8m0",
-        block_rows=arguments.get("block_rows", {}).get("as_int") or 1,
-    )
+    plain = [arguments.get(argument.name, {}) for argument in operator.arguments]
+    spec = operator.from_args(*(value.get("as_string", value.get("as_int")) for value in plain)).spec
     codes = tensors[0]
     *rows, size = codes.shape
     shape = (*map(int, rows), unpacked_length(int(size), spec.element.bits))

@@ -76,13 +76,12 @@ class PackedTensors(NamedTuple):
 
 def format_of(spec: MXSpec) -> str:
     """Return the name of the format that a weight or an input has: its element, for E8M0 scales of one row."""
-    if spec.has_e8m0_scale and spec.block_rows == 1:
+    if spec.has_plain_scale:
         return spec.element.name
     if spec.replace(axis=-1, scale_mode=None, rounding="even") == spec_of(NVFP4):
         return NVFP4
-    block = f"{spec.block_rows}x{spec.block_size}" if spec.block_rows > 1 else spec.block_size
     scales = "" if spec.has_e8m0_scale else f"({spec.scale_format})"
-    return f"{spec.element.name}{{{block}}}{scales}"
+    return f"{spec.element.name}{{{spec.blocks}}}{scales}"
 
 
 @cache
@@ -135,7 +134,7 @@ def check_grid(weight: str, form: str, spec: MXSpec, data: Tensor, scale: Tensor
     no blocks of their format along the last dimension."""
     if spec.block_rows > 1:
         columns = data.shape[-1] * 8 // spec.element.bits
-        expected = (*data.shape[:-2], -(-data.shape[-2] // spec.block_rows), -(-columns // spec.block_size))
+        expected = spec.scale_shape((*data.shape[:-1], columns))
         if scale.shape != expected:
             raise MXError(f"{_misfit(weight, form, data, scale)}, but {expected}")
         return

@@ -128,7 +128,7 @@ def times_tensor_scale(f: Function, scale: str, spec: MXSpec, t: Input) -> str:
 
 def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> str:
     """Return values in units of their block's scale."""
-    if FLOAT_SCALE_MODES[spec.scale_mode].reciprocal:
+    if spec.multiplies_by_reciprocal:
         return f.op("Mul", values, _step(f, spec, "reciprocal", scale, t))
     return f.op("Div", values, times_tensor_scale(f, scale, spec, t))
 
@@ -137,21 +137,17 @@ def stored_scale(f: Function, scale: str, spec: MXSpec) -> str:
     """scale: as pt2mx stores it -> float32."""
     if spec.scale_dtype.is_floating_point:
         return f.op("Cast", scale, to=_TYPE.FLOAT)
-    return f.op("Gather", scale_table(spec.scale_format).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
+    return f.op("Gather", scale_table(spec).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
 
 
-def scale_table(scale: ScaleFormat) -> Tensor:
+def scale_table(spec: MXSpec) -> Tensor:
     """Return the value of each scale byte, (256,) float32."""
-    if scale.is_power_of_two:
+    if spec.has_power_of_two_scale:
         return torch.from_numpy(np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)))
-    return value_of(torch.arange(256, dtype=torch.int32), scale)
+    return value_of(torch.arange(256, dtype=torch.int32), spec)
 
 
 def has_function(spec: MXSpec) -> bool:
     """Return whether functions compute the scales of a spec: without a search, and not rounded up to 16 bits."""
-    scale = spec.scale_format
-    if scale.is_power_of_two:
-        return not SCALE_MODES[spec.scale_mode].searches
-    mode = FLOAT_SCALE_MODES[spec.scale_mode]
-    searches = len(mode.factors(spec.element)) * len(mode.code_offsets) > 1
-    return not searches and not (mode.rounds_up and scale.dtype in _CASTS)
+    rounds_up = not spec.has_power_of_two_scale and FLOAT_SCALE_MODES[spec.scale_mode].rounds_up
+    return not spec.searches and not (rounds_up and spec.scale_dtype in _CASTS)

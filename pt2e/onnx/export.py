@@ -15,7 +15,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.extras import import_extra, without_log_warnings
 from pt2mx.fx.graph.source_node import nodes_by_source
 from pt2mx.pt2e.files.output import check_output
@@ -93,8 +93,8 @@ def export_onnx(
     from pt2mx.pt2e.onnx.files import write_model
 
     rewrite = rewriter_of(target)
-    if opset is not None and not (isinstance(opset, int) and opset in OPSETS):
-        raise MXError(f"opset={opset!r} must be an integer from {OPSETS[0]} to {OPSETS[-1]}")
+    if opset is not None:
+        check_integer("opset", opset, OPSETS[0], OPSETS[-1])
     check_output(path)
     if isinstance(getattr(model, "program", None), ExportedProgram):  # a LanguageModel, whose import takes seconds
         if example_inputs is not None or dynamic_shapes is not None:

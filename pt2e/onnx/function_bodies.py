@@ -6,7 +6,6 @@ operations instead. Values are multiplied with powers of two and rounded by `Rou
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def fake_quantize(
     name = f"{FakeQuantizeMX.op_type}.{element}_{scales_name(spec)}{spec.scale_mode}_{spec.rounding}_{blocks.name}"
     name += "" if casts else "_float"
     inputs = ["X", "tensor_scale"] if static else ["X"]
-    f = Function(name + "_static" * static, inputs, [field.name for field in fields(FakeQuantizeMX)])
+    f = Function(name + "_static" * static, inputs, list(FakeQuantizeMX.names))
     x = f.op("Cast", "X", to=_TYPE.FLOAT) if casts else "X"
     values = blocks.split(f, x)
     if not spec.has_power_of_two_scale:
@@ -110,7 +109,7 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
     name = f"{DequantizeMX.op_type}.{element}_{scales_name(spec)}{_TYPE.DataType.Name(dtype).lower()}_{blocks.name}"
     name += f"_of{length}" * padded
     inputs = ["codes", "scale", *["tensor_scale"] * spec.has_tensor_scale]
-    f = Function(name, inputs, [field.name for field in fields(DequantizeMX)])
+    f = Function(name, inputs, list(DequantizeMX.names))
     x = _decode(f, "codes", element, blocks)
     if padded:  # drop the codes that fill the last group
         x = f.op("Slice", x, [0], [length], [spec.axis])

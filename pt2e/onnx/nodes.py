@@ -24,7 +24,7 @@ the function becomes the node's `op_type`: one of the two above, a dot, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pt2mx.extras import import_extra
@@ -38,56 +38,49 @@ if TYPE_CHECKING:
 DOMAIN = "pt2mx"
 #: the version of that domain
 VERSION = 1
+#: attributes of both nodes
+_OF_BLOCKS = ("element", "block_size", "axis", "length", "scale_format", "block_rows")
 
 
 @dataclass(frozen=True)
 class MXNode:
-    """The attributes of a node, in order. Each subclass is one operator."""
+    """What a node says: its spec, whose axis is counted as above, and the length. Each subclass is one operator."""
 
     op_type: ClassVar[str]
+    #: the names of the attributes, in order
+    names: ClassVar[tuple[str, ...]]
 
-    element: str
-    block_size: int = 32
-    axis: int = -1
+    spec: MXSpec
     length: int = -1
-    scale_format: str = field(default="e8m0", kw_only=True)
-    block_rows: int = field(default=1, kw_only=True)
-
-    @classmethod
-    def for_spec(cls, spec: MXSpec, length: int, **more: Any) -> Self:
-        """Return the attributes that say a spec, whose axis is counted as nodes do."""
-        named = {**vars(spec), "element": spec.element.name, "scale_format": spec.scale_format.name}
-        return cls(**{name: named[name] for name in cls._of_spec()}, length=length, **more)
 
     @property
-    def spec(self) -> MXSpec:
-        """The spec. That of codes has no scale mode and rounding: they are rounded already."""
-        return MXSpec(**{name: getattr(self, name) for name in self._of_spec()})
-
-    @classmethod
-    def _of_spec(cls) -> list[str]:
-        """Return the names of the attributes that are fields of a spec."""
-        return [field.name for field in fields(cls) if field.name not in ("length", "dtype")]
+    def attributes(self) -> dict[str, Any]:
+        """The attributes by name, in order."""
+        spec = {**vars(self.spec), "element": self.spec.element.name, "scale_format": self.spec.scale_format.name}
+        values = {**spec, **vars(self)}
+        return {name: values[name] for name in self.names}
 
     @classmethod
     def of(cls, node: onnx.NodeProto) -> Self | None:
-        """Return the attributes of a node of this operator, with or without a function; None for another node."""
+        """Return what a node of this operator says, with or without a function; None for another node."""
         if node.domain != DOMAIN or node.op_type.partition(".")[0] != cls.op_type:
             return None
-        return cls(**node_attributes(node))
+        values = node_attributes(node)
+        own = {name: values.pop(name) for name in ("length", "dtype") if name in values}
+        return cls(MXSpec(**values), **own)
 
     @classmethod
     def nodes_in(cls, model: onnx.ModelProto) -> Iterator[tuple[onnx.NodeProto, Self]]:
-        """Yield the nodes of this operator in a model and its subgraphs, each with its attributes."""
+        """Yield the nodes of this operator in a model and its subgraphs, each with what it says."""
         for graph in graphs_in(model.graph):
             for node in graph.node:
-                if (attributes := cls.of(node)) is not None:
-                    yield node, attributes
+                if (said := cls.of(node)) is not None:
+                    yield node, said
 
     def make(self, inputs: list[str], output: str, name: str = "") -> onnx.NodeProto:
         """Return a node with these attributes. Its inputs are X, or codes and scales, and a scale of the tensor."""
         helper = import_extra("onnx", "onnx").helper
-        return helper.make_node(self.op_type, inputs, [output], name, domain=DOMAIN, **asdict(self))
+        return helper.make_node(self.op_type, inputs, [output], name, domain=DOMAIN, **self.attributes)
 
 
 @dataclass(frozen=True)
@@ -95,16 +88,16 @@ class FakeQuantizeMX(MXNode):
     """`FakeQuantizeMX`: X -> Y."""
 
     op_type: ClassVar[str] = "FakeQuantizeMX"
-
-    scale_mode: str = "floor"
-    rounding: str = "even"
+    names: ClassVar[tuple[str, ...]] = (*_OF_BLOCKS, "scale_mode", "rounding")
 
 
 @dataclass(frozen=True)
 class DequantizeMX(MXNode):
-    """`DequantizeMX`: codes, scales -> Y; `dtype` 1 is float32, 10 float16, 16 bfloat16."""
+    """`DequantizeMX`: codes, scales -> Y; `dtype` 1 is float32, 10 float16, 16 bfloat16. No attribute says the scale
+    mode and rounding of the spec: codes are rounded already."""
 
     op_type: ClassVar[str] = "DequantizeMX"
+    names: ClassVar[tuple[str, ...]] = (*_OF_BLOCKS, "dtype")
 
     dtype: int = 1
 

@@ -45,8 +45,8 @@ def to_openvino(model: Any) -> Any:
 
 
 def _stays_packed(attributes: DequantizeMX) -> bool:
-    whole = attributes.length > 0 and attributes.length % attributes.block_size == 0
-    return is_native(attributes) and attributes.element in _PACKED and whole
+    whole = attributes.length > 0 and attributes.length % attributes.spec.block_size == 0
+    return is_native(attributes) and attributes.spec.element.name in _PACKED and whole
 
 
 def _raise_subnormals(graph: Any) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.modes import scale_modes
 from pt2mx.pt2e.onnx.block_scales import tensor_scale
 from pt2mx.pt2e.onnx.files import (
     TensorType,
@@ -78,7 +77,7 @@ def to_standard(model: Any) -> Any:
 
 def is_native(attributes: DequantizeMX) -> bool:
     """Return whether DequantizeLinear has the element and the blocks of a weight."""
-    return attributes.element in NATIVE and attributes.block_rows == 1
+    return attributes.spec.element.name in NATIVE and attributes.spec.block_rows == 1
 
 
 def dequantize_weights(
@@ -123,9 +122,9 @@ def _times_tensor_scale(
         nodes.append(onnx.helper.make_node(op_type, inputs, [output], f"{node.name}_scale_{op_type}", **to))
         return output
 
-    if attributes.spec.scale_format.tensor == "factor":
-        return add("DequantizeLinear", scale, tensor_scale)
-    return add("Div", add("Cast", scale, to=_TYPE.FLOAT), tensor_scale)
+    if attributes.spec.divides_by_tensor_scale:
+        return add("Div", add("Cast", scale, to=_TYPE.FLOAT), tensor_scale)
+    return add("DequantizeLinear", scale, tensor_scale)
 
 
 def _gathers_rows(node: Any) -> bool:
@@ -152,7 +151,7 @@ def _dequantize(node: Any, attributes: DequantizeMX, inputs: list[str], rows: st
 
 
 def _blocks(attributes: MXNode) -> dict[str, int]:
-    return {"axis": attributes.axis, "block_size": attributes.block_size}
+    return {"axis": attributes.spec.axis, "block_size": attributes.spec.block_size}
 
 
 def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType], used: set[str]) -> None:
@@ -175,9 +174,9 @@ def _quantize_activations(model: Any, graph: Any, types: Mapping[str, TensorType
 def _is_exact(attributes: FakeQuantizeMX, known: TensorType) -> bool:
     """Return whether QuantizeLinear rounds and saturates as the node does, and has blocks for its tensor."""
     is_vector = known.shape is not None and len(known.shape) < 2
-    mode = scale_modes(attributes.spec.scale_format)[attributes.scale_mode]
-    divides = attributes.block_rows == 1 and not getattr(mode, "reciprocal", False)
-    return attributes.element in _QUANTIZED and attributes.rounding == "even" and not is_vector and divides
+    spec = attributes.spec
+    divides = spec.block_rows == 1 and not spec.multiplies_by_reciprocal
+    return spec.element.name in _QUANTIZED and spec.rounding == "even" and not is_vector and divides
 
 
 def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[str], cast: bool) -> list[Any]:
@@ -185,7 +184,8 @@ def _quantize(node: Any, attributes: FakeQuantizeMX, function: str, used: set[st
     (x, *tensor_scale), (y,) = node.input, node.output
     scale, codes = fresh_name(f"{y}_scale", used), fresh_name(f"{y}_codes", used)
     values, result = (fresh_name(f"{y}_x", used), fresh_name(f"{y}_values", used)) if cast else (x, y)
-    blocks, element = _blocks(attributes), {"output_dtype": NATIVE[attributes.element], "precision": _TYPE.FLOAT}
+    blocks = _blocks(attributes)
+    element = {"output_dtype": NATIVE[attributes.spec.element.name], "precision": _TYPE.FLOAT}
     steps: list[tuple[str, list[str], str, dict[str, Any]]] = [
         (function, [x, *tensor_scale], scale, {"domain": DOMAIN}),
         ("QuantizeLinear", [values, scale], codes, blocks | element),
@@ -234,7 +234,7 @@ class _NativeConstants:
 
     def codes(self, name: str, attributes: DequantizeMX) -> str:
         """Return the name of the native codes of a weight with these attributes."""
-        key = (attributes.element, attributes.axis, attributes.length)
+        key = attributes.spec.element.name, attributes.spec.axis, attributes.length
         return self._native(name, key, lambda packed: _codes(packed, attributes))
 
     def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "") -> str:
@@ -257,7 +257,7 @@ class _NativeConstants:
 
 
 def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
-    axis, element = attributes.axis % packed.dim(), attributes.spec.element
+    axis, element = attributes.spec.axis % packed.dim(), attributes.spec.element
     codes = unpack(packed, axis, element.bits).to(torch.uint8)
     if attributes.length > 0:
         codes = codes.narrow(axis, 0, attributes.length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from typing import Any
 
 from pt2mx import ops
@@ -38,7 +37,7 @@ _SCALED = "pt2mx.scaled"
 
 def emit(node: MXNode, *inputs: Any) -> Any:
     """Add a node without a function to the graph that torch's exporter builds, and return its output."""
-    return _operator(type(node), node.op_type)(*inputs, **asdict(node))
+    return _operator(node, node.op_type)(*inputs, **node.attributes)
 
 
 def emit_with_body(node: MXNode, *inputs: Any) -> Any:
@@ -46,30 +45,30 @@ def emit_with_body(node: MXNode, *inputs: Any) -> Any:
     static = isinstance(node, FakeQuantizeMX) and len(inputs) > 1
     function = onnx_ir.from_proto(body(node, OPSET, static))
     onnxscript.evaluator.default().functions[function.identifier()] = function
-    return _operator(type(node), function.name)(*inputs, **asdict(node))
+    return _operator(node, function.name)(*inputs, **node.attributes)
 
 
-def _operator(kind: type[MXNode], op_type: str) -> Any:
+def _operator(node: MXNode, op_type: str) -> Any:
     """Return the onnxscript operator of a node."""
-    schema = onnx.defs.OpSchema
+    schema, declared = onnx.defs.OpSchema, _INPUTS[type(node)]
     attributes, option = [], schema.FormalParameterOption
-    options = [option.Single] * (len(_INPUTS[kind]) - 1) + [option.Optional]
-    for field in fields(kind):
-        attribute_type = schema.AttrType.INT if field.type == "int" else schema.AttrType.STRING
-        attributes.append(schema.Attribute(field.name, attribute_type))
+    options = [option.Single] * (len(declared) - 1) + [option.Optional]
+    for name, value in node.attributes.items():
+        attribute_type = schema.AttrType.INT if isinstance(value, int) else schema.AttrType.STRING
+        attributes.append(schema.Attribute(name, attribute_type))
     op_schema = schema(
         op_type,
         DOMAIN,
         VERSION,
         inputs=[
             schema.FormalParameter(name, type_name, param_option=option)
-            for (name, type_name), option in zip(_INPUTS[kind].items(), options, strict=True)
+            for (name, type_name), option in zip(declared.items(), options, strict=True)
         ],
         outputs=[schema.FormalParameter("Y", "T")],
         type_constraints=[
             (name, types, "")
             for name, types in (("T", _FLOATS), ("B", _BYTES), ("S", _BYTES + _FLOATS))
-            if name in {"T", *_INPUTS[kind].values()}
+            if name in {"T", *declared.values()}
         ],
         attributes=attributes,
     )
@@ -85,7 +84,7 @@ def translations(emit: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
 
     def fake_quantize(call: quantization.FakeQuantize[Any] | quantization.Quantize[Any]) -> Any:
         x, t = call.x, call.tensor_scale
-        node = FakeQuantizeMX.for_spec(*_along(x, call.spec))
+        node = FakeQuantizeMX(*_along(x, call.spec))
         if t is None or t.meta.get(_SCALED) is x:
             return emit(node, x)
         if _SCALED in t.meta:
@@ -113,7 +112,7 @@ def translations(emit: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
         if length is None:
             length = -1 if size == -1 else unpacked_length(size, spec.element.bits)
         dtype: Any = call.dtype  # the exporter gives the type of ONNX
-        node = DequantizeMX.for_spec(spec, length, dtype=int(dtype))
+        node = DequantizeMX(spec, length, int(dtype))
         return emit(node, codes, call.scale, *([] if t is None else [t]))
 
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.functional import fake_quantize_mx
 from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import parse
@@ -41,8 +41,7 @@ def _quantize_bfp(
     axis, *others = axes if isinstance(axes, list | tuple) and axes else [axes]
     if others or type(axis) is not int or not -A.dim() <= axis < A.dim():
         raise MXError(f"axes={axes!r} must be one axis of A along which blocks run, for example [-1]")
-    if not isinstance(scale_bits, int) or scale_bits < 1:
-        raise MXError(f"scale_bits={scale_bits!r} must be an integer of at least 1")
+    check_integer("scale_bits", scale_bits, 1)
     if not isinstance(round, str) or round not in _ROUNDINGS:
         raise MXError(f"unknown rounding {round!r}: {nearest(round, _ROUNDINGS)}")
     spec = parse(elem_format)

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from pt2mx.algorithms.options import Algorithm, chosen_algorithms, plain_algorithms
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.higher_order_ops import graph_modules, nodes_in_order
@@ -44,7 +44,6 @@ from pt2mx.pt2e.quantizer.settings import (
     sites_of,
     type_key,
 )
-from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -132,7 +131,8 @@ class MXQuantizer(Quantizer):
         Raises:
             MXError: for a count below 1.
         """
-        return self._set("first", _checked_count("first", "count", count), config)
+        check_integer("first: count", count, 1)
+        return self._set("first", count, config)
 
     def set_last(self, config: Config, count: int = 1) -> Self:
         """Set the config of the last operators that the other settings quantize.
@@ -146,7 +146,8 @@ class MXQuantizer(Quantizer):
         Raises:
             MXError: for a count below 1.
         """
-        return self._set("last", _checked_count("last", "count", count), config)
+        check_integer("last: count", count, 1)
+        return self._set("last", count, config)
 
     def set_small_weights(self, config: Config, values: int) -> Self:
         """Set the config of the operators with a small weight, such as the first layers of a convolutional network and
@@ -173,7 +174,8 @@ class MXQuantizer(Quantizer):
               32768:
                 weight: mxint8{32}
         """
-        return self._set(recipe.SMALL_WEIGHTS, _checked_count(recipe.SMALL_WEIGHTS, "values", values), config)
+        check_integer(f"{recipe.SMALL_WEIGHTS}: values", values, 1)
+        return self._set(recipe.SMALL_WEIGHTS, values, config)
 
     def set_module_name(self, name: str, config: Config) -> Self:
         """Set the config of the operators inside one module.
@@ -280,8 +282,7 @@ class MXQuantizer(Quantizer):
         """
         if not isinstance(module_name, str):
             raise MXError(f"{recipe.ORDER}: the module {module_name!r} must be a qualified name, or '' for the model")
-        if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise MXError(f"{recipe.ORDER}: index={index!r} must be an integer of at least 0")
+        check_integer(f"{recipe.ORDER}: index", index, 0)
         return self._set(recipe.ORDER, (module_name, object_key(object_type)[1], index), config)
 
     def set_filter_function(self, function: Callable[[Node], bool | str] | None) -> Self:
@@ -840,12 +841,6 @@ def _checked_name(kind: str, name: object) -> str:
     return name
 
 
-def _checked_count(kind: str, name: str, count: object) -> int:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise MXError(f"{kind}: {name}={count!r} must be an integer of at least 1")
-    return count
-
-
 def _config(value: object) -> Config:
     return MXQuantizationConfig.from_dict(value) if isinstance(value, Mapping) else checked_config(value)
 
@@ -862,6 +857,4 @@ def _of_tokens(spec: MXSpec) -> MXSpec:
     """Return the format of tensors to which tokens are added, in which blocks run along the last dimension."""
     if spec.block_rows > 1:
         raise MXError(f"kv_cache: {spec} has blocks of {spec.block_rows} rows, which are tokens: choose one row")
-    scale = spec.scale_format
-    without = next(f for f in SCALE_FORMATS.values() if not f.tensor and (f.grid, f.dtype) == (scale.grid, scale.dtype))
-    return spec.replace(axis=-1, scale_format=without)
+    return spec.without_tensor_scale().replace(axis=-1)

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from tqdm import tqdm
 
 from pt2mx.analysis.metrics import METRICS, Distance, check_metric, mean_distance, name_of_metric, own_distance
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.pt2e.debug.batches import call, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig, get_default_mx_quantization_config
@@ -77,10 +77,8 @@ def sensitivity(
     """
     model = check_module(model, "model")
     measures, estimated = _check(metric, method, operands)
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-        raise MXError(f"draws={draws!r} must be an integer of at least 1")
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise MXError(f"seed={seed!r} must be an integer")
+    check_integer("draws", draws, 1)
+    check_integer("seed", seed)
     batches = list(several(batches))
     if not batches:
         raise MXError("there is no batch to be sensitive to")

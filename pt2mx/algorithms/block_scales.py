@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pt2mx.functional import tensor_scale_mx
 from pt2mx.kernels import elements, float_scales, reference
-from pt2mx.kernels.float_scales import FloatScale, code_of, multiplier_of, value_of
+from pt2mx.kernels.float_scales import FloatScale, code_of, code_range, multiplier_of, value_of
 from pt2mx.spec import MXSpec
 
 #: candidates for a block's scale, as multiples of the scale of the largest value: it saturates, or leaves room
@@ -71,14 +71,13 @@ def choose_scales(
     t = _tensor_scale(weight.float(), spec.replace(scale_mode="four_six"), amax)
     blocks = reference.to_blocks(weight.float(), spec)
     first = float_scales.scale_of(blocks, spec.replace(scale_mode="nearest"), t, elements)
-    scale, grid = spec.scale_format, spec.element
+    grid = spec.element
     second = grid.max_normal / (grid.max_normal - 2.0 ** (grid.emax - grid.mantissa_bits))
     factors = (*_FACTORS, *(second * factor for factor in _SECOND_FACTORS))
     weights = 1.0 if importance is None else reference.to_blocks(importance.float(), spec)
     codes, errors = [], []
     for factor in factors:
-        value = (value_of(first.code, scale) * factor).clamp(scale.min_value, scale.max_value)
-        codes.append(code_of(value, scale))
+        codes.append(code_of(value_of(first.code, spec) * factor, spec).clamp(*code_range(spec)))
         candidate = FloatScale(codes[-1], first.finite, first.tensor_scale, spec, elements)
         rounded = elements.round_to_element(candidate.divide(blocks), grid, spec.rounding)
         error = (candidate.multiply(rounded) - blocks).square_().mul_(weights)

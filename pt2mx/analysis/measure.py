@@ -46,18 +46,10 @@ class MXStorage:
         """Return the size of a tensor of that shape whose blocks run along `spec.axis`; `fields` are a subclass's."""
         element = spec.element
         elements = math.prod(shape)
-        counts = list(shape) or [1]
-        counts[spec.axis] = -(-counts[spec.axis] // spec.block_size)
-        if spec.block_rows > 1:
-            rows = spec.row_axis(len(counts))
-            counts[rows] = -(-counts[rows] // spec.block_rows)
-        blocks = math.prod(counts)
+        blocks = math.prod(spec.scale_shape(shape or (1,)))
         scale_bits = blocks * spec.scale_bits + 32 * spec.has_tensor_scale
         bits = element.bits + scale_bits / elements if elements else spec.effective_bits
-        if spec.has_power_of_two_scale:
-            exponent, significand = spec.scale_exp_bits, spec.scale_sig_bits
-        else:
-            exponent, significand = spec.scale_format.grid.exponent_bits, spec.scale_format.grid.mantissa_bits
+        exponent, significand = spec.scale_widths
         return cls(
             format=str(spec),
             exp_bits=0 if element.is_int else element.exponent_bits,

@@ -13,12 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pt2mx.formats import ELEMENTS, ElementFormat
-from pt2mx.kernels.constants import spec_constants
 from pt2mx.kernels.cpu.linear import decoder_of
 from pt2mx.kernels.packing import group_of
-from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.ops.contract import schema_of
-from pt2mx.scale_formats import SCALE_FORMATS
 from pt2mx.spec import MXSpec
 
 SOURCES = Path(__file__).parent / "src"
@@ -70,13 +68,12 @@ def _schema(name: str) -> str:
 
 def _element(element: ElementFormat) -> str:
     """Return an initializer of the C++ struct `Element`."""
-    fields = [spec_constants(element, SCALE_MODES["floor"], 1)[name] for name in _ELEMENT]
+    fields = [getattr(element, name) for name in _ELEMENT]
     decoder, _ = decoder_of(MXSpec(element, 32), 32)
-    defined = scale_modes(SCALE_FORMATS["e8m0"], element)
-    thresholds = ", ".join(str(m.threshold(element)) if name in defined else "-1" for name, m in SCALE_MODES.items())
+    thresholds = [mode.threshold(element) if mode.is_defined_for(element) else -1 for mode in SCALE_MODES.values()]
     numbers = (decoder, *map(int, fields), *group_of(element.bits))
     limits = (f"{float(limit)}f" for limit in (element.max_normal, element.lowest))
-    return f'{{"{element.name}", {", ".join((*map(str, numbers), *limits))}, {{{thresholds}}}}}'
+    return f'{{"{element.name}", {", ".join((*map(str, numbers), *limits))}, {{{", ".join(map(str, thresholds))}}}}}'
 
 
 def _scale_mode(name: str) -> str:

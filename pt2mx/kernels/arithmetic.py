@@ -104,7 +104,7 @@ def fake_quantize(
 
 def _is_direct(spec: MXSpec) -> bool:
     is_power = spec.has_power_of_two_scale and spec.scale_exp_bits == 8
-    return is_power and not SCALE_MODES[spec.scale_mode].searches and not ROUNDINGS[spec.rounding].directed
+    return is_power and not spec.searches and not ROUNDINGS[spec.rounding].directed
 
 
 def _unit_of(amax: Tensor, spec: MXSpec) -> Tensor:

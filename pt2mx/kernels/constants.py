@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ElementFormat
 from pt2mx.kernels.float_scales import code_range
 from pt2mx.kernels.scale_search import squared_error_bits
-from pt2mx.modes import SCALE_MODES, FloatScaleMode, ScaleMode
-from pt2mx.scale_formats import ScaleFormat
+from pt2mx.modes import FLOAT_SCALE_MODES, SCALE_MODES
 from pt2mx.spec import MXSpec
 
 #: values of a block that a kernel quantizes as it computes it, and of a block of FP8 rows
@@ -29,32 +27,35 @@ _OF_ELEMENT = (
 )
 
 
-def spec_constants(element: ElementFormat, mode: ScaleMode, block_size: int) -> dict[str, Any]:
-    """Return name -> number: the fields of the element, and of the scale mode for this element and block size.
+def spec_constants(spec: MXSpec) -> dict[str, Any]:
+    """Return name -> number: the fields of the element, and of the scale mode for this element and block size; for
+    scales with a significand, those of "floor".
 
     `threshold`: if the fp32 mantissa of a block's largest magnitude is above this, the exponent of the block's scale is
-    one larger. `exponent_offsets`: the candidates of a mode that `searches`, as offsets to that exponent. `error_bits`:
+    one larger. `exponent_offsets`: the candidates of a mode that searches, as offsets to that exponent. `error_bits`:
     bits of an error, as the search measures it.
     """
+    element, mode = spec.element, SCALE_MODES[spec.scale_mode if spec.has_power_of_two_scale else "floor"]
     return {
         **{name: getattr(element, name) for name in _OF_ELEMENT},
         "threshold": mode.threshold(element),
         "exponent_offsets": mode.exponent_offsets,
-        "searches": mode.searches,
-        "error_bits": squared_error_bits(block_size),
+        "searches": spec.searches,
+        "error_bits": squared_error_bits(spec.block_size),
     }
 
 
-def float_scale_constants(element: ElementFormat, scale: ScaleFormat, mode: FloatScaleMode) -> dict[str, Any]:
+def float_scale_constants(spec: MXSpec) -> dict[str, Any]:
     """Return name -> number for scales with a significand: the fields of the format and of the mode for this element
     (`FloatScaleMode`).
 
     `most`, `unit`: the largest value of the element in units of its unit, and the unit. `smallest`, `largest`: the
     codes of the smallest and largest scale that quantization gives. `magnitude`, `sign`: masks of these bits of a code.
     """
-    sign, (smallest, largest) = 1 << (scale.grid.bits - 1), code_range(scale)
+    element, scale, mode = spec.element, spec.scale_format, FLOAT_SCALE_MODES[spec.scale_mode]
+    sign, (smallest, largest) = 1 << (scale.grid.bits - 1), code_range(spec)
     return {
-        **{name: getattr(scale.grid, name) for name in ("mantissa_bits", "bias", "emin", "max_code")},
+        **{name: getattr(scale.grid, name) for name in ("bits", "mantissa_bits", "bias", "emin", "max_code")},
         **{name: getattr(scale, name) for name in ("dtype", "nan", "tensor", "max_value")},
         **{"smallest": smallest, "largest": largest, "magnitude": sign - 1, "sign": sign},
         **{"unit": element.unit, "most": element.max_normal / element.unit},
@@ -69,9 +70,9 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
     block at a time."""
     if not quantization.has_plain_scale:
         return False
-    element, mode = quantization.element, SCALE_MODES[quantization.scale_mode]
+    element = quantization.element
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
-    blockwise = quantization.rounding == "even" and not mode.searches and not element.is_wide
+    blockwise = quantization.rounding == "even" and not quantization.searches and not element.is_wide
     return whole and blockwise and product_dtype in (torch.float32, torch.bfloat16)
 
 
@@ -86,7 +87,7 @@ def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
     instruction, for rows of `length` values and inputs of `dtypes`."""
     if not spec.has_plain_scale:
         return False
-    element, mode = spec.element, SCALE_MODES[spec.scale_mode]
+    element = spec.element
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK
     in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and not element.is_wide
-    return whole and in_pairs and spec.rounding == "even" and not mode.searches and set(dtypes) == {torch.bfloat16}
+    return whole and in_pairs and spec.rounding == "even" and not spec.searches and set(dtypes) == {torch.bfloat16}

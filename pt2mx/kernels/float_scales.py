@@ -17,8 +17,8 @@ from torch import Tensor
 from pt2mx.kernels import elements
 from pt2mx.kernels.elements import Prims, decode, divide, encode, round_to_element
 from pt2mx.kernels.scale_search import least_squares
-from pt2mx.modes import FLOAT_SCALE_MODES, FloatScaleMode
-from pt2mx.scale_formats import TENSOR_SCALE_RANGE, ScaleFormat
+from pt2mx.modes import FLOAT_SCALE_MODES
+from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from pt2mx.spec import MXSpec
 
 #: a magnitude beyond every element, whose quantum is a normal number
@@ -91,7 +91,7 @@ class FloatScale:
 
     def divide(self, values: Tensor) -> Tensor:
         scale, steps, divide = self._value(), steps_of(self.spec), self.prims.divide
-        if FLOAT_SCALE_MODES[self.spec.scale_mode].reciprocal:
+        if self.spec.multiplies_by_reciprocal:
             v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale, divide))
         else:
             v = divide(values, self.prims.realize(steps.apply(scale, self.tensor_scale, divide)))
@@ -111,12 +111,12 @@ class FloatScale:
         return code.to(integer).view(scale.dtype)
 
     def _value(self) -> Tensor:
-        return torch.where(self.finite, value_of(self.code, self.spec.scale_format), float("nan"))
+        return torch.where(self.finite, value_of(self.code, self.spec), float("nan"))
 
 
 def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> FloatScale:
     """Return the scales of blocks; without a tensor scale where the format has none."""
-    scale, mode = spec.scale_format, FLOAT_SCALE_MODES[spec.scale_mode]
+    mode = FLOAT_SCALE_MODES[spec.scale_mode]
     t = tensor_scale_of(tensor_scale, spec, blocks)
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True)
     least, most = TENSOR_SCALE_RANGE
@@ -124,18 +124,18 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     of_element = _constant(spec.element.max_normal / spec.element.unit, amax)
     steps = steps_of(spec)
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, of_element, t, prims.divide)
-    codes = [_round(quotient if f == 1 else quotient * f, scale, mode) for f in mode.factors(spec.element)]
+    codes = [_round(quotient if f == 1 else quotient * f, spec) for f in mode.factors(spec.element)]
     codes = [
-        (code + offset).clamp(*code_range(scale)) if offset else code for code in codes for offset in mode.code_offsets
+        (code + offset).clamp(*code_range(spec)) if offset else code for code in codes for offset in mode.code_offsets
     ]
     code = codes[0]
     if len(codes) > 1:
-        first = value_of(code, scale)
+        first = value_of(code, spec)
         code = least_squares(
             blocks,
             codes,
             lambda candidate: FloatScale(candidate, finite, t, spec, prims),
-            lambda candidate: prims.divide(value_of(candidate, scale), first),
+            lambda candidate: prims.divide(value_of(candidate, spec), first),
             spec,
             prims,
         )
@@ -145,7 +145,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
 def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> Tensor:
     """Return values in units of their scale, times the scales of these codes."""
     t = tensor_scale_of(tensor_scale, spec, blocks)
-    return _times(blocks, value_of(codes, spec.scale_format), t, spec, prims)
+    return _times(blocks, value_of(codes, spec), t, spec, prims)
 
 
 def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims = elements) -> Tensor:
@@ -193,36 +193,39 @@ def codes_of(stored: Tensor) -> Tensor:
 
 def scale_values(stored: Tensor, spec: MXSpec) -> Tensor:
     """stored: scales of any format -> the scales in fp32."""
-    return value_of(codes_of(stored), spec.scale_format)
+    return value_of(codes_of(stored), spec)
 
 
-def value_of(codes: Tensor, scale: ScaleFormat) -> Tensor:
+def value_of(codes: Tensor, spec: MXSpec) -> Tensor:
     """codes: int32 -> the scales in fp32."""
+    scale = spec.scale_format
     if not scale.dtype.is_floating_point:
         return decode(codes, scale.grid)
     integer, _ = _PATTERNS[scale.dtype.itemsize]
     return codes.to(integer).view(scale.dtype).to(torch.float32)
 
 
-def code_of(value: Tensor, scale: ScaleFormat) -> Tensor:
+def code_of(value: Tensor, spec: MXSpec) -> Tensor:
     """value: fp32 up to the largest scale -> the code of the nearest scale, ties to even."""
+    scale = spec.scale_format
     if not scale.dtype.is_floating_point:
         return encode(round_to_element(value, scale.grid, "even"), scale.grid)
     return codes_of(value.to(scale.dtype))
 
 
-def code_range(scale: ScaleFormat) -> tuple[int, int]:
+def code_range(spec: MXSpec) -> tuple[int, int]:
     """Return the codes of the smallest and the largest scale that quantization gives."""
-    grid = scale.grid
+    scale, grid = spec.scale_format, spec.scale_format.grid
     return round(scale.min_value / 2.0 ** (grid.emin - grid.mantissa_bits)), grid.max_code
 
 
-def _round(quotient: Tensor, scale: ScaleFormat, mode: FloatScaleMode) -> Tensor:
+def _round(quotient: Tensor, spec: MXSpec) -> Tensor:
     """Return the code of the scale that a quotient becomes."""
+    scale, mode = spec.scale_format, FLOAT_SCALE_MODES[spec.scale_mode]
     quotient = torch.where(quotient <= mode.zero_below(scale), mode.zero(scale), quotient)
     quotient = quotient.clamp(mode.least(scale), scale.max_value)
-    code = code_of(quotient, scale)
-    return code + (value_of(code, scale) < quotient).to(torch.int32) if mode.rounds_up else code
+    code = code_of(quotient, spec)
+    return code + (value_of(code, spec) < quotient).to(torch.int32) if mode.rounds_up else code
 
 
 def _times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:

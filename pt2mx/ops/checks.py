@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
-from pt2mx.kernels.packing import packed_length, unpacked_length
+from pt2mx.kernels.packing import packed_length, resized, unpacked_length
 from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
@@ -152,17 +152,12 @@ def check_packed(
             f"data has {size} bytes along dimension {spec.axis}, but {length} codes of {spec.element} take "
             f"{packed_length(length, bits)}: pass the length that was quantized"
         )
-    expected = list(data.shape)
-    expected[spec.axis] = -(-length // spec.block_size)
-    if spec.block_rows > 1:
-        rows = spec.row_axis(data.dim())
-        expected[rows] = -(-expected[rows] // spec.block_rows)
+    expected = spec.scale_shape(resized(data, spec.axis, length))
     concrete = {*map(type, (*expected, *scale.shape))} <= {int}  # symbolic sizes are checked when they run
-    if concrete and list(scale.shape) != expected:
-        blocks = spec.block_size if spec.block_rows == 1 else f"{spec.block_rows}x{spec.block_size}"
+    if concrete and tuple(scale.shape) != expected:
         raise MXError(
             f"scale of shape {tuple(scale.shape)} does not fit data of shape {tuple(data.shape)}: {length} values "
-            f"of {spec.element} in blocks of {blocks} along dimension {spec.axis} have {tuple(expected)}"
+            f"of {spec.element} in blocks of {spec.blocks} along dimension {spec.axis} have {expected}"
         )
     return spec, length
 

@@ -63,7 +63,7 @@ class NormedLinearMX(_DecoderLinear[T]):
     Example:
         >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
         >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
-        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> weight = to_mma_layout(data, scale, pt2mx.MXSpec("fp4_e2m1"))
         >>> x, squares = torch.full((1, 64), 3.0).bfloat16(), torch.full((1, 4), 9.0 * 16)
         >>> torch.ops.pt2mx.normed_linear_mx(x, *weight, None, "fp4_e2m1", 64, squares, 0.0, None)[0, :2]
         tensor([1., 1.], dtype=torch.bfloat16)
@@ -121,7 +121,7 @@ class ResidualLinearMX(_DecoderLinear[T]):
     Example:
         >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
         >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
-        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> weight = to_mma_layout(data, scale, pt2mx.MXSpec("fp4_e2m1"))
         >>> x, two = torch.ones(1, 64).bfloat16(), torch.full((64,), 2.0).bfloat16()
         >>> sums = torch.ops.pt2mx.residual_linear_mx(x, *weight, None, "fp4_e2m1", 64, x, two)
         >>> [tensor[0, 0].item() for tensor in sums]

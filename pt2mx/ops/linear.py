@@ -210,7 +210,7 @@ class LinearMXMMALayout(Operator[T]):
     Example:
         >>> from pt2mx.kernels.gpu.mma_layout import to_mma_layout
         >>> scale, data = pt2mx.quantize_mx(torch.eye(64), "mxfp4")
-        >>> weight = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp4_e2m1"], 32)
+        >>> weight = to_mma_layout(data, scale, pt2mx.MXSpec("fp4_e2m1"))
         >>> x = torch.arange(64.0).bfloat16()
         >>> torch.equal(torch.ops.pt2mx.linear_mx_mma_layout(x, *weight, None, "fp4_e2m1", 64, 0), x)
         True

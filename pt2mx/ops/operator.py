@@ -132,6 +132,8 @@ class Operator(Generic[T]):
     results: ClassVar[Mapping[str, str]]
     words: ClassVar[Mapping[str, str]]
     arguments: ClassVar[tuple[Argument, ...]]
+    #: how many arguments a graph writes out at least: for good, trailing ones of scales that are None mean E8M0
+    written: ClassVar[int]
     _order: ClassVar[_Order]
     _saved: ClassVar[tuple[str, ...]]
 
@@ -254,6 +256,8 @@ def operator(
         hints = get_type_hints(cls, include_extras=True)
         formats = {name: hint.__metadata__[0] for name, hint in hints.items() if _is_format(hint)}
         cls.arguments = _arguments(cls, hints, formats)
+        of_scales = (i for i, argument in enumerate(cls.arguments) if argument.part and argument.is_optional)
+        cls.written = next(of_scales, len(cls.arguments))
         cls._order = _Order([field.name for field in dataclasses.fields(cls)], cls.arguments, formats)
         returned = ", ".join(f"Tensor {result}".rstrip() for result in cls.results)
         returned = returned if "" in cls.results else f"({returned})"

@@ -142,6 +142,7 @@ class MXTensor(PackedStorage, TorchAOBaseTensor):
             raise MXError(f"to_mx: a tensor of at least one dimension has blocks, {data_hp!r} has none")
         fields = {"block_size": block_size, "axis": axis, "scale_mode": scale_mode, "rounding": rounding}
         spec = parse(elem_dtype, **{name: value for name, value in fields.items() if value is not None})
+        spec.check_operators()
         # plain values: Dynamo's graph breaks at a function of autograd that takes another object
         modes = spec.scale_mode, spec.rounding, spec.scale_format.name, spec.block_rows
         return _quantized(data_hp, tensor_scale, spec.element.name, spec.block_size, spec.axis, *modes, seed)

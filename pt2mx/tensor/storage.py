@@ -118,11 +118,10 @@ class PackedStorage:
     @property
     def description(self) -> str:
         """The shape, element, blocks, axis and scale format, for messages."""
-        blocks = self.block_size if self.block_rows == 1 else f"{self.block_rows}x{self.block_size}"
         scales = "" if self._scale_name == "e8m0" else f", {self._scale_name} scales"
         return (
-            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {blocks} along dimension "
-            f"{self.axis}{scales})"
+            f"an MXTensor of shape {tuple(self.shape)} ({self._element_name} in blocks of {self.spec.blocks} along "
+            f"dimension {self.axis}{scales})"
         )
 
     def __repr__(self) -> str:

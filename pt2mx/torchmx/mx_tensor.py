@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from pt2mx.compat import PRESETS
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.ops.checks import check_tensors
 from pt2mx.spec import parse
 from pt2mx.tensor import mx_tensor as core
@@ -51,8 +51,7 @@ class MXTensor(core.MXTensor):
                 f"scales of shape {tuple(scale_e8m0_bits.shape)} and codes of shape {tuple(data_bits.shape)} have no "
                 f"dimension {spec.axis} in common"
             )
-        if type(padding) is not int or not 0 <= padding < block_size:
-            raise MXError(f"padding={padding!r} must be an integer from 0 to {block_size - 1}")
+        check_integer("padding", padding, 0, block_size - 1)
         if scale_e8m0_bits.dtype != torch.uint8:
             raise MXError(f"scale_e8m0_bits are uint8, not {scale_e8m0_bits.dtype}: view them as torch.uint8")
         length = scale_e8m0_bits.shape[spec.axis] * block_size - padding

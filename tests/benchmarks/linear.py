@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, dequantize_mx, ops, parse
+from pt2mx import FORMATS, MXSpec, dequantize_mx, ops, parse
 from pt2mx.kernels.float_scales import tensor_scale
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
@@ -105,7 +105,7 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
             yield Candidate("linear_mx", name, ours, limit)
             yield Candidate("linear_mx", name, ours, limit, torch.float32)
         else:  # as lowering stores a weight on a GPU
-            stored = copies(to_mma_layout(*packed[0], ELEMENTS[name], _BLOCK), cache)
+            stored = copies(to_mma_layout(*packed[0], MXSpec(name)), cache)
 
             def lowered(x: Tensor, i: int, name: str = name, parts: list = stored) -> Tensor:
                 return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight), 0)
@@ -137,7 +137,7 @@ def nvfp4_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
         yield Candidate("linear_mx", "nvfp4", ours, limit)
         yield Candidate("linear_mx", "nvfp4", ours, limit, torch.float32)
         return
-    stored = copies(to_mma_layout(*packed[0], spec.element, spec.block_size, spec.scale_format), cache)
+    stored = copies(to_mma_layout(*packed[0], spec), cache)
 
     def lowered(x: Tensor, i: int) -> Tensor:
         return linear_mx_mma_layout(x, *stored[i % len(stored)], None, spec.element.name, len(weight), 0, own)

@@ -174,7 +174,7 @@ def test_custom_specs():
         ("BFP32_1", "int2 to int16"),
         ("BFP16_64{32}", "unknown MX format"),
         ("fp16_e8m7", "at most 16 bits"),
-        ("BFP[8|12]{64}", "scale_exp_bits=12 must be an integer, 1 to 11"),
+        ("BFP[8|12]{64}", "scale_exp_bits=12 must be an integer from 1 to 11"),
         ("fp8_e4m2", "fp8_e4m3"),
         ("int1", "int8"),
         ((5, 11), "at most 16 bits"),
@@ -209,8 +209,8 @@ def test_unknown_spellings_name_the_nearest(spelling, names):
         ({"scale_mode": "flor"}, "did you mean 'floor'"),
         ({"scale_mode": ["floor"]}, "allowed: floor"),
         ({"rounding": "evn"}, "did you mean 'even'"),
-        ({"scale_exp_bits": 0}, "scale_exp_bits=0 must be an integer, 1 to 11"),
-        ({"scale_sig_bits": 24}, "scale_sig_bits=24 must be an integer, 0 to 23"),
+        ({"scale_exp_bits": 0}, "scale_exp_bits=0 must be an integer from 1 to 11"),
+        ({"scale_sig_bits": 24}, "scale_sig_bits=24 must be an integer from 0 to 23"),
     ],
 )
 def test_spec_refuses_other_values(fields, message):

@@ -48,12 +48,12 @@ def test_table(name, bits, largest, smallest, dtype):
 
 @pytest.mark.parametrize("f", [f for f in FLOATS if f.bits < 32], ids=str)
 def test_codes_ascend_and_are_those_of_their_values(f):
-    codes = torch.arange(int(code_of(torch.tensor(f.max_value), f)) + 1, dtype=torch.int32)
-    values = value_of(codes, f)
+    spec = MXSpec("fp4_e2m1", scale_format=f)
+    codes = torch.arange(int(code_of(torch.tensor(f.max_value), spec)) + 1, dtype=torch.int32)
+    values = value_of(codes, spec)
     assert ((values.diff() > 0).all() and values[-1] == f.max_value and f.nan == len(codes)) or f.nan > len(codes)
-    assert (
-        torch.equal(code_of(values, f), codes) and value_of(torch.tensor([f.nan], dtype=torch.int32), f).isnan().all()
-    )
+    assert torch.equal(code_of(values, spec), codes)
+    assert value_of(torch.tensor([f.nan], dtype=torch.int32), spec).isnan().all()
     if f.grid == ELEMENTS["fp8_e4m3"]:
         assert torch.equal(values, codes.to(torch.uint8).view(torch.float8_e4m3fn).float())
 
@@ -178,3 +178,45 @@ def test_families_of_scale_modes():
     assert scale_modes(SCALE_FORMATS["e8m0"]) == scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["fp4_e2m1"]) == SCALE_MODES
     assert [*scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["int8"])] == ["floor", "ceil", "rceil", "even", "mse"]
     assert all(scale_modes(f) is FLOAT_SCALE_MODES for f in FLOATS)
+
+
+@pytest.mark.parametrize(
+    ("text", "divides", "reciprocal", "searches", "widths", "significant", "without"),
+    [
+        ("mxfp4", False, False, False, (8, 0), 2, "mxfp4_e2m1{32}"),
+        ("mxfp8(mse)", False, False, True, (8, 0), 4, "mxfp8_e4m3{32}(mse)"),
+        ("mxint8(e5m2)", False, False, False, (5, 2), 7, "mxint8{32}(e5m2)"),
+        ("nvfp4", False, False, False, (4, 3), 6, "fp4_e2m1{16}(e4m3)"),
+        ("nvfp4(nearest_reciprocal)", False, True, False, (4, 3), 6, "fp4_e2m1{16}(nearest_reciprocal,e4m3)"),
+        ("fp4{16}(mse,e4m3_f32_divisor)", True, False, True, (4, 3), 6, "fp4_e2m1{16}(mse,e4m3)"),
+        ("nvfp4(four_six)", False, False, True, (4, 3), 6, "fp4_e2m1{16}(four_six,e4m3)"),
+        ("fp8{128x128}(f32)", False, False, False, (8, 23), 28, "fp8_e4m3{128x128}(f32)"),
+    ],
+)
+def test_questions_of_a_spec(text, divides, reciprocal, searches, widths, significant, without):
+    spec = parse(text)
+    assert (spec.divides_by_tensor_scale, spec.multiplies_by_reciprocal) == (divides, reciprocal)
+    assert (spec.searches, spec.scale_widths, spec.significant_bits) == (searches, widths, significant)
+    assert str(spec.without_tensor_scale()) == without and not spec.without_tensor_scale().has_tensor_scale
+
+
+@pytest.mark.parametrize(("text", "blocks"), [("mxfp4{16}", "16"), ("fp8{128x64}(f32)", "128x64"), ("fp8{row}", "row")])
+def test_the_size_of_a_block(text, blocks):
+    assert parse(text).blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "shape", "expected"),
+    [
+        ("mxfp4", -1, (3, 70), (3, 3)),
+        ("mxfp4", 0, (70, 3), (3, 3)),
+        ("fp8{128x64}(f32)", -1, (2, 300, 512), (2, 3, 8)),
+        ("fp8{128x64}(f32)", -2, (2, 300, 512), (2, 5, 4)),
+        ("fp8{row}(f32)", -1, (3, 70), (3, 1)),
+        ("mxfp4", -1, (3, 0), (3, 0)),
+    ],
+)
+def test_the_shape_of_scales(text, axis, shape, expected):
+    spec = parse(text, axis=axis)
+    assert spec.scale_shape(shape) == expected
+    assert tuple(quantize_mx(torch.ones(shape), spec)[0].shape) == expected

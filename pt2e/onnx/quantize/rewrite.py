@@ -71,7 +71,7 @@ class Rewriter:
         shape = self._graph.shape(tensor)
         last = shape is not None and spec.axis in (-1, len(shape) - 1)
         length = None if shape is None else shape[spec.axis]
-        return FakeQuantizeMX.for_spec(spec.replace(axis=-1) if last else spec, -1 if length is None else length)
+        return FakeQuantizeMX(spec.replace(axis=-1) if last else spec, -1 if length is None else length)
 
     def _dequantized(self, source: Source, spec: MXSpec) -> str:
         constant = source.constant
@@ -129,4 +129,4 @@ class Rewriter:
 def _dequantize(constant: TensorProto, spec: MXSpec) -> DequantizeMX:
     last = spec.axis == len(constant.dims) - 1
     length = constant.dims[spec.axis]
-    return DequantizeMX.for_spec(spec.replace(axis=-1) if last else spec, length, dtype=constant.data_type)
+    return DequantizeMX(spec.replace(axis=-1) if last else spec, length, constant.data_type)

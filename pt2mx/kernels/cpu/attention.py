@@ -77,7 +77,7 @@ def call_of(
     call.key_bytes, call.key_blocks = key[0].shape[3], key[1].shape[3]
     call.value_bytes, call.value_blocks = value[0].shape[3], value[1].shape[3]
     if not spec.has_power_of_two_scale:
-        call.float_scale = ctypes.addressof(float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode))
+        call.float_scale = ctypes.addressof(float_scale_of(spec))
     return call
 
 

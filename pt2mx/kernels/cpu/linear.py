@@ -60,8 +60,7 @@ def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor |
     structure = call_of(x, call.codes, call.scale, call.bias, out, spec, isa)
     structure.rotation = call.rotation
     if not spec.has_power_of_two_scale:
-        float_scale = float_scale_of(spec.element.name, spec.scale_format.name, spec.scale_mode)
-        structure.float_scale = ctypes.addressof(float_scale)
+        structure.float_scale = ctypes.addressof(float_scale_of(spec))
         structure.tensor_scale = 1.0 if call.tensor_scale is None else float(call.tensor_scale)
     if not _run(structure, out, x, call.codes, call.scale, call.bias):
         return None
@@ -188,8 +187,7 @@ def isa_for(spec: MXSpec, k: int) -> int:
     isa = _isa_of(spec, k)[0]
     if spec.has_power_of_two_scale:
         return isa
-    bits = spec.element.mantissa_bits + spec.scale_format.grid.mantissa_bits + 2
-    return isa & ~INT8 if bits <= _BFLOAT_BITS else 0
+    return isa & ~INT8 if spec.significant_bits <= _BFLOAT_BITS else 0
 
 
 def integer_isa_for(spec: MXSpec, k: int) -> int:

@@ -23,8 +23,7 @@ from pt2mx.kernels.cpu.calls import ErrorSums, ErrorSumsCall, FloatScale, Quanti
 from pt2mx.kernels.cpu.hadamard import rotate
 from pt2mx.kernels.cpu.repeated import keep
 from pt2mx.kernels.packing import group_of, packed_length, resized
-from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
-from pt2mx.scale_formats import SCALE_FORMATS
+from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -81,9 +80,8 @@ def _quantizer(
     x: Tensor, spec: MXSpec, seed: Tensor | None, tensor_scale: Tensor | None
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return what quantizes tensors like x."""
-    n = x.shape[spec.axis]
-    scale_shape = resized(x, spec.axis, -(-n // spec.block_size))
-    data_shape = resized(x, spec.axis, packed_length(n, spec.element.bits))
+    scale_shape = spec.scale_shape(x.shape)
+    data_shape = resized(x, spec.axis, packed_length(x.shape[spec.axis], spec.element.bits))
     structure = _call_of(_QUANTIZE, spec, x.dtype, x.shape, tensor_scale, seed=seed)
 
     def quantized(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -253,9 +251,9 @@ def _run(
 
 def supports(spec: MXSpec, tensor_scale: Tensor | None = None) -> bool:
     """Return whether the C++ kernels support the scales of a spec."""
-    widths = (spec.scale_exp_bits, spec.scale_sig_bits) == (8, 0)
     least, most = _TENSOR_SCALE_RANGE
-    return widths and spec.block_rows == 1 and (tensor_scale is None or least <= float(tensor_scale) <= most)
+    in_range = tensor_scale is None or least <= float(tensor_scale) <= most
+    return in_range and spec.has_operators and spec.block_rows == 1
 
 
 def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
@@ -273,34 +271,27 @@ def table_of(name: str) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * 256)(*elements.values_of_codes(element) * (256 >> element.bits))
 
 
+@functools.lru_cache(maxsize=1024)
 def spec_of(spec: MXSpec) -> ctypes.Structure:
     """Return the numbers of a spec as the C++ reads them, cached."""
-    return _spec(spec.element.name, spec.scale_format.name, spec.scale_mode, spec.rounding, spec.block_size)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(name: str, scale_format: str, scale_mode: str, rounding: str, block_size: int) -> ctypes.Structure:
-    element, scale = ELEMENTS[name], SCALE_FORMATS[scale_format]
-    mode = SCALE_MODES[scale_mode if scale.is_power_of_two else "floor"]
-    constants = spec_constants(element, mode, block_size)
-    constants["codes_per_group"], constants["bytes_per_group"] = group_of(element.bits)
-    constants["rounding"], constants["candidates"] = list(ROUNDINGS).index(rounding), len(mode.exponent_offsets)
-    constants["exponent_offsets"] = (ctypes.c_int32 * len(mode.exponent_offsets))(*mode.exponent_offsets)
-    if not scale.is_power_of_two:
-        float_scale = float_scale_of(name, scale_format, scale_mode)
+    constants = spec_constants(spec)
+    constants["codes_per_group"], constants["bytes_per_group"] = group_of(spec.element.bits)
+    constants["rounding"], offsets = list(ROUNDINGS).index(spec.rounding), constants["exponent_offsets"]
+    constants["candidates"] = len(offsets)
+    constants["exponent_offsets"] = (ctypes.c_int32 * len(offsets))(*offsets)
+    if not spec.has_power_of_two_scale:
+        float_scale = float_scale_of(spec)
         constants["candidates"] = float_scale.factor_count * float_scale.offset_count
-        constants["searches"] = constants["candidates"] > 1
         constants["float_scale"] = float_scale
     return _structure(Spec, constants)
 
 
-@functools.cache
-def float_scale_of(name: str, scale_format: str, scale_mode: str) -> ctypes.Structure:
-    """Return the numbers of a scale format with a significand, for an element and mode, as the C++ reads them."""
-    scale, mode = SCALE_FORMATS[scale_format], FLOAT_SCALE_MODES[scale_mode]
-    constants = float_scale_constants(ELEMENTS[name], scale, mode)
-    constants["dtype"] = DTYPES.index(scale.dtype) if scale.dtype in DTYPES else _BYTE
-    constants["tensor"] = _TENSOR_SCALES.index(scale.tensor)
+@functools.cache  # calls that are kept point to the result
+def float_scale_of(spec: MXSpec) -> ctypes.Structure:
+    """Return the numbers of scales with a significand, as the C++ reads them."""
+    constants = float_scale_constants(spec)
+    constants["dtype"] = DTYPES.index(spec.scale_dtype) if spec.scale_dtype in DTYPES else _BYTE
+    constants["tensor"] = _TENSOR_SCALES.index(constants["tensor"])
     factors, offsets = constants["factors"], constants["code_offsets"]
     constants["factor_count"], constants["offset_count"] = len(factors), len(offsets)
     constants["factors"] = (ctypes.c_float * len(factors))(*factors)

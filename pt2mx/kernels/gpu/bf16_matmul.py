@@ -6,7 +6,6 @@ Values that bfloat16 does not represent are rounded to it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -115,15 +114,14 @@ def _weight_in_bfloat16(
 @functools.lru_cache(maxsize=1024)
 def _in_bfloat16(spec: MXSpec) -> MXSpec | None:
     """Return the spec of the values without their tensor scale; None if bfloat16 does not represent them."""
-    scale = spec.scale_format
-    if not scale.is_power_of_two and spec.element.mantissa_bits + scale.grid.mantissa_bits > 6:  # and two leading bits
+    if not spec.has_power_of_two_scale and spec.significant_bits > 8:
         return None
-    return spec.replace(scale_format=dataclasses.replace(scale, tensor="")) if scale.tensor else spec
+    return spec.without_tensor_scale()
 
 
 def _scaled(out: Tensor, spec: MXSpec, tensor_scale: Tensor) -> Tensor:
     """Multiply a result in place by the tensor scale of its weight."""
-    return out.div_(tensor_scale) if spec.scale_format.tensor == "divisor" else out.mul_(tensor_scale)
+    return out.div_(tensor_scale) if spec.divides_by_tensor_scale else out.mul_(tensor_scale)
 
 
 def _multiply(x: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,14 +23,13 @@ from torch import Tensor
 
 from pt2mx.formats import ELEMENTS, ElementFormat
 from pt2mx.kernels.elements import decode
-from pt2mx.kernels.float_scales import codes_of, value_of
+from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pad_axis, unpack
-from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat
+from pt2mx.spec import MXSpec
 
 ROWS = 16  # of a tile
 _K_THREADS = 4  # threads of a warp that share a row
 _BF16_BIAS, _BF16_MANTISSA_BITS = 127, 7
-_E8M0 = SCALE_FORMATS["e8m0"]
 #: values of a block whose scale has a significand, and the bias and significant bits of such a scale's byte
 _FLOAT_BLOCK, _FLOAT_BIAS, _FLOAT_BITS = 16, 16, 4
 RESULT_SHIFT = 15
@@ -135,13 +134,12 @@ def float_scale_offset(element: ElementFormat) -> int:
 _ROWS_AT_A_TIME = 256 * ROWS  # temporaries hold codes as integers of 8 bytes
 
 
-def to_mma_layout(
-    codes: Tensor, scale: Tensor, element: ElementFormat, block_size: int, scale_format: ScaleFormat = _E8M0
-) -> tuple[Tensor, Tensor] | None:
+def to_mma_layout(codes: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor] | None:
     """Reorder the packed codes and the scales of a weight into the MMA layout.
 
     Args:
         codes, scale: (N, bytes), (N, ceil(K / block_size)), of a K that 8 divides.
+        spec: their format, in blocks of one row.
 
     Returns:
         (n_tiles, k_steps, 2, words / 4, 32, 16) and (n_tiles, k_steps, 2, scales, 32) uint8: the vectors of 16 bytes of
@@ -151,15 +149,15 @@ def to_mma_layout(
         significand), a scale so large that bfloat16 cannot represent it times two to the `exponent_shift`, or one
         without a byte.
     """
-    fragment = FRAGMENTS.get(element.name)
-    if fragment is None or codes.dim() != 2 or not codes.numel():
+    element, is_power = spec.element, spec.has_power_of_two_scale
+    if element.name not in FRAGMENTS or codes.dim() != 2 or not codes.numel():
         return None
-    is_exact = scale_format.is_power_of_two or element.mantissa_bits + 1 + _FLOAT_BITS <= _BF16_MANTISSA_BITS + 1
-    if not is_exact or block_size % (32 if scale_format.is_power_of_two else _FLOAT_BLOCK):
+    is_exact = is_power or element.mantissa_bits + 1 + _FLOAT_BITS <= _BF16_MANTISSA_BITS + 1
+    if not is_exact or spec.block_size % (32 if is_power else _FLOAT_BLOCK):
         return None
     parts = []
     for rows in zip(codes.split(_ROWS_AT_A_TIME), scale.split(_ROWS_AT_A_TIME), strict=True):
-        part = _rows_to_mma_layout(*rows, element, block_size, scale_format)
+        part = _rows_to_mma_layout(*rows, spec)
         if part is None:
             return None
         parts.append(part)
@@ -167,19 +165,17 @@ def to_mma_layout(
     return torch.cat(words), torch.cat(scales)
 
 
-def _rows_to_mma_layout(
-    packed: Tensor, scale: Tensor, element: ElementFormat, block_size: int, scale_format: ScaleFormat
-) -> tuple[Tensor, Tensor] | None:
-    fragment = FRAGMENTS[element.name]
+def _rows_to_mma_layout(packed: Tensor, scale: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor] | None:
+    element, fragment = spec.element, FRAGMENTS[spec.element.name]
     codes = unpack(packed, 1, element.bits)  # (N, K') int32
     magnitude = codes & (1 << (element.bits - 1)) - 1
     if (element.has_nan or element.has_inf) and bool((magnitude > element.max_code).any()):
         return None
-    if scale_format.is_power_of_two:
-        scales = _exponents(codes if element.is_int else magnitude, scale, element, block_size)
+    if spec.has_power_of_two_scale:
+        scales = _exponents(codes if element.is_int else magnitude, scale, spec)
         per_word = 1
     else:
-        scales = _bytes_of_scales(scale, block_size, codes.shape[1], scale_format)
+        scales = _bytes_of_scales(scale, spec, codes.shape[1])
         per_word = 2
     if scales is None:
         return None
@@ -196,19 +192,19 @@ def _rows_to_mma_layout(
     return words.contiguous().view(torch.uint8).flatten(4, 5), scales.squeeze(5) if per_word == 1 else scales
 
 
-def _exponents(magnitude: Tensor, scale: Tensor, element: ElementFormat, block_size: int) -> Tensor | None:
+def _exponents(magnitude: Tensor, scale: Tensor, spec: MXSpec) -> Tensor | None:
     """Return E8M0 scales of blocks of 32, (N, ceil(K / 32)) int32."""
-    scale = scale.repeat_interleave(block_size // 32, 1)[:, : -(-magnitude.shape[1] // 32)].to(torch.int32)
-    is_lost = scale > 254 - exponent_shift(element)
-    if not FRAGMENTS[element.name].pairs:
+    scale = scale.repeat_interleave(spec.block_size // 32, 1)[:, : -(-magnitude.shape[1] // 32)].to(torch.int32)
+    is_lost = scale > 254 - exponent_shift(spec.element)
+    if not FRAGMENTS[spec.element.name].pairs:
         is_lost |= (scale == 0) & pad_axis(magnitude, 1, 32).unflatten(1, (-1, 32)).any(2)
     return None if bool(is_lost.any()) else scale
 
 
-def _bytes_of_scales(scale: Tensor, block_size: int, k: int, scale_format: ScaleFormat) -> Tensor | None:
+def _bytes_of_scales(scale: Tensor, spec: MXSpec, k: int) -> Tensor | None:
     """Return the bytes of scales of blocks of 16, (N, ceil(k / 16)) int32; for zero a negative number."""
-    scale = scale.repeat_interleave(block_size // _FLOAT_BLOCK, 1)[:, : -(-k // _FLOAT_BLOCK)]
-    bits = value_of(codes_of(scale), scale_format).view(torch.int32)
+    scale = scale.repeat_interleave(spec.block_size // _FLOAT_BLOCK, 1)[:, : -(-k // _FLOAT_BLOCK)]
+    bits = scale_values(scale, spec).view(torch.int32)
     mantissa = 23 - (_FLOAT_BITS - 1)  # bits of fp32 that a byte lacks
     codes = (bits >> mantissa) - (_BF16_BIAS - _FLOAT_BIAS << _FLOAT_BITS - 1)
     has_byte = (codes >= 0) & (codes <= 0xFF) & ((bits & (1 << mantissa) - 1) == 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,7 @@ from pt2mx.kernels.gpu import kernels
 from pt2mx.kernels.gpu.float_scales import ScaleConstants
 from pt2mx.kernels.gpu.tiles import Constants
 from pt2mx.kernels.packing import resized
-from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS
 from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def quantize(call: Quantize[Tensor], spec: MXSpec) -> tuple[Tensor, Tensor] | No
     bits = spec.element.bits if packs(spec, length) else 8
     size = packing.packed_length(length, bits)
     codes = x.new_empty(resized(x, spec.axis, size), dtype=torch.uint8)
-    scale = x.new_empty(resized(x, spec.axis, -(-length // spec.block_size)), dtype=spec.scale_dtype)
+    scale = x.new_empty(spec.scale_shape(x.shape), dtype=spec.scale_dtype)
     others: tuple[Tensor | None, ...] = (tensor_scale, call.seed)
     kernel, tiles, word = kernels.quantize_kernel, _QUANTIZE, packing.group_of(bits)
     if _suits_bf16x2(x, spec):
@@ -168,9 +168,7 @@ def _suits_bf16x2(x: Tensor, spec: MXSpec) -> bool:
     """Return whether `bf16x2` supports x: its arithmetic, and that no end of a block, word or code group splits four
     values."""
     element, length = spec.element, x.shape[spec.axis]
-    if x.dtype != torch.bfloat16 or spec.rounding != "even" or not spec.has_power_of_two_scale:
-        return False
-    if SCALE_MODES[spec.scale_mode].searches:
+    if x.dtype != torch.bfloat16 or spec.rounding != "even" or not spec.has_power_of_two_scale or spec.searches:
         return False
     if element.is_int or element.mantissa_bits > 5 or torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -217,14 +215,8 @@ def _launch(
         kernel[grid](*arguments, inner, lines, constants, **compile_time, num_warps=warps)
 
 
-@functools.lru_cache(maxsize=4096)
 def _is_long(spec: MXSpec) -> bool:
-    searches = scale_constants(spec, True).searches if _has_significand(spec) else SCALE_MODES[spec.scale_mode].searches
-    return searches or ROUNDINGS[spec.rounding].random
-
-
-def _has_significand(spec: MXSpec) -> bool:
-    return not spec.has_power_of_two_scale
+    return spec.searches or ROUNDINGS[spec.rounding].random
 
 
 @functools.lru_cache(maxsize=4096)
@@ -243,10 +235,8 @@ def constants_of(
     size = max(triton.next_power_of_2(block), word_codes)
     lines = max(tile.vector, tile.values // size)
     scale = None if spec.has_power_of_two_scale else scale_constants(spec, has_tensor_scale)
-    mode = SCALE_MODES["floor" if scale else spec.scale_mode]
-    of_spec: dict[str, Any] = spec_constants(spec.element, mode, spec.block_size)
     return Constants(
-        **of_spec | ({"searches": scale.searches} if scale else {}),
+        **spec_constants(spec),
         rounding=spec.rounding,
         nearest="even" if rounding.random else spec.rounding,
         directed=rounding.directed,
@@ -267,12 +257,10 @@ def constants_of(
 
 def scale_constants(spec: MXSpec, has_tensor_scale: bool) -> ScaleConstants:
     """Return the constants of a format with a significand. A tensor scale that is missing counts as 1."""
-    scale = spec.scale_format
-    numbers = float_scale_constants(spec.element, scale, FLOAT_SCALE_MODES[spec.scale_mode])
+    numbers = float_scale_constants(spec)
     numbers |= {
-        "bits": scale.grid.bits,
-        "max_normal": scale.max_value,
-        "stored": str(scale.dtype).removeprefix("torch."),
-        "tensor": scale.tensor if has_tensor_scale else "",
+        "max_normal": numbers["max_value"],
+        "stored": str(spec.scale_dtype).removeprefix("torch."),
+        "tensor": numbers["tensor"] if has_tensor_scale else "",
     }
     return ScaleConstants(**{f.name: numbers[f.name] for f in dataclasses.fields(ScaleConstants)})

@@ -78,7 +78,7 @@ def test_a_file_of_statistics(tmp_path):
         save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors", metadata)
         with pytest.raises(MXError, match="holds no statistics"):
             StatisticsFile(tmp_path / "other.safetensors")
-    with pytest.raises(MXError, match="rows=0 of inputs must be their number"):
+    with pytest.raises(MXError, match="rows=0 must be an integer of at least 1"):
         InputStatistics(torch.zeros(3, 3), 0)
 
 

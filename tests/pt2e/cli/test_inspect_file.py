@@ -12,8 +12,8 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.flow.packed_weights import packed_weights
-from pt2mx.pt2e.inspect.inspect_file import inspect_file
-from pt2mx.pt2e.inspect.schema import _histogram
+from pt2mx.pt2e.inspect.inspect_file import _called_weight, inspect_file
+from pt2mx.pt2e.inspect.schema import TensorInfo, _histogram
 from tests.flow import convert
 from tests.language_models import quantized_decoder, tokenizer_of_bytes
 
@@ -199,3 +199,23 @@ def test_a_program_with_a_custom_operator(tmp_path, capsys):
     assert f"{name}.twice" in out
     assert command.main(["inspect", path, "--import", "none.py"]) == 2
     assert "--import 'none.py' is no Python file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("operator", "fields", "expected"),
+    [
+        ("linear_mx", {}, "fp4_e2m1{32}"),
+        ("linear_mx", {"block_size": {"as_int": 16}, "scale_format": {"as_string": "e4m3"}}, "fp4_e2m1{16}(e4m3)"),
+        ("linear_mx_mma_layout", {"n": {"as_int": 4}}, None),
+    ],
+)
+def test_weights_that_machine_code_multiplies(operator, fields, expected):
+    """Codes in the MMA layout have another shape, and no operator says their blocks."""
+    constants = {"w": TensorInfo("0.weight_data", "uint8", (4, 32), 128), "s": TensorInfo("s", "uint8", (4, 2), 8)}
+    weight = {"weight_data": {"as_tensor": {"name": "w"}}, "weight_scale": {"as_tensor": {"name": "s"}}}
+    said = {**weight, "elem_dtype_name": {"as_string": "fp4_e2m1"}, "block_size": {"as_int": 32}, **fields}
+    inputs = [{"name": name, "arg": value} for name, value in said.items()]
+    found = _called_weight({"target": f"pt2mx::{operator}", "inputs": inputs}, constants)
+    assert (found and (found[0].name, found[0].format, found[0].shape, found[0].bytes)) == (
+        expected and ("0.weight", expected, (4, 64), 136)
+    )

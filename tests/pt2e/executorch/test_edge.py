@@ -101,7 +101,7 @@ def test_bounds_of_dynamic_dimensions():
     before = dict(program.range_constraints)
     (bounds,) = edge_ready(program, max_size=16).range_constraints.values()
     assert bounds.upper == 16 and program.range_constraints == before
-    for size in (1, "16"):
+    for size in (1, True, "16"):
         with pytest.raises(MXError, match=f"max_size={size!r} must be an integer of at least 2"):
             edge_ready(program, size)
     with pytest.raises(MXError, match="could not export the program again"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from pt2mx import ELEMENTS
+from pt2mx import ELEMENTS, MXSpec
 from pt2mx.modes import SCALE_MODES
 from pt2mx.pt2e.onnx.block_scales import _rounding_up
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
@@ -31,7 +31,7 @@ def next_to(threshold: int) -> torch.Tensor:
 def test_scales_next_to_each_threshold(element):
     for mode in (mode for name, mode in MODES if name == element):
         x = next_to(SCALE_MODES[mode].threshold(ELEMENTS[element]))
-        node = FakeQuantizeMX(element, 1, -1, 1, mode)
+        node = FakeQuantizeMX(MXSpec(element, 1, scale_mode=mode), 1)
         (y,) = run(model_of([node.make(["X"], "Y")], {"X": (TensorProto.FLOAT, [None, 1])}), x)
         assert not differing(y, operator(node, x)).any(), mode
 

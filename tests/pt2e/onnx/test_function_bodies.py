@@ -43,7 +43,7 @@ def nodes_of(element: str, block_size: int = 32, axis: int = -1, length: int = -
     """Return a node of each scale mode and rounding."""
     modes = [mode for mode in modes_of(element) if not SCALE_MODES[mode].searches]
     each = [
-        FakeQuantizeMX(element, block_size, axis, length, mode, rounding)
+        FakeQuantizeMX(MXSpec(element, block_size, axis, mode, rounding), length)
         for mode in modes
         for rounding in ("even", "half_away")
     ]
@@ -62,10 +62,10 @@ def test_fake_quantize_gives_the_bits_of_adversarial_values(element, opset):
     x = adversarial(3200)  # 102,400 values a spec
     nodes = nodes_of(element, length=32)
     outputs = run(model_of(nodes, {"X": (TensorProto.FLOAT, [None, 32])}, opset), x)
-    wrong = {
-        (spec_of(node).scale_mode, spec_of(node).rounding): int(differing(y, operator(spec_of(node), x)).sum())
-        for node, y in zip(nodes, outputs, strict=True)
-    }
+    wrong = {}
+    for node, y in zip(nodes, outputs, strict=True):
+        said = spec_of(node)
+        wrong[said.spec.scale_mode, said.spec.rounding] = int(differing(y, operator(said, x)).sum())
     assert len(wrong) == len(nodes) and not any(wrong.values()), wrong
 
 
@@ -91,7 +91,9 @@ def test_any_axis_and_length(shape, axis, block_size, static):
     torch.manual_seed(0)
     x = torch.randn(shape) * 2.0 ** torch.randint(-4, 5, shape)
     length = (x.shape[axis] if shape else 1) if static else -1
-    nodes = [FakeQuantizeMX(e, block_size, axis, length).make(["X"], e) for e in ("fp8_e4m3", "fp4_e2m1", "int8")]
+    nodes = [
+        FakeQuantizeMX(MXSpec(e, block_size, axis), length).make(["X"], e) for e in ("fp8_e4m3", "fp4_e2m1", "int8")
+    ]
     model = model_of(nodes, {"X": (TensorProto.FLOAT, [None] * len(shape))})
     for node, y in zip(nodes, run(model, x), strict=True):
         assert same(y, operator(spec_of(node), x).reshape(shape))
@@ -105,11 +107,13 @@ def test_any_axis_and_length(shape, axis, block_size, static):
 def test_empty_tensors(shape, axis, static):
     length = shape[axis] if static else -1
     x = torch.randn(shape)
-    nodes = [FakeQuantizeMX("fp8_e4m3", 32, axis, length).make(["X"], "Y")]
+    nodes = [FakeQuantizeMX(MXSpec("fp8_e4m3", axis=axis), length).make(["X"], "Y")]
     inputs, feeds = {"X": (TensorProto.FLOAT, [None] * len(shape))}, [x]
     for element in ("fp8_e4m3", "fp6_e3m2", "fp4_e2m1") if static or shape[axis] % 4 == 0 else ():
         scale, data = torch.ops.pt2mx.quantize_mx(x, element, 32, axis, "floor", "even")
-        nodes.append(DequantizeMX(element, 32, axis, length).make([f"{element}_data", f"{element}_scale"], element))
+        nodes.append(
+            DequantizeMX(MXSpec(element, axis=axis), length).make([f"{element}_data", f"{element}_scale"], element)
+        )
         inputs |= {f"{element}_{name}": (TensorProto.UINT8, [None] * len(shape)) for name in ("data", "scale")}
         feeds += [data, scale]
     assert {tuple(y.shape) for y in run(model_of(nodes, inputs), *feeds)} == {shape}
@@ -121,7 +125,7 @@ def test_weights_of_several_widths_share_a_function_where_no_rank_is_known(eleme
     nodes, inputs, feeds, expected = [], {}, [], []
     for width in (64, 128):
         scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, width), element, 32, -1, "floor", "even")
-        node = DequantizeMX(element, 32, -1, width)
+        node = DequantizeMX(MXSpec(element), width)
         nodes.append(node.make([f"codes{width}", f"scale{width}"], f"Y{width}"))
         shape = [None, None] if known else None
         inputs |= {f"{name}{width}": (TensorProto.UINT8, shape) for name in ("codes", "scale")}
@@ -133,7 +137,7 @@ def test_weights_of_several_widths_share_a_function_where_no_rank_is_known(eleme
 
 
 def test_axes_counted_from_the_end_have_functions_of_their_own():
-    nodes = [FakeQuantizeMX("int8", 32, axis).make(["X"], str(axis)) for axis in (-1, -2)]
+    nodes = [FakeQuantizeMX(MXSpec("int8", axis=axis)).make(["X"], str(axis)) for axis in (-1, -2)]
     x = torch.randn(40, 40)
     model = model_of(nodes, {"X": (TensorProto.FLOAT, [None, None])})
     for axis, y in zip((-1, -2), run(model, x), strict=True):
@@ -145,7 +149,7 @@ def test_other_dtypes(dtype):
     x = adversarial(800).to(dtype)
     nodes = [helper.make_node("Cast", ["X"], ["narrow"], to=TYPES[dtype])]
     for element in ELEMENTS:
-        nodes.append(FakeQuantizeMX(element, 32, -1, 32).make(["narrow"], element))
+        nodes.append(FakeQuantizeMX(MXSpec(element), 32).make(["narrow"], element))
         nodes.append(helper.make_node("Cast", [element], [f"{element}_float"], to=TensorProto.FLOAT))
     model = model_of(nodes, {"X": (TensorProto.FLOAT, [None, 32])})
     del model.graph.output[:]
@@ -163,7 +167,7 @@ def test_dequantize_gives_the_bits_of_every_code_and_scale(element, dtype):
     data[1::2] = data[1::2].flip(1)
     length = count // size * codes
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1).repeat(1, length // 32)
-    node = DequantizeMX(element, 32, -1, length, TYPES[dtype])
+    node = DequantizeMX(MXSpec(element), length, TYPES[dtype])
     model = model_of([node.make(["codes", "scale"], "Y")], packed_inputs(2))
     assert same(run(model, data, scale)[0], operator(node, data, scale))
 
@@ -177,21 +181,21 @@ def packed_inputs(rank: int) -> dict[str, tuple[int, list]]:
 def test_dequantize_of_any_axis_and_length(shape, axis, block_size, element):
     torch.manual_seed(0)
     scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(shape), element, block_size, axis, "floor", "even")
-    node = DequantizeMX(element, block_size, axis, shape[axis])
+    node = DequantizeMX(MXSpec(element, block_size, axis), shape[axis])
     model = model_of([node.make(["codes", "scale"], "Y")], packed_inputs(len(shape)), 21)
     assert same(run(model, data, scale)[0], operator(node, data, scale))
 
 
 def test_dequantize_of_a_dynamic_length():
     scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(3, 40), "fp6_e2m3", 32, -1, "floor", "even")
-    node = DequantizeMX("fp6_e2m3", 32)
+    node = DequantizeMX(MXSpec("fp6_e2m3"))
     model = model_of([node.make(["codes", "scale"], "Y")], packed_inputs(2))
     assert same(run(model, data, scale)[0], operator(node, data, scale))
 
 
 def test_distinct_specs_have_distinct_functions_and_equal_ones_share_theirs():
-    specs = [FakeQuantizeMX("fp8_e4m3", 32, -1, n) for n in (64, 128, 70, 20, -1)]
-    specs += [FakeQuantizeMX("fp8_e4m3", 32, 1, n) for n in (64, 128)]
+    specs = [FakeQuantizeMX(MXSpec("fp8_e4m3"), n) for n in (64, 128, 70, 20, -1)]
+    specs += [FakeQuantizeMX(MXSpec("fp8_e4m3", axis=1), n) for n in (64, 128)]
     model = model_of([spec.make(["X"], f"Y{i}") for i, spec in enumerate(specs)], {"X": (1, None)})
     names = [function.name for function in model.functions]
     blocks = ("b32", "b32_n70", "b20", "b32_any", "b32_n64_axis1", "b32_n128_axis1")
@@ -203,7 +207,7 @@ def test_distinct_specs_have_distinct_functions_and_equal_ones_share_theirs():
 def test_nodes_in_branches_get_functions():
     branches = {
         f"{name}_branch": helper.make_graph(
-            [FakeQuantizeMX("int8", 32, -1, 64, rounding=rounding).make(["X"], name)],
+            [FakeQuantizeMX(MXSpec("int8", rounding=rounding), 64).make(["X"], name)],
             name,
             [],
             [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, 64])],
@@ -220,7 +224,7 @@ def test_nodes_in_branches_get_functions():
 
 def test_reference_evaluator_gives_the_same_bits():
     x = torch.randn(4, 64) * 3
-    nodes = [FakeQuantizeMX(element, 32, -1, 64).make(["X"], element) for element in ("fp4_e2m1", "fp6_e3m2", "int8")]
+    nodes = [FakeQuantizeMX(MXSpec(element), 64).make(["X"], element) for element in ("fp4_e2m1", "fp6_e3m2", "int8")]
     model = model_of(nodes, {"X": (TensorProto.FLOAT, [None, 64])})
     for node, y in zip(nodes, ReferenceEvaluator(model).run(None, {"X": x.numpy()}), strict=True):
         assert same(torch.from_numpy(y), operator(spec_of(node), x))
@@ -259,7 +263,7 @@ FLOAT_SCALES = [
 @pytest.mark.parametrize(("name", "mode"), FLOAT_SCALES)
 def test_fake_quantize_with_scales_of_a_significand_gives_the_bits(name, mode):
     spec, x = parse(name, scale_mode=mode), torch.cat([values(), torch.randn(40, 70)])
-    node = FakeQuantizeMX(spec.element.name, spec.block_size, -1, 70, mode, scale_format=spec.scale_format.name)
+    node = FakeQuantizeMX(spec, 70)
     nodes, inputs = [node.make(["X"], "Y")], {"X": (TensorProto.FLOAT, [None, 70])}
     (y,) = run(model_of(nodes, inputs), x)
     assert not differing(y, pt2mx.fake_quantize_mx(x, spec)).any()
@@ -274,8 +278,7 @@ def test_dequantize_in_every_scale_format(name):
     spec, x = parse(name), values()
     t = {"t": pt2mx.tensor_scale_mx(x, spec)} if spec.scale_format.tensor else {}
     scale, codes = pt2mx.quantize_mx(x, spec, tensor_scale=t.get("t"))
-    scales = {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}
-    node = DequantizeMX(spec.element.name, spec.block_size, -1, 70, **scales).make(["c", "s", *t], "Y")
+    node = DequantizeMX(spec, 70).make(["c", "s", *t], "Y")
     model = model_of([node], {})
     model.graph.initializer.extend(from_torch(value, name) for name, value in {"c": codes, "s": scale, **t}.items())
     (y,) = run(model)
@@ -293,6 +296,6 @@ def test_codes_of_two_bytes_are_refused():
 
 
 def test_domain_and_version():
-    model = model_of([FakeQuantizeMX("int8").make(["X"], "Y")], {"X": (1, [None, 64])})
+    model = model_of([FakeQuantizeMX(MXSpec("int8")).make(["X"], "Y")], {"X": (1, [None, 64])})
     assert [(f.domain, f.opset_import[0].version) for f in model.functions] == [(DOMAIN, 18)]
     assert (DOMAIN, VERSION) in [(entry.domain, entry.version) for entry in model.opset_import]

@@ -5,8 +5,8 @@ from onnx import helper
 from pt2mx import MXSpec
 from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX, graphs_in
 
-FAKE = FakeQuantizeMX("fp6_e3m2", 16, 1, 48, "rceil", "half_away")
-DEQUANTIZE = DequantizeMX("fp4_e2m1", 32, -1, 64, onnx.TensorProto.FLOAT16)
+FAKE = FakeQuantizeMX(MXSpec("fp6_e3m2", 16, 1, "rceil", "half_away"), 48)
+DEQUANTIZE = DequantizeMX(MXSpec("fp4_e2m1"), 64, onnx.TensorProto.FLOAT16)
 
 
 @pytest.mark.parametrize(("attributes", "inputs"), [(FAKE, ["X"]), (DEQUANTIZE, ["codes", "scale"])])
@@ -26,10 +26,15 @@ def test_other_nodes_are_none():
     assert FakeQuantizeMX.of(helper.make_node("FakeQuantizeMX", ["X"], ["Y"], domain="another")) is None
 
 
-def test_spec():
-    assert FAKE.spec == MXSpec("fp6_e3m2", 16, 1, "rceil", "half_away")
-    assert DEQUANTIZE.spec == MXSpec("fp4_e2m1", 32, -1)
-    assert FakeQuantizeMX.for_spec(FAKE.spec, FAKE.length) == FAKE
+def test_attributes():
+    """As files of earlier versions have them, in their order."""
+    of_blocks = {"element": "fp6_e3m2", "block_size": 16, "axis": 1, "length": 48, "scale_format": "e8m0"}
+    assert list(FAKE.attributes.items()) == [
+        *of_blocks.items(), ("block_rows", 1), ("scale_mode", "rceil"), ("rounding", "half_away"),
+    ]  # fmt: skip
+    assert list(DEQUANTIZE.attributes) == [*of_blocks, "block_rows", "dtype"]
+    bare = helper.make_node("DequantizeMX", ["codes", "scale"], ["Y"], domain=DOMAIN, element="fp4_e2m1")
+    assert DequantizeMX.of(bare) == DequantizeMX(MXSpec("fp4_e2m1"))
 
 
 def test_nodes_of_subgraphs():

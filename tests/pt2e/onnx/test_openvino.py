@@ -43,8 +43,7 @@ def model_of(nodes, inputs, y, constants=None):
 
 
 def activation(spec, length=-1):
-    modes = {} if spec.scale_format.is_power_of_two else {"scale_format": spec.scale_format.name}
-    fake = FakeQuantizeMX(spec.element.name, spec.block_size, -1, length, spec.scale_mode, **modes)
+    fake = FakeQuantizeMX(spec, length)
     return model_of([fake.make(["x"], "y", "fq")], [value("x", [None, 96])], value("y", [None, 96]))
 
 
@@ -55,8 +54,7 @@ def weight(spec, rows=False, length=96):
     t = {"t": pt2mx.tensor_scale_mx(w, spec)} if spec.scale_format.tensor else {}
     scale, codes = pt2mx.quantize_mx(w, spec, tensor_scale=t.get("t"))
     constants = {"c": codes, "s": scale, **t}
-    scales = {"scale_format": spec.scale_format.name, "block_rows": spec.block_rows}
-    attributes = DequantizeMX(spec.element.name, spec.block_size, -1, length, **scales)
+    attributes = DequantizeMX(spec, length)
     if rows:
         gathers = [helper.make_node("Gather", [name, "x"], [f"{name}_rows"], axis=0) for name in ("c", "s")]
         nodes = [*gathers, attributes.make(["c_rows", "s_rows", *t], "y", "dq")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from pt2mx import ELEMENTS
+from pt2mx import ELEMENTS, MXSpec
 from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import packed_length
 from pt2mx.modes import SCALE_MODES
@@ -39,7 +39,7 @@ def test_fake_quantize(element):
         x[row::37, row] = value
         x[60 + row] = value
     nodes = [
-        FakeQuantizeMX(element, 32, -1, 32, mode, rounding)
+        FakeQuantizeMX(MXSpec(element, scale_mode=mode, rounding=rounding), 32)
         for mode in modes_of(element)
         if not SCALE_MODES[mode].searches
         for rounding in ("even", "half_away", "half_up")
@@ -53,4 +53,4 @@ def test_dequantize(element, length):
     shapes = {"codes": (256, packed_length(length, ELEMENTS[element].bits)), "scale": (256, -(-length // 32))}
     feeds = {name: torch.randint(0, 256, shape, dtype=torch.uint8) for name, shape in shapes.items()}
     inputs = {name: (TensorProto.UINT8, [None, shape[1]]) for name, shape in shapes.items()}
-    assert not any(wrong_values([DequantizeMX(element, 32, -1, length)], inputs, feeds))
+    assert not any(wrong_values([DequantizeMX(MXSpec(element), length)], inputs, feeds))

@@ -43,10 +43,7 @@ def test_quarks_nodes_replace_ours_and_run():
         MXSpec("fp8_e5m2", axis=0),
     ]
     names = ["x", "a", "b", "c", "y"]
-    nodes = [
-        FakeQuantizeMX(s.element.name, s.block_size, s.axis, -1, s.scale_mode, s.rounding).make([i], o, f"{o}_node")
-        for s, i, o in zip(specs, names, names[1:], strict=False)
-    ]
+    nodes = [FakeQuantizeMX(s).make([i], o, f"{o}_node") for s, i, o in zip(specs, names, names[1:], strict=False)]
     model = to_quark(model_of(*nodes))
     onnx.checker.check_model(model)
     assert {(node.domain, node.op_type) for node in model.graph.node} == {("com.amd.quark", "MXQuantizeDequantize")}
@@ -63,8 +60,8 @@ def test_quarks_nodes_replace_ours_and_run():
 
 
 def test_packed_weights_stay_packed():
-    node = DequantizeMX("fp4_e2m1", 32, -1, 40).make(["codes", "scale"], "w", "weight")
-    fake = FakeQuantizeMX("fp4_e2m1").make(["x"], "h", "activation")
+    node = DequantizeMX(MXSpec("fp4_e2m1"), 40).make(["codes", "scale"], "w", "weight")
+    fake = FakeQuantizeMX(MXSpec("fp4_e2m1")).make(["x"], "h", "activation")
     model = model_of(node, fake, helper.make_node("Mul", ["h", "w"], ["y"]))
     scale, codes = torch.ops.pt2mx.quantize_mx(torch.ones(40), "fp4_e2m1", 32, -1, "floor", "even")
     constants = {"codes": codes, "scale": scale}
@@ -81,7 +78,7 @@ def test_packed_weights_stay_packed():
     [MXSpec("int8"), MXSpec("fp4_e2m1", scale_mode="even"), MXSpec("fp8_e3m4"), MXSpec("fp8_e4m3", rounding="half_up")],
 )
 def test_specs_that_quark_does_not_have(spec):
-    node = FakeQuantizeMX(spec.element.name, 32, -1, -1, spec.scale_mode, spec.rounding).make(["x"], "y", "layer.0")
+    node = FakeQuantizeMX(spec).make(["x"], "y", "layer.0")
     with pytest.raises(MXError, match=r"layer\.0: Quark has no node of mx" + spec.element.name):
         to_quark(model_of(node))
 

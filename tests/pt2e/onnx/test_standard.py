@@ -53,7 +53,7 @@ def adversarial(shape):
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_activations(element, mode, shape, axis):
     x = torch.cat([adversarial(shape) for _ in range(4)])
-    node = FakeQuantizeMX(element, 32, axis, -1, mode).make(["x"], "y", "fq")
+    node = FakeQuantizeMX(MXSpec(element, axis=axis, scale_mode=mode)).make(["x"], "y", "fq")
     model = to_standard(model_of([node], [value("x", [None, *x.shape[1:]])], value("y", [None] * x.dim()), opset=20))
     kinds = [node.op_type.partition(".")[0] for node in model.graph.node]
     symmetric = element == "int8"
@@ -69,7 +69,7 @@ def test_weights(element, dtype, shape, axis):
     x, kind = adversarial(shape), {"float32": 1, "float16": 10, "bfloat16": 16}[dtype]
     spec = MXSpec(element, 32, axis)
     scale, codes = pt2mx.quantize_mx(x, spec)
-    node = DequantizeMX(element, 32, axis, x.shape[axis], kind).make(["c", "s"], "y", "dq")
+    node = DequantizeMX(MXSpec(element, axis=axis), x.shape[axis], kind).make(["c", "s"], "y", "dq")
     model = to_standard(model_of([node], [], value("y", x.shape, kind), {"c": codes, "s": scale}))
     native = {tensor.name: tensor for tensor in model.graph.initializer}
     assert sorted(native) == ["c_native", "s_native"] and not model.functions
@@ -83,7 +83,7 @@ def test_weights(element, dtype, shape, axis):
 
 def test_fp4_has_the_bytes_that_pt2mx_stores():
     scale, codes = pt2mx.quantize_mx(torch.randn(6, 64), "mxfp4")
-    node = DequantizeMX("fp4_e2m1", 32, -1, 64).make(["c", "s"], "y", "dq")
+    node = DequantizeMX(MXSpec("fp4_e2m1"), 64).make(["c", "s"], "y", "dq")
     model = to_standard(model_of([node], [], value("y", [6, 64]), {"c": codes, "s": scale}))
     (stored,) = (tensor for tensor in model.graph.initializer if tensor.name == "c_native")
     assert stored.data_type == TensorProto.FLOAT4E2M1 and stored.raw_data == codes.numpy().tobytes()
@@ -97,7 +97,7 @@ def test_constants_are_shared_among_nodes_of_equal_attributes():
              ("c", "s", "fp8_e5m2"), ("d", "s", "int8"), ("c", "t", "int8_full")]  # fmt: skip
     nodes, want, constants = [], [], {"c": c, "d": d, "s": s, "t": t}
     for i, (codes, scale, element) in enumerate(decoded):
-        nodes.append(DequantizeMX(element, 32, -1, 64).make([codes, scale], f"y{i}", f"dq{i}"))
+        nodes.append(DequantizeMX(MXSpec(element), 64).make([codes, scale], f"y{i}", f"dq{i}"))
         want.append(pt2mx.dequantize_mx(constants[codes], constants[scale], MXSpec(element, 32)))
     outputs = [node.output[0] for node in nodes]
     nodes.append(helper.make_node("Concat", [*outputs, "c_native"], ["y"], "all", axis=-1))  # the name is in use
@@ -111,7 +111,7 @@ def test_constants_are_shared_among_nodes_of_equal_attributes():
 def test_names_of_activations_are_fresh():
     used = [helper.make_node("Neg", ["x"], [f"q_{name}"], name) for name in ("scale", "codes")]
     total = helper.make_node("Sum", ["q", "q_scale", "q_codes"], ["y"], "sum")
-    nodes = [*used, FakeQuantizeMX("fp8_e4m3", length=70).make(["x"], "q", "fq"), total]
+    nodes = [*used, FakeQuantizeMX(MXSpec("fp8_e4m3"), 70).make(["x"], "q", "fq"), total]
     model = to_standard(model_of(nodes, [value("x", [6, 70])], value("y", [6, 70])))
     x = torch.randn(6, 70)
     want = pt2mx.fake_quantize_mx(x, "mxfp8") - x - x
@@ -124,7 +124,7 @@ def test_rows_of_an_embedding_are_gathered_from_values():
     nodes = [
         helper.make_node("Gather", ["c", "ids"], ["rows"], "codes"),
         helper.make_node("Gather", ["s", "ids"], ["scales"], "scales"),
-        DequantizeMX("fp8_e4m3", 32, -1, 40).make(["rows", "scales"], "y", "dq"),
+        DequantizeMX(MXSpec("fp8_e4m3"), 40).make(["rows", "scales"], "y", "dq"),
     ]
     inputs = [value("ids", [None, 3], TensorProto.INT64)]
     model = to_standard(model_of(nodes, inputs, value("y", [None, 3, 40]), {"c": codes, "s": scale}))
@@ -136,10 +136,10 @@ def test_rows_of_an_embedding_are_gathered_from_values():
 @pytest.mark.parametrize(
     ("fake", "shape"),
     [
-        (FakeQuantizeMX("fp6_e3m2"), [None, 40]),
-        (FakeQuantizeMX("fp4_e2m1", rounding="half_away"), [None, 40]),
-        (FakeQuantizeMX("int8"), [None, 40]),
-        (FakeQuantizeMX("fp8_e5m2"), [40]),
+        (FakeQuantizeMX(MXSpec("fp6_e3m2")), [None, 40]),
+        (FakeQuantizeMX(MXSpec("fp4_e2m1", rounding="half_away")), [None, 40]),
+        (FakeQuantizeMX(MXSpec("int8")), [None, 40]),
+        (FakeQuantizeMX(MXSpec("fp8_e5m2")), [40]),
     ],
 )
 def test_nodes_without_an_equivalent_keep_their_function(fake, shape):
@@ -170,7 +170,7 @@ def test_activations_of_other_types_are_cast(kind):
     x = adversarial((6, 70)).to(dtype)
     nodes = [
         helper.make_node("Cast", ["x"], ["h"], "", to=kind),
-        FakeQuantizeMX("fp8_e4m3").make(["h"], "q", "fq"),
+        FakeQuantizeMX(MXSpec("fp8_e4m3")).make(["h"], "q", "fq"),
         helper.make_node("Cast", ["q"], ["y"], "", to=TensorProto.FLOAT),
     ]
     model = to_standard(model_of(nodes, [value("x", [None, 70])], value("y", [None, 70])))
@@ -200,9 +200,8 @@ def test_scales_with_a_significand(name, static):
     spec, x, w = pt2mx.parse(name), torch.randn(6, 70), torch.randn(5, 70)
     t = {"t": pt2mx.tensor_scale_mx(w, spec)} if spec.scale_format.tensor else {}
     scale, codes = pt2mx.quantize_mx(w, spec, tensor_scale=t.get("t"))
-    element, scales = spec.element.name, {"scale_format": spec.scale_format.name}
-    dequantize = DequantizeMX(element, 16, -1, 70, **scales).make(["c", "s", *t], "w", "dq")
-    fake = FakeQuantizeMX(element, 16, -1, 70, "nearest", **scales).make(["x", *(t if static else {})], "q", "fq")
+    dequantize = DequantizeMX(spec, 70).make(["c", "s", *t], "w", "dq")
+    fake = FakeQuantizeMX(spec, 70).make(["x", *(t if static else {})], "q", "fq")
     nodes = [dequantize, fake, helper.make_node("Einsum", ["q", "w"], ["y"], equation="mk,nk->mnk")]
     model = to_standard(model_of(nodes, [value("x", [6, 70])], value("y", [6, 5, 70]), {"c": codes, "s": scale, **t}))
     steps = {"": [], "factor": ["DequantizeLinear"], "divisor": ["Cast", "Div"]}[spec.scale_format.tensor]

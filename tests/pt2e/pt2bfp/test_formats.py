@@ -56,6 +56,7 @@ def test_numbers_of_a_format():
         ({"round": ["N"]}, r"unknown rounding \['N'\]"),
         ({"round": "floor"}, "unknown rounding 'floor'"),
         ({"scale_bits": 0}, "scale_bits=0 must be an integer of at least 1"),
+        ({"scale_bits": True}, "scale_bits=True must be an integer of at least 1"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -19,7 +19,7 @@ TEXTS = ("nvfp4(mse)", "fp8_e4m3{16}(f32)", "int4{16}(half_away,bf16)", "mxfp4(h
 
 def empty_caches() -> None:
     of_elements = elements.values_of_codes, cpu_linear.table_of, cpu_linear._isa
-    for function in (*of_elements, cpu_quantize.float_scale_of, cpu_quantize._spec):
+    for function in (*of_elements, cpu_quantize.float_scale_of, cpu_quantize.spec_of):
         function.cache_clear()
 
 
@@ -61,7 +61,7 @@ def test_default_device():
     empty_caches()
     with torch.device("meta"):
         isa = cpu_linear.isa_for(MXSpec("int8"), 64)
-        number = cpu_quantize.float_scale_of("fp4_e2m1", "e4m3_f32", "nearest").largest
+        number = cpu_quantize.float_scale_of(pt2mx.parse("nvfp4")).largest
     empty_caches()
     assert isa == cpu_linear.isa_for(MXSpec("int8"), 64) and number == 0x7E
 

@@ -107,7 +107,7 @@ def test_gradient_passes_through_the_casts():
 @pytest.mark.parametrize("autocast", DTYPES)
 def test_fragments_compute_in_bfloat16(autocast):
     scale, data = quantize_mx(torch.randn(20, 64), "mxfp8")
-    fragments = to_mma_layout(data, scale, pt2mx.ELEMENTS["fp8_e4m3"], 32)
+    fragments = to_mma_layout(data, scale, pt2mx.MXSpec("fp8_e4m3"))
     x, bias = torch.randn(3, 64), torch.randn(20)
     with torch.autocast("cpu", autocast):
         got = linear_mx_mma_layout(x, *fragments, bias, "fp8_e4m3", 20, 0)

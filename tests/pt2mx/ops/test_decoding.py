@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, MXError, dequantize_mx, quantize_mx
+from pt2mx import FORMATS, MXError, MXSpec, dequantize_mx, quantize_mx
 from pt2mx.kernels.decoder_linear import interleave, parts
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.attention import attention_mx
@@ -20,7 +20,7 @@ def operands(name, n=N, k=K):
     """x, a weight in the MMA layout, and its values."""
     scale, data = quantize_mx(torch.randn(n, k), name)
     values = dequantize_mx(data, scale, name, 32, torch.bfloat16, length=k).float()
-    return torch.randn(2, 3, k).bfloat16(), to_mma_layout(data, scale, ELEMENTS[name], 32), values
+    return torch.randn(2, 3, k).bfloat16(), to_mma_layout(data, scale, MXSpec(name)), values
 
 
 def test_interleave():

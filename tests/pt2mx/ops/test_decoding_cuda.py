@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import ELEMENTS, FORMATS, quantize_mx
+from pt2mx import FORMATS, MXSpec, quantize_mx
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.decoding import (
@@ -23,7 +23,7 @@ SHAPES = [(256, 512), (48, 200), (1008, 1384), (16, 8), (4096, 2048), (28672, 40
 
 def weight_of(name, n, k):
     scale, data = quantize_mx((torch.randn(n, k) / k**0.5).cuda(), name)
-    return to_mma_layout(data, scale, ELEMENTS[name], 32)
+    return to_mma_layout(data, scale, MXSpec(name))
 
 
 def x_of(rows, k):
@@ -73,7 +73,7 @@ def test_a_tensor_scale():
     spec, w = pt2mx.parse("nvfp4"), torch.randn(256, 512).cuda()
     t = float_scales.tensor_scale(w, spec)
     scale, data = reference.quantize(w, spec.replace(axis=1), tensor_scale=t)
-    weight = to_mma_layout(data, scale, spec.element, spec.block_size, spec.scale_format)
+    weight = to_mma_layout(data, scale, spec)
     x, residual, one = x_of(3, 512), x_of(3, 256), torch.ones(256, device="cuda").bfloat16()
     squares = torch.rand(3, 32, device="cuda") + 1
     name = spec.element.name

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pt2mx import ELEMENTS, FORMATS, dequantize_mx, quantize_mx
+from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, quantize_mx
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, from_mma_layout, to_mma_layout
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx, linear_mx_mma_layout
 
@@ -36,7 +36,7 @@ def check(got, x, data, scale, bias, name, block_size=32):
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_mma_layout(name, shape):
     data, scale = packed(name, *shape)
-    fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+    fragments = to_mma_layout(data, scale, MXSpec(name))
     bias = torch.randn(shape[0], device="cuda", dtype=torch.bfloat16)
     for batch in BATCHES:
         x = torch.randn(batch, shape[1], device="cuda", dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_mma_layout(name, shape):
 @pytest.mark.parametrize("name", FORMATS)
 def test_so_many_rows_that_few_warps_share_one(name, n):
     data, scale = packed(name, n, 1384)
-    fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+    fragments = to_mma_layout(data, scale, MXSpec(name))
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     for batch in (1, 8, 13, 40, 1500, 1600):
         x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ def test_the_dequantized_weight_is_that_of_the_reference(name):
 
     for n, k in ((48, 1384), (33, 8), (4096, 512)):
         data, scale = packed(name, n, k)
-        fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+        fragments = to_mma_layout(data, scale, MXSpec(name))
         got = gpu_linear.dequantize(*fragments, ELEMENTS[name], n, k)
         want = from_mma_layout(*(f.cpu() for f in fragments), ELEMENTS[name], n, k)
         assert torch.equal(got.cpu().view(torch.int16), want.view(torch.int16))
@@ -78,7 +78,7 @@ def test_every_tile_of_the_gemm_kernel(name, rows, warps, monkeypatch):
     for (n, k), split_k in (((1000, 1384), 1), ((300, 4160), 3)):
         monkeypatch.setattr(tuning, "gemm_tile", lambda *_, split_k=split_k: tuning.GemmTile(rows, warps, split_k))
         data, scale = packed(name, n, k)
-        fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+        fragments = to_mma_layout(data, scale, MXSpec(name))
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
         for batch in (rows - 3, 2 * rows):
             x = torch.randn(batch, k, device="cuda", dtype=torch.bfloat16)
@@ -93,7 +93,7 @@ def test_every_tile_of_the_gemm_kernel(name, rows, warps, monkeypatch):
 def test_without_instructions_of_sm_90(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     data, scale = packed(name, 1000, 1384)
-    fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+    fragments = to_mma_layout(data, scale, MXSpec(name))
     for batch in (16, 17, 32, 33):
         x = torch.randn(batch, 1384, device="cuda", dtype=torch.bfloat16)
         check(linear_mx_mma_layout(x, *fragments, None, name, 1000, 0), x, data, scale, None, name)
@@ -113,7 +113,7 @@ def test_plain_codes(name, dtype, block_size):
 @pytest.mark.parametrize("name", FORMATS)
 def test_ten_runs_give_the_same_bits(name):
     data, scale = packed(name, 512, 1024)
-    fragments = to_mma_layout(data, scale, ELEMENTS[name], 32)
+    fragments = to_mma_layout(data, scale, MXSpec(name))
     for batch in (1, 16, 20, 200):
         x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
         first = linear_mx_mma_layout(x, *fragments, None, name, 512, 0)
@@ -123,7 +123,7 @@ def test_ten_runs_give_the_same_bits(name):
 
 def fp4(n=96, k=256):
     data, scale = packed("fp4_e2m1", n, k)
-    return to_mma_layout(data, scale, ELEMENTS["fp4_e2m1"], 32)
+    return to_mma_layout(data, scale, MXSpec("fp4_e2m1"))
 
 
 def test_strides_and_empty_batches():
@@ -161,7 +161,7 @@ def test_cuda_graph(batch):
 @pytest.mark.parametrize("batch", [1, 40])
 def test_each_product_waits_for_the_one_before(batch, captured):
     """Kernels start before the ones ahead of them have ended; memory is used again in between."""
-    fragments = to_mma_layout(*packed("fp4_e2m1", 2048, 2048), ELEMENTS["fp4_e2m1"], 32)
+    fragments = to_mma_layout(*packed("fp4_e2m1", 2048, 2048), MXSpec("fp4_e2m1"))
     x = torch.randn(batch, 2048, device="cuda", dtype=torch.bfloat16)
 
     def chain(x, each):

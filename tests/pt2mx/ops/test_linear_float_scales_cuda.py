@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, SCALE_FORMATS, MXSpec
+from pt2mx import ELEMENTS, MXSpec
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import from_mma_layout, to_mma_layout
 from pt2mx.ops.linear import linear_mx_mma_layout
@@ -27,7 +27,7 @@ def packed(name, scale_format, n, k, block_size=16):
 
 
 def in_mma_layout(spec, data, scale, t):
-    parts = to_mma_layout(data.cuda(), scale.cuda(), spec.element, spec.block_size, spec.scale_format)
+    parts = to_mma_layout(data.cuda(), scale.cuda(), spec)
     return parts, None if t is None else t.cuda()
 
 
@@ -86,14 +86,13 @@ def test_the_dequantized_weight_is_that_of_the_definition(name, scale_format):
     """Every finite scale, subnormal ones too, with random codes."""
     from pt2mx.kernels.gpu import linear as gpu_linear
 
-    element, scales = ELEMENTS[name], SCALE_FORMATS[scale_format]
+    element, spec = ELEMENTS[name], MXSpec(name, 16, 1, scale_format=scale_format)
     _, data, _, _ = packed(name, scale_format, 127, 512)
     scale = torch.arange(127, dtype=torch.uint8).unsqueeze(1).repeat(1, 32)
-    parts = to_mma_layout(data, scale, element, 16, scales)
-    t = torch.tensor(0.0078125) if scales.tensor else None
+    parts = to_mma_layout(data, scale, spec)
+    t = torch.tensor(0.0078125) if spec.has_tensor_scale else None
     got = gpu_linear.dequantize(*(p.cuda() for p in parts), element, 127, 512, None if t is None else t.cuda())
     assert same(got, from_mma_layout(*parts, element, 127, 512, t))
-    spec = MXSpec(name, 16, 1, scale_format=scales)
     assert same(got, reference.dequantize(data, scale, spec, torch.bfloat16, 512, tensor_scale=t))
 
 

@@ -115,7 +115,7 @@ def test_gradients_pass_straight_through():
         (([1.0], (1, 2, 3)), "must be a key of MX_FORMATS"),
         (([1.0], (8, 7)), "1 to 7 exponent bits and at most 16 bits"),
         (([1.0], "mxint8", 0), "block_size=0 must be an integer of at least 1"),
-        (([1.0], "mxint8", 32, 12), "scale_exp_bits=12 must be an integer, 1 to 11"),
+        (([1.0], "mxint8", 32, 12), "scale_exp_bits=12 must be an integer from 1 to 11"),
         (([1.0 + 2j],), "dtype complex128"),
         ((["a"],), "cannot quantize an array of dtype"),
         (([[1.0], [1.0, 2.0]],), "it is no array of numbers"),

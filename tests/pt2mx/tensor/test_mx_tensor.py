@@ -194,6 +194,10 @@ def test_bad_input():
         (lambda: mx(4, 64, elem="fp9"), "unknown MX element format"),
         (lambda: mx(4, 64, axis=2), "axis=2 is out of range"),
         (lambda: mx(4, 64, block_size=0), "block_size=0"),
+        (
+            lambda: MXTensor.to_mx(torch.ones(4), pt2mx.MXSpec("int8", scale_exp_bits=5)),
+            "only eager calls of fake_quantize_mx",
+        ),
         (lambda: x.to_dtype(torch.float64), "to_dtype: cannot dequantize to torch.float64"),
         (lambda: x.double(), "cannot become torch.float64"),
         (lambda: MXTensor(x.qdata, x.scale[:, :1], "fp8_e4m3"), "scale of shape"),

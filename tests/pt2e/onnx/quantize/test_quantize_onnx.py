@@ -164,7 +164,7 @@ def test_half_precision(tmp_path, dtype):
     floats = model_of(nodes, {"x": (TensorProto.FLOAT, [3, 40])}, {"y": 2}, {"w": constant})
     _, model = quantized(floats, tmp_path)
     ((_, attributes),) = DequantizeMX.nodes_in(model)
-    assert (attributes.dtype, attributes.axis, attributes.length) == (dtype, 0, 40)
+    assert (attributes.dtype, attributes.spec.axis, attributes.length) == (dtype, 0, 40)
     if dtype == TensorProto.FLOAT16:  # onnxruntime has no bfloat16 matmul on the CPU
         assert set(differences(model, {"x": weight(3, 40)}).values()) == {0}
     scale, codes = pt2mx.quantize_mx(values, "mxfp4", axis=0)

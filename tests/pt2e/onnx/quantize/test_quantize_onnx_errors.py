@@ -3,7 +3,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import model_of, old_network
@@ -40,7 +40,7 @@ def without_matmuls():
 
 
 def quantized_already():
-    node = FakeQuantizeMX("fp4_e2m1").make(["x"], "y", "mine")
+    node = FakeQuantizeMX(MXSpec("fp4_e2m1")).make(["x"], "y", "mine")
     model = without_matmuls()
     model.graph.node[0].CopyFrom(node)
     model.opset_import.append(helper.make_opsetid("pt2mx", 1))

@@ -59,7 +59,7 @@ def test_names_with_slashes(tmp_path):
 def test_dictionary_of_quark(tmp_path):
     attributes = {"element_dtype": "int8", "axis": 1, "block_size": 16, "rounding_mode": 0}
     _, model = quantized(old_network(18, 10), tmp_path, attributes)
-    activations = {(a.element, a.block_size, a.rounding) for _, a in FakeQuantizeMX.nodes_in(model)}
+    activations = {(a.spec.element.name, a.spec.block_size, a.spec.rounding) for _, a in FakeQuantizeMX.nodes_in(model)}
     assert activations == {("int8_full", 16, "half_away")}
     assert specs(model)["w2_mx"] == ("int8_full", 16, -1, 24)
     assert set(differences(model, {"x": IMAGES}).values()) == {0}

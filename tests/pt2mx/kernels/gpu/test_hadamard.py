@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, quantize_mx
+from pt2mx import MXSpec, quantize_mx
 from pt2mx.kernels import hadamard
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, to_mma_layout
 from pt2mx.ops import fake_quantize_mx
@@ -55,7 +55,7 @@ def test_rotated_and_quantized(shape, dtype):
 @pytest.mark.parametrize(("n", "k"), [(2048, 2048), (1000, 1376), (96, 256), (64, 32)])
 def test_times_the_identity_a_product_gives_the_rotated_row(name, n, k):
     scale, data = quantize_mx(torch.eye(n, k), name)
-    weight = to_mma_layout(data.cuda(), scale.cuda(), ELEMENTS[name], 32)
+    weight = to_mma_layout(data.cuda(), scale.cuda(), MXSpec(name))
     x = torch.randn(1, k).bfloat16()
     want = torch.zeros(1, n, dtype=torch.bfloat16)
     want[:, : min(n, k)] = hadamard.rotate(x, 32)[:, :n]
@@ -66,7 +66,7 @@ def test_times_the_identity_a_product_gives_the_rotated_row(name, n, k):
 @pytest.mark.parametrize(("n", "k"), [(1024, 4096), (1000, 1376), (96, 256), (20000, 2048)])
 def test_product_of_a_rotated_x(name, n, k):
     scale, data = quantize_mx(torch.randn(n, k), name)
-    weight = to_mma_layout(data.cuda(), scale.cuda(), ELEMENTS[name], 32)
+    weight = to_mma_layout(data.cuda(), scale.cuda(), MXSpec(name))
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     for rows in (1, 2, 9, 40):
         for rotation in (16, 32):
@@ -79,7 +79,7 @@ def test_product_of_a_rotated_x(name, n, k):
 
 def test_a_graph_waits_for_what_wrote_x():
     scale, data = quantize_mx(torch.randn(2048, 2048) / 45, "mxfp4")
-    weight = to_mma_layout(data.cuda(), scale.cuda(), ELEMENTS["fp4_e2m1"], 32)
+    weight = to_mma_layout(data.cuda(), scale.cuda(), MXSpec("fp4_e2m1"))
     x = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
 
     def chain(x, each):

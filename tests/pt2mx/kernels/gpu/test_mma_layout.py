@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec, dequantize_mx, quantize_mx
+from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, quantize_mx
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.gpu.mma_layout import FRAGMENTS, exponent_shift, from_mma_layout, to_mma_layout
 from pt2mx.kernels.packing import pack
@@ -23,7 +23,7 @@ def weight(n, k):
 def test_fragments_hold_the_weight_to_the_bit(name, shape, block_size):
     scale, data = quantize_mx(weight(*shape), name, block_size)
     element = ELEMENTS[name]
-    fragments = to_mma_layout(data, scale, element, block_size)
+    fragments = to_mma_layout(data, scale, MXSpec(name, block_size))
     want = dequantize_mx(data, scale, name, block_size, torch.bfloat16, length=shape[1])
     got = from_mma_layout(*fragments, element, *shape)
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
@@ -45,7 +45,7 @@ def test_every_code_survives(name):
     if not element.is_int:  # finite ones
         codes = torch.where((codes & count // 2 - 1) > element.max_code, 1, codes)
     data, scale = pack(codes, 1, element.bits), torch.full((16, 8), 120, dtype=torch.uint8)
-    fragments = to_mma_layout(data, scale, element, 32)
+    fragments = to_mma_layout(data, scale, MXSpec(name))
     want = dequantize_mx(data, scale, name, 32, torch.bfloat16)
     assert torch.equal(from_mma_layout(*fragments, element, 16, 256).view(torch.int16), want.view(torch.int16))
 
@@ -58,17 +58,16 @@ TIMES_E4M3 = [name for name in FRAGMENTS if ELEMENTS[name].mantissa_bits <= 3]
 @pytest.mark.parametrize("name", TIMES_E4M3)
 def test_every_code_with_every_scale(name, scale_format):
     """Subnormal scales, and those of zero, whose values are zero."""
-    element, scales = ELEMENTS[name], SCALE_FORMATS[scale_format]
+    element, spec = ELEMENTS[name], MXSpec(name, 16, 1, scale_format=scale_format)
     most = 1 << element.bits - 1
     codes = torch.arange(512, dtype=torch.int32).repeat(127, 1) % (2 * most)
     codes = torch.where((codes & most - 1) > element.max_code, 1, codes)
     codes = pack(codes, 1, element.bits)
     scale = torch.arange(127).to(torch.uint8) + (16 if scale_format == "e5m3" else 0)
     if scale_format == "f32":
-        scale = float_scales.value_of(scale.to(torch.int32), SCALE_FORMATS["e4m3"])
+        scale = float_scales.value_of(scale.to(torch.int32), spec.replace(scale_format="e4m3"))
     scale = scale.unsqueeze(1).repeat(1, 32)
-    spec = MXSpec(name, 16, 1, scale_format=scales)
-    fragments = to_mma_layout(codes, scale, element, 16, scales)
+    fragments = to_mma_layout(codes, scale, spec)
     assert fragments[1].shape[4:] == (32, 2)
     want = reference.dequantize(codes, scale, spec, torch.bfloat16, 512)
     assert same(from_mma_layout(*fragments, element, 127, 512), want)
@@ -81,17 +80,17 @@ def test_every_code_with_every_scale(name, scale_format):
 def test_scales_without_a_byte(scale_format, code):
     """NaN, negative ones, and one below 2**-16."""
     data, scale = torch.zeros(16, 32, dtype=torch.uint8), torch.full((16, 4), 0x30, dtype=torch.uint8)
-    element, scales = ELEMENTS["fp4_e2m1"], SCALE_FORMATS[scale_format]
-    assert to_mma_layout(data, scale, element, 16, scales) is not None
+    spec = MXSpec("fp4_e2m1", 16, scale_format=scale_format)
+    assert to_mma_layout(data, scale, spec) is not None
     scale[3, 2] = code
-    assert to_mma_layout(data, scale, element, 16, scales) is None
+    assert to_mma_layout(data, scale, spec) is None
 
 
 def test_elements_and_blocks_that_scales_with_a_significand_do_not_fit():
     data, scale = torch.zeros(16, 64, dtype=torch.uint8), torch.full((16, 8), 0x30, dtype=torch.uint8)
-    assert to_mma_layout(data, scale, ELEMENTS["int8"], 16, SCALE_FORMATS["e4m3"]) is None
-    assert to_mma_layout(data, scale, ELEMENTS["fp8_e3m4"], 16, SCALE_FORMATS["e4m3"]) is None
-    assert to_mma_layout(data, scale, ELEMENTS["fp8_e4m3"], 8, SCALE_FORMATS["e4m3"]) is None
+    assert to_mma_layout(data, scale, MXSpec("int8", 16, scale_format="e4m3")) is None
+    assert to_mma_layout(data, scale, MXSpec("fp8_e3m4", 16, scale_format="e4m3")) is None
+    assert to_mma_layout(data, scale, MXSpec("fp8_e4m3", 8, scale_format="e4m3")) is None
 
 
 @pytest.mark.parametrize("name", [name for name, fragment in FRAGMENTS.items() if fragment.pairs])
@@ -121,16 +120,16 @@ def test_pieces_use_every_bit_of_the_words_once(name):
 )
 def test_weights_that_fragments_cannot_hold(name, change):
     scale, data = quantize_mx(torch.randn(16, 64), name)
-    assert to_mma_layout(data, scale, ELEMENTS[name], 32) is not None
+    assert to_mma_layout(data, scale, MXSpec(name)) is not None
     change(data, scale)
-    assert to_mma_layout(data, scale, ELEMENTS[name], 32) is None
+    assert to_mma_layout(data, scale, MXSpec(name)) is None
 
 
 def test_formats_and_blocks_without_fragments():
     scale, data = quantize_mx(torch.randn(16, 64), "int4", 32)
-    assert to_mma_layout(data, scale, ELEMENTS["int4"], 32) is None
+    assert to_mma_layout(data, scale, MXSpec("int4")) is None
     scale, data = quantize_mx(torch.randn(16, 64), "mxfp8", 16)
-    assert to_mma_layout(data, scale, ELEMENTS["fp8_e4m3"], 16) is None
+    assert to_mma_layout(data, scale, MXSpec("fp8_e4m3", 16)) is None
 
 
 def test_exponent_shift():
