@@ -160,7 +160,7 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
         The form.
 
     Raises:
-        MXError: for an unknown recipe or destination, and where a destination takes no form of the recipe, with reasons.
+        MXError: for an unknown recipe or destination, and where a destination takes no form of the recipe.
 
     Example:
         >>> import pt2mx
