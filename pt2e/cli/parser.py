@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
     def _with_names(self, options: Any, rest: list[str]) -> tuple[Any, list[str]]:
         """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left."""
         for action in self._actions:
-            value = getattr(options, action.dest, None)
+            value: Any = getattr(options, action.dest, None)
             if action.metavar != NAMES or value is action.default:
                 continue
             if action.nargs == "+":

@@ -58,7 +58,7 @@ def _weight(parts: list[TensorProto], attributes: DequantizeMX) -> PackedWeightI
     axis = spec.axis % codes.dim()
     shape = list(codes.shape)
     shape[axis] = attributes.length if attributes.length > 0 else unpacked_length(shape[axis], spec.element.bits)
-    scales, nan = scale_counts(exponent_bytes(stored, spec, *tensor_scale or [None]))
+    scales, nan = scale_counts(exponent_bytes(stored, spec, tensor_scale[0] if tensor_scale else None))
     nbytes = sum(tensor.nbytes for tensor in (codes, stored, *tensor_scale))
     name = parts[0].name.removesuffix("_data")
     return PackedWeightInfo(name, format_of(spec), axis, tuple(shape), nbytes, scales, nan)
