@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pt2mx.pt2e.quantizer import shipped
-
 PRESETS = ("fast", "imatrix", "balanced", "best")
 METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
@@ -125,7 +123,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         ),
         argument(
             "--recipe",
-            help=f"a YAML file, a format such as fp6_e3m2, or one of {', '.join(shipped.names())}; leave it out for a "
+            help="a YAML file, a format such as fp6_e3m2, or a name that `pt2mx recipes` lists; leave it out for a "
             "checkpoint that is already in MX formats",
         ),
         argument(
@@ -183,8 +181,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--recipes",
             metavar=NAMES,
-            help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
-            "without recipes for another task if the model's task is known)",
+            help="names of recipes, files and formats (default: all that `pt2mx recipes` lists, and "
+            f"{', '.join(OTHER_FORMATS)}; without recipes for another task if the model's task is known)",
         ),
         argument(
             "--optimize",
