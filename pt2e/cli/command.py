@@ -90,15 +90,16 @@ def main(arguments: list[str] | None = None) -> int:
             return _BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             interrupted = interrupts or isinstance(error, KeyboardInterrupt)
-            if not interrupted and not isinstance(error, MXError):
+            if not interrupted and not isinstance(error, MXError | ImportError):
                 raise
             if options.traceback:
                 traceback.print_exception(error)
             if interrupted:
                 print(MESSAGE, file=sys.stderr)
                 return INTERRUPTED
+            advice = "; `pt2mx doctor` says how to repair it" if isinstance(error, ImportError) else ""
             # the message of another library in it may have several lines
-            print(f"pt2mx: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"pt2mx: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
             return BAD_INPUT
 
 
