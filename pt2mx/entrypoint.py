@@ -13,6 +13,7 @@ import gc
 import io
 import os
 import sys
+import traceback
 
 from pt2mx.sigint import is_command  # first: it handles Ctrl-C
 
@@ -26,15 +27,16 @@ _GC_THRESHOLDS = (50_000, 20, 20)
 
 
 def start(arguments: list[str]) -> None:
-    """Run a command that needs no torch, refuse a wrong command line, or announce that torch is imported.
+    """Run a command that needs no torch, refuse a wrong command line, or import torch, after announcing it.
 
     Args:
         arguments: the process's arguments, after its name.
 
     Raises:
-        SystemExit: with the exit status, where the command has run or the command line is wrong.
+        SystemExit: with the exit status, where the command has run, the command line is wrong or torch is broken.
     """
     from pt2mx.pt2e.cli.command import command_parser, main
+    from pt2mx.pt2e.cli.parser import BAD_INPUT
     from pt2mx.pt2e.cli.progress import stage_line
 
     if sys.stderr is None:  # closed: `print` would use stdout instead
@@ -48,6 +50,16 @@ def start(arguments: list[str]) -> None:
     atexit.register(gc.freeze)  # otherwise Python searches all objects for cycles when the process ends
     if arguments[0] not in _SHORT:
         stage_line("import torch")
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # of a library that is missing, too
+        if options.traceback:
+            traceback.print_exception(error)
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(
+            f"pt2mx: error: torch cannot be imported ({reason}): `pt2mx doctor` says how to repair it", file=sys.stderr
+        )
+        sys.exit(BAD_INPUT)
 
 
 def _is_refused(options: argparse.Namespace) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pt2mx.pt2e.quantizer import shipped
-
 PRESETS = ("fast", "imatrix", "balanced", "best")
 METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
@@ -126,13 +124,13 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         ),
         argument(
             "--recipe",
-            help=f"a YAML file, a format such as fp6_e3m2, or one of {', '.join(shipped.names())}; leave it out for a "
+            help="a YAML file, a format such as fp6_e3m2, or a name that `pt2mx recipes` lists; leave it out for a "
             "checkpoint that is already in MX formats, or with --for, which then chooses",
         ),
         several(
             "--for",
-            "where the model is to run: takes the recipe in a form that all of these take, or says why there is none",
-            choices=DESTINATIONS,
+            f"where the model is to run: takes the recipe in a form for {', '.join(DESTINATIONS)} or several of them",
+            metavar=NAMES,
             dest="destinations",
         ),
         argument(
@@ -190,8 +188,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--recipes",
             metavar=NAMES,
-            help=f"names of recipes, files and formats (default: {', '.join([*shipped.names(), *OTHER_FORMATS])}, "
-            "without recipes for another task if the model's task is known)",
+            help="names of recipes, files and formats (default: all that `pt2mx recipes` lists, and "
+            f"{', '.join(OTHER_FORMATS)}; without recipes for another task if the model's task is known)",
         ),
         argument(
             "--optimize",
@@ -361,7 +359,7 @@ ACTIONS: dict[str, dict[str, tuple[str, tuple[Argument, ...]]]] = {
             "print a recipe as YAML",
             (
                 argument("recipe", help="the name of a shipped recipe, or a file"),
-                several("--for", "print the form for these destinations", choices=DESTINATIONS, dest="destinations"),
+                several("--for", "print the form for these destinations", metavar=NAMES, dest="destinations"),
             ),
         ),
         "check": (

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import OPSETS, split_names
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.cli.arguments import DESTINATIONS, OPSETS, split_names
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
@@ -92,6 +92,7 @@ _LEAST = {
 
 def check_usage(options: argparse.Namespace) -> None:
     """Raise an `MXError` for a wrong value that can be told without torch."""
+    _check_destinations(options)
     if options.command in _OUTPUTS and options.output is not None:
         check_output(options.output, _OUTPUTS[options.command])
     if check := _CHECKS.get(options.command):
@@ -114,6 +115,12 @@ def _check_existing(value: str | list[str] | None, advice: str) -> None:
     for path in [value] if isinstance(value, str) else value or ():
         if path != "none" and not os.path.exists(path):
             raise MXError(f"no file or folder {path!r}: give {advice}")
+
+
+def _check_destinations(options: argparse.Namespace) -> None:
+    for name in getattr(options, "destinations", ()):
+        if name not in DESTINATIONS:
+            raise MXError(f"--for {name!r} is no destination: {nearest(name, DESTINATIONS)}")
 
 
 def _check_quantize(options: argparse.Namespace) -> None:

@@ -19,15 +19,15 @@ from pt2mx.sigint import INTERRUPTED, MESSAGE, record_sigint
 #: command -> (the function that runs it, the help text)
 COMMANDS = {
     "quantize": ("pt2mx.pt2e.cli.quantize:run", "export, calibrate, convert and save a model"),
-    "compile": ("pt2mx.pt2e.cli.compile:run", "compile an exported program with AOTInductor"),
+    "compare": ("pt2mx.pt2e.cli.compare:run", "quantize a model with every recipe and compare size and quality"),
+    "sensitivity": ("pt2mx.pt2e.cli.sensitivity:run", "measure which formats each module of a model tolerates"),
     "slice": ("pt2mx.pt2e.cli.slice:run", "turn an 8-bit program into one of a narrower recipe, without data"),
+    "compile": ("pt2mx.pt2e.cli.compile:run", "compile an exported program with AOTInductor"),
+    "run": ("pt2mx.pt2e.cli.run:run", "run a package that `pt2mx compile` wrote"),
+    "inspect": ("pt2mx.pt2e.cli.inspect_file:run", "print the contents of a program, a package or a language model"),
     "generate": ("pt2mx.pt2e.cli.generate:run", "continue prompts with a quantized language model"),
     "perplexity": ("pt2mx.pt2e.cli.perplexity:run", "measure the perplexity of language models on a text"),
     "eval": ("pt2mx.pt2e.cli.eval:run", "evaluate a quantized language model on tasks of lm-eval"),
-    "compare": ("pt2mx.pt2e.cli.compare:run", "quantize a model with every recipe and compare size and quality"),
-    "sensitivity": ("pt2mx.pt2e.cli.sensitivity:run", "measure which formats each module of a model tolerates"),
-    "run": ("pt2mx.pt2e.cli.run:run", "run a package that `pt2mx compile` wrote"),
-    "inspect": ("pt2mx.pt2e.cli.inspect_file:run", "print the contents of a program, a package or a language model"),
     "export-onnx": ("pt2mx.pt2e.cli.export_onnx:run", "write an exported program as an ONNX file"),
     "export-executorch": ("pt2mx.pt2e.cli.executorch:run", "write an exported program as an ExecuTorch file"),
     "save-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_save", "write a checkpoint that transformers loads"),
@@ -35,9 +35,18 @@ COMMANDS = {
     "recipes": ("pt2mx.pt2e.cli.recipes:run", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats:run", "print the table of element formats"),
     "conformance": ("pt2mx.pt2e.cli.conformance:run", "check implementations of the formats, exactly"),
-    "demo": ("pt2mx.pt2e.cli.demo:run", "quantize pretrained models with three recipes, and compile them"),
     "doctor": ("pt2mx.pt2e.cli.doctor:run", "list what is installed, what is missing, and how to repair it"),
+    "demo": ("pt2mx.pt2e.cli.demo:run", "quantize pretrained models with three recipes, and compile them"),
     "completion": ("pt2mx.pt2e.cli.completion:run", "print the completion script of a shell"),
+}
+#: the first command of each group in `--help` -> its heading
+GROUPS = {
+    "quantize": "quantize a model",
+    "compile": "compile, run and look into files",
+    "generate": "use a quantized language model",
+    "export-onnx": "write for other engines",
+    "recipes": "look up",
+    "doctor": "set up",
 }
 
 #: the exit status where the output pipe is closed (SIGPIPE)
@@ -50,7 +59,7 @@ exit status: 0 done, 1 `pt2mx doctor` found a fault, 2 bad input or output that 
 
 def command_parser() -> Parser:
     """Return the parser of the command line."""
-    return make_parser(COMMANDS, _STATUSES)
+    return make_parser(COMMANDS, GROUPS, _STATUSES)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,15 +90,16 @@ def main(arguments: list[str] | None = None) -> int:
             return _BROKEN_PIPE
         except (Exception, KeyboardInterrupt) as error:
             interrupted = interrupts or isinstance(error, KeyboardInterrupt)
-            if not interrupted and not isinstance(error, MXError):
+            if not interrupted and not isinstance(error, MXError | ImportError):
                 raise
             if options.traceback:
                 traceback.print_exception(error)
             if interrupted:
                 print(MESSAGE, file=sys.stderr)
                 return INTERRUPTED
+            advice = "; `pt2mx doctor` says how to repair it" if isinstance(error, ImportError) else ""
             # the message of another library in it may have several lines
-            print(f"pt2mx: error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"pt2mx: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
             return BAD_INPUT
 
 

@@ -44,7 +44,7 @@ from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 RECIPES = ("mxfp8", "mxfp6_weights_mxfp8_activations", "mxfp4_weight_only")
 #: the recipe of the language model, and the name of its folder
 _SMOLLM2_RECIPE, SMOLLM2 = "decoder_best", "smollm2"
-_PROMPTS = ("The capital of France is", "Water boils at a temperature of")
+_PROMPTS = ("The capital of France is", "The chemical formula of water is")
 _TOKENS = 12
 #: calls of a model; the fastest counts
 _RUNS = 5
@@ -255,9 +255,17 @@ def quantize_smollm2(folder: str | os.PathLike[str], recipe: str = _SMOLLM2_RECI
     quantized.save_pretrained(target, quantizer)
     progress.begin("generate")
     loaded = LanguageModel.from_pretrained(target)
-    texts = {prompt: loaded.generate(text=prompt, max_new_tokens=_TOKENS, do_sample=False) for prompt in _PROMPTS}
+    options = {"max_new_tokens": _TOKENS, "do_sample": False}
+    texts, float_texts = {}, {}
+    for prompt in _PROMPTS:
+        texts[prompt] = loaded.generate(text=prompt, **options)
+        tokens = loaded.tokens([prompt])
+        new = model.generate(**tokens, **options)[0, tokens["input_ids"].shape[1] :]
+        float_texts[prompt] = loaded.tokenizer.decode(new, skip_special_tokens=True)
     size, float_size = size_of(target), sum(parameter.nbytes for parameter in model.parameters())
     print(f"\nSmolLM2-135M-Instruct by {recipe}: {float_size / 1e6:.0f} -> {size / 1e6:.0f} MB in {seconds:.0f} s")
     for prompt, text in texts.items():
         print(f"  {prompt}{text}".replace("\n", " "))
-    return {"folder": str(target), "bytes": size, "float_bytes": float_size, "texts": texts}
+        print(f"    in float: {float_texts[prompt].strip()}".replace("\n", " "))
+    sizes = {"bytes": size, "float_bytes": float_size}
+    return {"folder": str(target), **sizes, "texts": texts, "float_texts": float_texts}

@@ -200,18 +200,34 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}: {nearest(value, action.choices)}")
 
 
-def make_parser(commands: Mapping[str, tuple[str, str]], epilog: str = "") -> Parser:
+class _Grouped(_RAW):
+    """Help in which headings group the commands; `headings` has the heading in front of a command."""
+
+    def __init__(self, headings: Mapping[str, str], **options: Any) -> None:
+        super().__init__(**options)
+        self._headings = headings
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse._SubParsersAction):  # without a line of its own
+            return "".join(map(self._format_action, self._iter_indented_subactions(action)))
+        heading = self._headings.get(action.dest)
+        return (f"\n  {heading}:\n" if heading else "") + super()._format_action(action)
+
+
+def make_parser(commands: Mapping[str, tuple[str, str]], groups: Mapping[str, str], epilog: str = "") -> Parser:
     """Return the parser of the command line. Its options have the command as `command`, and its function as `run`.
 
     Args:
         commands: command -> ("module:function", the help text); a command with actions has `function_ACTION` for each.
+        groups: the first command of each group -> the heading of the group in the help text.
         epilog: the end of the help text.
     """
     text = "Quantize PyTorch models to the OCP MX formats."
-    parser = Parser(prog="pt2mx", description=text, epilog=epilog, formatter_class=_RAW)
+    formatter: Any = partial(_Grouped, groups)
+    parser = Parser(prog="pt2mx", description=text, epilog=epilog, formatter_class=formatter)
     parser.set_defaults(parser=parser)  # for the completion of shells
     parser.add_argument("--version", action="version", version=f"pt2mx {__version__}")
-    inner = parser.add_subparsers(required=True, metavar="COMMAND")
+    inner = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, (function, text) in commands.items():
         description, examples = f"{text[0].upper()}{text[1:]}.", examples_text(name)
         command = inner.add_parser(name, help=text, description=description, epilog=examples, formatter_class=_RAW)

@@ -28,7 +28,11 @@ _LEGEND = (
 def run_list(options: argparse.Namespace) -> Result:
     rows = []
     for name in shipped.names():
-        row: dict[str, Any] = {"recipe": name, "description": recipe.description(name), "measured": shipped.summary(name)}
+        row: dict[str, Any] = {
+            "recipe": name,
+            "description": recipe.description(name),
+            "measured": shipped.summary(name),
+        }
         row["needs"] = needs(MXQuantizer.from_recipe(name))
         row["destinations"] = {destination: cell(name, destination) for destination in DESTINATIONS}
         rows.append(row)

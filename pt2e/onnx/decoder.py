@@ -24,6 +24,7 @@ from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_de
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.onnx.files import rename_dims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -64,10 +65,7 @@ class Decoder(NamedTuple):
         for value in named:
             for i, name in _DIMS[value.name.partition(".")[0]].items():
                 names[value.type.tensor_type.shape.dim[i].dim_param] = name
-        for value in (*named, *model.graph.value_info):
-            for dim in value.type.tensor_type.shape.dim:
-                if dim.HasField("dim_param"):
-                    dim.dim_param = names.get(dim.dim_param, dim.dim_param)
+        rename_dims(model, lambda text: names.get(text, text))
 
 
 def decoder_of(model: Any) -> Decoder:

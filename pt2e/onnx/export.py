@@ -5,15 +5,19 @@ The file records the source node of each value in the float model, so that `comp
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import ExportedProgram
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.extras import import_extra, without_log_warnings
@@ -22,6 +26,7 @@ from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
+from pt2mx.pt2e.packages.sizes import input_nodes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -34,6 +39,8 @@ OPSETS = range(18, 26)
 DIALECTS = ("pt2mx", "quark", "standard", "openvino")
 #: key of a file's metadata: JSON, source node -> the name of its value
 _SOURCE_NODES = "pt2mx.origins"
+#: a symbol in the expression of a dimension
+_SYMBOL = re.compile(r"\w+")
 
 
 def export_onnx(
@@ -50,6 +57,9 @@ def export_onnx(
     Each quantized activation and each packed weight is one node. The file contains a function of standard operators for
     it, so that any onnxruntime runs the file and gives the bits of pt2mx's operators. A lookup decodes the rows of a
     packed embedding. The file replaces `path` when it is complete and has passed onnx's checker.
+
+    Outputs have the names of their keys where the model returns a dictionary or the like, and dynamic dimensions the
+    names of the `Dim`s in `dynamic_shapes`. A saved program does not know these.
 
     The file of a `LanguageModel` is its decoder, with keys and values of the past as inputs, under the names of
     onnxruntime-genai. It reads prompts and single tokens, and computes in float32.
@@ -111,7 +121,9 @@ def export_onnx(
         proto = _model(program, opset, input_names=decoder.inputs, output_names=decoder.outputs)
         decoder.name_dims(proto)
     else:
-        proto = _model(exportable(model, example_inputs, dynamic_shapes), opset)
+        program = exportable(model, example_inputs, dynamic_shapes)
+        proto = _model(program, opset, output_names=_output_names(program))
+        _name_dims(proto, program, dynamic_shapes)
     count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(proto))
     write_model(rewrite(proto), path)
     return count
@@ -140,6 +152,50 @@ def source_nodes_of(model: ModelProto) -> dict[str, str]:
     return {}
 
 
+def _output_names(program: ExportedProgram) -> list[str]:
+    """Return the names of the outputs: their keys in what the model returns, or the names of their nodes."""
+    from pt2mx.pt2e.onnx.files import fresh_name
+
+    used = {node.name for node in program.graph.nodes}
+    names = []
+    outputs = pytree.tree_unflatten(program.graph_signature.user_outputs, program.call_spec.out_spec)
+    for path, node in pytree.tree_flatten_with_path(outputs)[0]:
+        keys = [str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", "")))) for part in path]
+        if node is not None:
+            is_named = not all(isinstance(part, pytree.SequenceKey) for part in path)
+            names.append(fresh_name("_".join(keys), used) if is_named else node)
+    return names
+
+
+def _name_dims(proto: ModelProto, program: ExportedProgram, shapes: Any) -> None:
+    """Give the dynamic dimensions of a model the names of the `Dim`s in dynamic shapes."""
+    from pt2mx.pt2e.onnx.files import rename_dims
+
+    values = [node.meta["val"] for node in input_nodes(program)]
+    args, kwargs = pytree.tree_unflatten(values, program.call_spec.in_spec)
+    inputs: Any = (*args, *kwargs.values())
+    if isinstance(shapes, Mapping):
+        inputs = dict(zip(inspect.signature(program.module().forward).parameters, inputs, strict=False))
+    names = dict(_named_symbols(inputs, shapes))
+    rename_dims(proto, lambda text: _SYMBOL.sub(lambda symbol: names.get(symbol[0], symbol[0]), text))
+
+
+def _named_symbols(tree: Any, shapes: Any) -> Iterator[tuple[str, str]]:
+    """Yield the symbol of each size, and the name of its `Dim`."""
+    if isinstance(tree, Tensor):
+        tree = tree.shape
+    if isinstance(tree, torch.SymInt):
+        if isinstance(shapes, Dim) and str(tree).isidentifier():
+            yield str(tree), shapes.__name__
+        return
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for key, part in items:
+        if isinstance(shapes, Mapping):
+            yield from _named_symbols(part, shapes.get(key))
+        elif isinstance(shapes, list | tuple) and key < len(shapes):
+            yield from _named_symbols(part, shapes[key])
+
+
 def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
     """Return the `ModelProto` of a program, with nodes of the domain `pt2mx`."""
     from pt2mx.pt2e.onnx.translations import emit, translations
@@ -164,8 +220,10 @@ def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:
         raise MXError("torch.onnx.export returned no model")
     model = exported.model_proto
     # values have the names of the nodes of the graph
-    values = {value for node in model.graph.node for value in node.output}
+    values = {value: value for node in model.graph.node for value in node.output}
+    outputs = filter(None, exported.exported_program.graph_signature.user_outputs)
+    values |= zip(outputs, (value.name for value in model.graph.output), strict=False)
     nodes = nodes_by_source(exported.exported_program.graph)
-    sources = {source: node.name for source, node in nodes.items() if node.name in values}
+    sources = {source: values[node.name] for source, node in nodes.items() if node.name in values}
     model.metadata_props.add(key=_SOURCE_NODES, value=json.dumps(sources))
     return model

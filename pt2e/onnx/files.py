@@ -157,6 +157,14 @@ def fresh_name(name: str, used: set[str]) -> str:
     return fresh
 
 
+def rename_dims(model: ModelProto, rename: Callable[[str], str]) -> None:
+    """Rename the dynamic dimensions of a model's values by a function of their expressions."""
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                dim.dim_param = rename(dim.dim_param)
+
+
 def remove_unused(graph: GraphProto) -> None:
     """Remove initializers that neither the graph nor its subgraphs use, and the nodes that rearranged them."""
     used: set[str] = set()

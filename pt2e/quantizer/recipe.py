@@ -81,8 +81,9 @@ def read(path_or_name: object) -> Recipe:
         MXError: where there is no such recipe, or for an unknown key or value in it, naming the nearest valid one.
     """
     source = str(path_or_name)
+    yaml = _content(source)  # its errors name the source
     try:
-        plain = read_yaml(_content(source), source)
+        plain = read_yaml(yaml, source)
         content = _mapping("the recipe", plain, ("description", *KINDS, ALGORITHMS, KV_CACHE))
         chosen, cache = content.get(ALGORITHMS), _spec(KV_CACHE, content.get(KV_CACHE))
         settings = _settings(content, needed=cache is None)

@@ -65,6 +65,27 @@ def test_the_first_stage_is_to_import_torch():
     assert result.stderr.splitlines()[0].endswith(" s] import torch") and "ModuleNotFoundError" in result.stderr
 
 
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_a_broken_torch_is_one_line(error, tmp_path):
+    (tmp_path / "torch.py").write_text(f"raise {error}('libcudart.so: cannot open\\n shared object')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    result = run("formats", without="nothing", env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    reason = f"{error}: libcudart.so: cannot open shared object"
+    assert result.stderr == f"pt2mx: error: torch cannot be imported ({reason}): `pt2mx doctor` says how to repair it\n"
+    assert "Traceback" in run("formats", "--traceback", without="nothing", env=env).stderr
+
+
+def test_a_broken_package_is_one_line():
+    result = run("slice", "none", "--recipe", "mxfp4", "--output", "o.pt2", without="nothing")
+    assert result.returncode == 2 and "doctor" not in result.stderr
+    code = WITHOUT + "from pt2mx.pt2e.cli.command import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "torchao", "recipes", "check", "mxfp4"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "torchao" in result.stderr and result.stderr.count("\n") <= 2
+    assert result.stderr.endswith("; `pt2mx doctor` says how to repair it\n")
+
+
 def test_the_garbage_collector_runs_rarely_in_the_process_of_a_command(run_python):
     code = "import atexit, gc\natexit.register(lambda: print(gc.get_threshold(), gc.get_freeze_count() > 0))\n"
     result = subprocess.run([sys.executable, "-c", code + WITHOUT, "torch", "formats"], capture_output=True, text=True)

@@ -3,8 +3,9 @@
 A wheel brings the library, built for each instruction set (`prebuilt`). Otherwise it is built at first use, in seconds,
 with the C++ compiler that Inductor uses, and kept in the folder of torch's extensions (`TORCH_EXTENSIONS_DIR`, by
 default `~/.cache/torch_extensions`) under a name that contains the digest of its bytes: another process loads it if it
-is complete, and builds it again otherwise. It needs no torch headers: tensors are passed as pointers, and torch's
-threads as `torch_parallel_for` of torch's stable C interface. So one library serves all versions of torch.
+is complete, and builds it again otherwise. A process without a compiler loads what any compiler has built. The library
+needs no torch headers: tensors are passed as pointers, and torch's threads as `torch_parallel_for` of torch's stable C
+interface. So one library serves all versions of torch.
 """
 
 from __future__ import annotations
@@ -154,23 +155,29 @@ def use_built(
     """
     from torch._inductor import cpp_builder  # a slow import that `import pt2mx` does not need
 
-    compiler = cpp_builder.get_cpp_compiler()
     flags = flags_of(capability or torch.backends.cpu.get_cpu_capability())
     content = _contents(headers, sources)
-    version = cpp_builder.get_compiler_version_info(compiler)
-    key = _digest(repr((content, flags, more, compiler, version, platform.machine())).encode())
+    stem = f"{name}-{_digest(repr((content, flags, more, platform.machine())).encode())}"
+    missing, by = None, "*"
+    try:
+        compiler = cpp_builder.get_cpp_compiler()
+        by = _digest(repr((compiler, cpp_builder.get_compiler_version_info(compiler))).encode())
+    except Exception as error:  # torch's own class: what any compiler has built will do
+        missing = error
     cache = cache_folder()
-    for path in cache.glob(f"{name}-{key}-*.so"):
+    for path in cache.glob(f"{stem}-{by}-*.so"):
         if _is_sound(path):
             with contextlib.suppress(OSError):  # the folder may not allow execution
                 return use(path)
+    if missing is not None:
+        raise RuntimeError(f"there is no compiler: {missing}") from missing
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / f"{name}.so"
         compile_library(compiler, (*flags, *sources, *more), path)
         if _contents(headers, sources) != content:  # installed anew meanwhile: build these files, under their own key
             return use_built(name, sources, headers, use, more, capability)
         with contextlib.suppress(OSError):  # the folder may not be writable
-            return use(_keep(path, cache, f"{name}-{key}"))
+            return use(_keep(path, cache, f"{stem}-{by}"))
         return use(path)
 
 

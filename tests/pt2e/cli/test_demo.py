@@ -13,6 +13,8 @@ from pt2mx.pt2e.cli import demo
 from pt2mx.pt2e.cli.command import command_parser, main
 from pt2mx.pt2e.cli.result import size_of
 from pt2mx.pt2e.models.packaged import missing_smollm2
+from pt2mx.pt2e.models.pretrained import load_language_model
+from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.language_models import checkpoint
 
 ROW = demo.Row("mxfp8", 24_500_000, 0.267, 8.28, 0.9955, 0.9936, 1.0, reloaded=True)
@@ -150,7 +152,13 @@ def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     actual = demo.quantize_smollm2(tmp_path, "mxfp4_weight_only")
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("SmolLM2-135M-Instruct by mxfp4_weight_only: 0 -> ")
-    assert [line.strip()[:20] for line in lines[2:4]] == [prompt[:20] for prompt in demo._PROMPTS]
+    assert [line.strip()[:20] for line in lines[2:6:2]] == [prompt[:20] for prompt in demo._PROMPTS]
+    assert all(line.startswith("    in float: ") for line in lines[3:6:2])
+    prompt = demo._PROMPTS[0]
+    model, tokenizer = load_language_model(folder), load_tokenizer(folder)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, max_new_tokens=demo._TOKENS, do_sample=False)[0, ids.shape[1] :]
+    assert actual["float_texts"][prompt] == tokenizer.decode(expected, skip_special_tokens=True)
     assert actual["folder"] == str(tmp_path / demo.SMOLLM2) and (tmp_path / demo.SMOLLM2).is_dir()
     assert list(actual["texts"]) == list(demo._PROMPTS) and actual["bytes"] == size_of(actual["folder"])
 
@@ -159,4 +167,6 @@ def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(missing_smollm2(), reason="needs the packages of SmolLM2")
 def test_a_real_model_writes_english(tmp_path, capsys):
     demo.quantize_smollm2(tmp_path)
-    assert "The capital of France is Paris" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "The capital of France is Paris" in out and "The chemical formula of water is H2O" in out
+    assert "in float: Paris" in out and "in float: H2O" in out

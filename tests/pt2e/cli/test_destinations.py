@@ -32,7 +32,7 @@ def test_a_decoder_reaches_transformers(tmp_path, monkeypatch, capsys):
 
 
 def test_the_form_is_a_recipe(capsys):
-    assert main(["recipes", "show", "decoder_smallest", "--for", "gguf", "onnx", "--json"]) == 0
+    assert main(["recipes", "show", "decoder_smallest", "--for", "gguf,onnx", "--json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert "int8{32}(f16)" in text and "rotation" not in text and "kv_cache" not in text
 
@@ -50,6 +50,7 @@ def test_the_form_is_a_recipe(capsys):
             ["--model", "hf:a", "--for", "vllm", "--recipe", "mxint8", "--output", "q"],
             "weights of global are in mxint8",
         ),
+        (["--model", "minilm", "--for", "vlm"], "--for 'vlm' is no destination: did you mean 'vllm'"),
         (["--model", "net.py:make", "--for", "onnx"], "give --recipe, a YAML file, a format, or one of"),
         (
             ["--model", "onnx:net.onnx", "--for", "gguf", "--recipe", "nvfp4_weight_only", "--output", "b.onnx"],

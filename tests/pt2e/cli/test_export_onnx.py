@@ -207,7 +207,7 @@ def test_what_lies_inside_a_branch_is_said(network, capsys):
         (("--optimize", "fast"), {}, "--optimize is for PyTorch models"),
         (("--compile",), {}, "--compile is for PyTorch models"),
         (("--tensor-parallel", "2"), {}, "--tensor-parallel is for PyTorch models"),
-        (("--calibration", "nowhere"), {}, "no calibration batches: 'nowhere'"),
+        (("--calibration", "nowhere"), {}, "no file or folder 'nowhere': give a folder of batches"),
         (("--report", "report.txt"), {}, "its name must end in .json or .html or .htm"),
     ],
 )

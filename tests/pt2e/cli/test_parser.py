@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from pt2mx.pt2e.cli.command import COMMANDS, command_parser
+from pt2mx.pt2e.cli.command import COMMANDS, GROUPS, command_parser
 from pt2mx.pt2e.cli.parser import EXAMPLES, subparsers
 
 
@@ -78,7 +78,7 @@ def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "COMMAND is missing: allowed: quantize, compile"),
+        ("", "COMMAND is missing: allowed: quantize, compare"),
         ("recipes shwo", "invalid choice: 'shwo': did you mean 'show'?"),
         ("--json formats", "unknown option '--json'"),
         ("--traceback formats", "options of a command follow its name"),
@@ -166,6 +166,24 @@ def test_every_option_has_a_help_text():
 )
 def test_names_are_separated_by_commas_or_blanks(line, option, value):
     assert getattr(command_parser().parse_args(line.split()), option) == value
+
+
+def test_help_groups_the_commands():
+    """Each in a group, under its heading; and no command is named as the first of a group by mistake."""
+    text = command_parser().format_help()
+    assert set(GROUPS) <= set(COMMANDS) and next(iter(GROUPS)) == next(iter(COMMANDS))
+    lines = [
+        text.index(f"\n    {name} ") if f"\n    {name} " in text else text.index(f"\n    {name}\n") for name in COMMANDS
+    ]
+    assert lines == sorted(lines) and "  use a quantized language model:\n    generate  " in text
+    assert all(f"\n\n  {heading}:\n    {name}" in text for name, heading in GROUPS.items())
+
+
+def test_help_names_no_list_of_recipes():
+    """Which `pt2mx recipes` prints."""
+    for command in ("quantize", "compare"):
+        text = PARSERS[command].format_help()
+        assert "`pt2mx recipes`" in " ".join(text.split()) and "cnn_balanced" not in text
 
 
 def test_words_that_belong_to_no_list_are_refused(refused):

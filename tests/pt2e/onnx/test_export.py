@@ -303,3 +303,34 @@ def test_every_node_of_resnet50(recipe, tmp_path):
     wrong = differences(written, {written.graph.input[0].name: inputs[0].numpy()})
     assert len(wrong) == 104 and not any(wrong.values())
     assert sqnr(run(written, *inputs)[0], converted(*inputs)) > 30
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x, others):
+        y = self.linear(x)
+        return {"logits": y, "x": torch.cat([y, y]), "parts": [others["bias"] + 1, None]}
+
+
+def test_outputs_and_dimensions_keep_their_names(tmp_path):
+    inputs = (torch.randn(4, 64), {"bias": torch.randn(6, 2)})
+    for shapes in (({0: BATCH}, {"bias": {0: SEQUENCE}}), {"x": {0: BATCH}, "others": {"bias": {0: SEQUENCE}}}):
+        converted = convert(Named().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=shapes)
+        export_onnx(converted, tmp_path / "named.onnx", inputs, shapes)
+        graph = onnx.load(tmp_path / "named.onnx").graph
+        dims = {
+            value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+            for value in (*graph.input, *graph.output)
+        }
+        # an output that has the key of an input gets another name
+        assert dims == {
+            "x": ["batch", 64],
+            "others_bias": ["sequence", 2],
+            "logits": ["batch", 32],
+            "x_1": ["2*batch", 32],
+            "parts_0": ["sequence", 2],
+        }

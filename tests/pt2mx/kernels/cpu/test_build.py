@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from torch._inductor import cpp_builder
+from torch._inductor import config, cpp_builder
 
 from pt2mx.kernels.cpu import build as cpu_build
 from pt2mx.kernels.cpu import calls
@@ -141,6 +141,17 @@ def test_sources_that_change_while_they_are_compiled(cache, tmp_path, monkeypatc
     kept = cpu_build.use_built("name", (str(source),), (), lambda path: path)
     assert len(builds) == 2 and list(where.iterdir()) == [kept]
     assert cpu_build.use_built("name", (str(source),), (), lambda path: path) == kept and len(builds) == 2
+
+
+def test_without_a_compiler_the_cache_is_used(cache, monkeypatch):
+    where, builds = cache
+    with config.patch({"cpp.cxx": ("no-compiler",)}), pytest.raises(RuntimeError, match="there is no compiler: "):
+        cpu_build._library()
+    assert has_all_functions(cpu_build._library()) and len(builds) == 1
+    with config.patch({"cpp.cxx": ("no-compiler",)}):
+        assert has_all_functions(cpu_build._library()) and len(builds) == 1 and len(list(where.iterdir())) == 1
+    monkeypatch.setattr(cpp_builder, "get_compiler_version_info", lambda compiler: "another version")
+    assert has_all_functions(cpu_build._library()) and len(builds) == 2, "a compiler builds its own"
 
 
 def test_at_the_same_time(cache):
