@@ -3,11 +3,20 @@
 import pytest
 import torch
 
-from pt2mx import LanguageModel, MXQuantizer
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.decoder import CachedDecoder, inputs
 from pt2mx.pt2e.language.layers import layers_of
 from tests.fresh_process import run_program
-from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
+from tests.language_models import (
+    FAMILIES,
+    exported_decoder,
+    padded,
+    quantized_decoder,
+    round_weights,
+    tiny_decoder,
+    transformers,
+    with_rounded_weights,
+)
 
 PAIR, ENTRIES = ["keys", "values"], ["compressed_keys", "conv_states", "keys"]
 #: families whose last layers read the keys and values of earlier ones
@@ -61,6 +70,23 @@ def test_layers_that_share_keys_and_values(family):
             calls = {"attention_mask": mask, "do_sample": False, **search, **OPTIONS}
             tokens = own.generate(ids, **calls)
             assert torch.equal(tokens, eager.generate(ids, **calls)) and tokens[:, 12:].unique().numel() > 30
+
+
+@pytest.mark.slow
+def test_the_text_of_a_checkpoint_with_towers():
+    """As checkpoints of Gemma 4 E2B are."""
+    kind, fields = FAMILIES["gemma4"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
+    text = getattr(transformers, kind)(**fields, pad_token_id=257).to_dict()
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    torch.manual_seed(0)
+    model, (ids, mask) = transformers.Gemma4ForConditionalGeneration(config).eval(), padded()
+    with pytest.raises(MXError, match=r"a gemma4_vision, is not supported: .* give --part language_model"):
+        quantize_language_model(model, QUANTIZER)
+    quantized = quantize_language_model(model, QUANTIZER, part="language_model")
+    calls = {"attention_mask": mask, "do_sample": False, **OPTIONS}
+    assert torch.equal(quantized.generate(ids, **calls), round_weights(model).generate(ids, **calls))
 
 
 @pytest.mark.slow
