@@ -29,14 +29,14 @@ def alone(eager, ids, mask, **options):
 
 
 def test_windows_count_from_the_first_token_of_a_text():
-    """5 tokens after 6, of two sequences, the second one with 3 of padding; windows of 4 tokens."""
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, :3] = 0
+    """5 tokens after 6, without padding, with 3 of padding, and all of them padding; windows of 4 tokens."""
+    mask = torch.ones(3, 16, dtype=torch.long)
+    mask[1, :3] = mask[2, :14] = 0
     windows = Windows.of(DecoderCache([CacheLayer({}, torch.tensor([6]))], 16, mask), 4, 5)
-    assert windows.columns.tolist() == [[1, 5, 9], [0, 4, 8]]  # 5 and more: not among the tokens
-    assert windows.positions.tolist() == [[7, 11, 15], [3, 7, 11]]
-    assert windows.slots.tolist() == [[1, 15, 15], [0, 1, 15]]
-    tokens = torch.arange(2 * 8).reshape(1, 8, 2).expand(2, 8, 2)  # 3 before the 5
+    assert windows.columns.tolist() == [[1, 5, 9], [0, 4, 8], [3, 7, 11]]  # 5 and more: not among the tokens
+    assert windows.positions.tolist() == [[7, 11, 15], [3, 7, 11], [-5, -1, 3]]
+    assert windows.slots.tolist() == [[1, 15, 15], [0, 1, 15], [15, 15, 15]]
+    tokens = torch.arange(2 * 8).reshape(1, 8, 2).expand(3, 8, 2)  # 3 before the 5
     assert windows.of_tokens(tokens, 2)[0, 0, :, 0].tolist() == [2, 4, 6, 8]
     assert windows.of_tokens(tokens, 2)[1, 1, :, 1].tolist() == [9, 11, 13, 15]
 
@@ -110,18 +110,12 @@ def test_a_folder_serves_another_process(tmp_path):
 
 
 @pytest.mark.compiled
-def test_compiled(compiler):
-    model, (ids, mask) = quantized_decoder(FAMILY, QUANTIZER), padded()
-    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    model.compile()
-    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)
-
-
-@pytest.mark.compiled
-def test_packages(tmp_path, compiler):
-    model, (ids, mask) = quantized_decoder(FAMILY, QUANTIZER), padded()
+def test_compiled_and_packages(tmp_path, compiler):
+    layer = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
+    model, (ids, mask) = quantized_decoder(FAMILY, QUANTIZER, hc_sinkhorn_iters=1, **layer), padded()
     model.save_pretrained(tmp_path)
     model.write_packages(tmp_path)
-    loaded = LanguageModel.from_pretrained(tmp_path)
     expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    assert torch.equal(loaded.generate(ids, attention_mask=mask, **OPTIONS), expected)
+    model.compile()
+    for one in (model, LanguageModel.from_pretrained(tmp_path)):
+        assert torch.equal(one.generate(ids, attention_mask=mask, **OPTIONS), expected)
