@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pt2mx import LanguageModel, MXQuantizer
+from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.cache import CacheLayer, DecoderCache
 from pt2mx.pt2e.language.compression import Windows, _bias_of_highest
@@ -112,7 +112,8 @@ def test_a_folder_serves_another_process(tmp_path):
 @pytest.mark.compiled
 def test_compiled_and_packages(tmp_path, compiler):
     layer = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
-    model, (ids, mask) = quantized_decoder(FAMILY, QUANTIZER, hc_sinkhorn_iters=1, **layer), padded()
+    model = quantize_language_model(tiny_decoder(FAMILY, hc_sinkhorn_iters=1, **layer), QUANTIZER)
+    ids, mask = padded()
     model.save_pretrained(tmp_path)
     model.write_packages(tmp_path)
     expected = model.generate(ids, attention_mask=mask, **OPTIONS)
