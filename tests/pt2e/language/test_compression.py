@@ -7,6 +7,7 @@ from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.cache import CacheLayer, DecoderCache
 from pt2mx.pt2e.language.compression import Windows, _bias_of_highest
+from pt2mx.pt2e.language.decoder_check import distance
 from tests.fresh_process import run_program
 from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
@@ -98,6 +99,18 @@ def test_a_cache_that_grows():
         logits.append(result.logits)
     assert torch.allclose(torch.cat(logits, 1), model(ids).logits, atol=1e-4)
     assert cache.slots == 768 and cache.layers[0].stored["compressed_keys"].shape[2] == 768
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_quantized_cache_holds_codes_of_keys():
+    """Entries stay tensors."""
+    (ids, mask), quantizer = padded(), MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxint8")
+    own, exact = (quantized_decoder(FAMILY, one)(ids, attention_mask=mask) for one in (quantizer, QUANTIZER))
+    stored = own.past_key_values.inputs()
+    assert all(codes.dtype == scale.dtype == torch.uint8 for codes, scale in (*stored["keys"], *stored["values"]))
+    assert all(one.dtype == torch.float32 for one in (*stored["compressed_keys"], *stored["index_keys"]))
+    assert 0 < distance(own.logits[0], exact.logits[0]) < 0.1
 
 
 @pytest.mark.slow
