@@ -59,6 +59,14 @@ def test_prompts_and_single_tokens_without_an_export(family):
         assert torch.allclose(torch.cat(logits, 1)[row, padding:], expected, atol=5e-5)
 
 
+def test_a_layer_that_also_keeps_the_keys_of_an_indexer():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "n_group": 1, "topk_group": 1}
+    config = transformers.DeepseekV32Config(**sizes, vocab_size=300, intermediate_size=64, pad_token_id=0)
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+    with pytest.raises(MXError, match="layer 0 of DeepseekV32ForCausalLM keeps a DynamicIndexedLayer, not keys and"):
+        layers_of(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHARED)
 def test_layers_that_share_keys_and_values(family):
