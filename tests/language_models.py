@@ -53,6 +53,20 @@ _DELTA_NET = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+#: two of four layers keep nothing
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
 _JAMBA = {
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
@@ -130,6 +144,7 @@ FAMILIES = {
     "falcon_h1": ("FalconH1Config", {**_SMALL, **_RECURRENT, **_MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 8}),
     "lfm2": ("Lfm2Config", {**_SMALL, **_RECURRENT, "layer_types": ["conv", "full_attention"]}),
     "qwen3_next": ("Qwen3NextConfig", {**_WIDE, **_RECURRENT, **_DELTA_NET}),
+    "nemotron_h": ("NemotronHConfig", {**_SMALL, **_RECURRENT, **_NEMOTRON}),
     "jamba": ("JambaConfig", {**_SMALL, **_RECURRENT, **_JAMBA}),
     "recurrent_gemma": ("RecurrentGemmaConfig", {**_SMALL, **_RECURRENT, **_GRIFFIN}),
     # compressed tokens

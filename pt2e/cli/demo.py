@@ -255,7 +255,7 @@ def quantize_smollm2(folder: str | os.PathLike[str], recipe: str = _SMOLLM2_RECI
     quantized.save_pretrained(target, quantizer)
     progress.begin("generate")
     loaded = LanguageModel.from_pretrained(target)
-    options = {"max_new_tokens": _TOKENS, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
     texts, float_texts = {}, {}
     for prompt in _PROMPTS:
         texts[prompt] = loaded.generate(text=prompt, **options)

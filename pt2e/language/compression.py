@@ -7,8 +7,8 @@ entry has a slot. Windows count from the first token of a text, so that a text g
 
 from __future__ import annotations
 
-import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def _most(length: Any, rate: int) -> Any:
 def _rotated(module: Any, x: Tensor, positions: Tensor) -> Tensor:
     """Return (B, heads, N, size) rotated by the angles of positions, (B, N)."""
     cos, sin = module.rotary_emb(x, position_ids=positions, layer_type=module.rope_layer_type)
-    rotated: Tensor = inspect.getmodule(type(module)).apply_rotary_pos_emb(x, cos, sin)  # type: ignore[union-attr]
+    rotated: Tensor = sys.modules[type(module).__module__].apply_rotary_pos_emb(x, cos, sin)
     return rotated
 
 
@@ -107,16 +107,15 @@ def compressed_keys(
     windows = Windows.of(cache, rate, hidden_states.shape[1])
     keys = windows.write(layer.stored["compressed_keys"], windows.entries(compressor, values, gates))
     ended = (position_ids[..., None] + 1) // rate > torch.arange(keys.shape[2], device=keys.device)
-    scores = torch.zeros_like(ended, dtype=keys.dtype)
-    if indexer is not None:
+    if indexer is None:
+        bias = keys.new_zeros(ended.shape)
+    else:
         index_keys = windows.write(layer.stored["index_keys"], windows.entries(indexer, *of_index))
         query = indexer.q_b_proj(q_residual).unflatten(-1, (-1, indexer.head_dim)).transpose(1, 2)
         query = _rotated(indexer, query, position_ids).transpose(1, 2)
         scores = indexer.scorer(query, index_keys[:, 0], hidden_states)
-    bias = torch.zeros_like(scores, dtype=keys.dtype).masked_fill(~ended, -math.inf)
-    if indexer is not None:
-        bias = bias + _bias_of_highest(scores.masked_fill(~ended, -math.inf), indexer.index_topk)
-    return keys, bias[:, None]
+        bias = _bias_of_highest(scores.masked_fill(~ended, -math.inf), indexer.index_topk)
+    return keys, bias.masked_fill(~ended, -math.inf)[:, None]
 
 
 def _bias_of_highest(scores: Tensor, number: int) -> Tensor:

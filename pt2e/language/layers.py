@@ -99,6 +99,8 @@ def _stored_in(layer: Any) -> dict[str, Stored] | None:
         return {}
     if hasattr(layer, "compressed_kv"):
         return _compressed_in(layer)
+    if hasattr(layer, "update_indexer"):  # it keeps the keys of an indexer, too, which chooses a fixed number of tokens
+        return None
     recurrent = isinstance(layer, _cache_utils.LinearAttentionCacheLayerMixin)
     stored = {name: getattr(layer, name, None) for name in KINDS}
     if recurrent:

@@ -92,6 +92,7 @@ FAULTS = (
     Fault("pt2e/language/step.py", "self.start.fill_(self.cache.length - 1)", "self.start.fill_(self.cache.length)"),
     Fault("pt2e/language/step.py", "tokens, unfinished = host.clone()", "tokens, unfinished = host"),
     Fault("pt2e/language/step.py", "unfinished & ~stopped", "unfinished"),
+    Fault("pt2e/language/compression.py", "(columns < length) & (positions >= 0)", "columns < length"),
     Fault("pt2e/language/recurrence.py", "(recurrent_gate * ~reset).float()", "recurrent_gate.float()"),
     Fault("pt2e/language/positions.py", "last = filled + positions.shape[1] - 1", "last = filled + positions.shape[1]"),
     Fault(

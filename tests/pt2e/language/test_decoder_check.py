@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language import decoder, decoder_check, recurrence
+from pt2mx.pt2e.language import compression, decoder, decoder_check, recurrence
+from pt2mx.pt2e.language.cache import DecoderCache
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, error_of, windows_of
 from pt2mx.pt2e.language.layers import layers_of
@@ -88,6 +89,19 @@ def test_padding_that_changes_a_text_is_an_error(monkeypatch):
     monkeypatch.setitem(decoder.FUNCTIONS, "RecurrentGemmaRecurrentBlock.forward", unmasked)
     with pytest.raises(MXError, match="gives other logits than with its own"):
         export_decoder(tiny_decoder("recurrent_gemma"))
+
+
+@pytest.mark.slow
+def test_windows_that_count_padding_are_an_error(monkeypatch):
+    """As transformers' windows of compressed tokens do."""
+
+    def unmasked(own, *args, **kwargs):
+        hidden = DecoderCache(own.layers, own.slots, torch.ones_like(own.mask))
+        return compression.compressed_keys(hidden, *args, **kwargs)
+
+    monkeypatch.setitem(decoder.FUNCTIONS, "DeepseekV4HCACompressor.forward", unmasked)
+    with pytest.raises(MXError, match="gives other logits than with its own"):
+        export_decoder(tiny_decoder("deepseek_v4"))
 
 
 def test_windows_of_configurations():

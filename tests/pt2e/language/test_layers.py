@@ -3,11 +3,20 @@
 import pytest
 import torch
 
-from pt2mx import LanguageModel, MXQuantizer
+from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.decoder import CachedDecoder, inputs
 from pt2mx.pt2e.language.layers import layers_of
 from tests.fresh_process import run_program
-from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
+from tests.language_models import (
+    FAMILIES,
+    exported_decoder,
+    padded,
+    quantized_decoder,
+    round_weights,
+    tiny_decoder,
+    transformers,
+    with_rounded_weights,
+)
 
 PAIR, ENTRIES = ["keys", "values"], ["compressed_keys", "conv_states", "keys"]
 #: families whose last layers read the keys and values of earlier ones
@@ -50,6 +59,14 @@ def test_prompts_and_single_tokens_without_an_export(family):
         assert torch.allclose(torch.cat(logits, 1)[row, padding:], expected, atol=5e-5)
 
 
+def test_a_layer_that_also_keeps_the_keys_of_an_indexer():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "n_group": 1, "topk_group": 1}
+    config = transformers.DeepseekV32Config(**sizes, vocab_size=300, intermediate_size=64, pad_token_id=0)
+    model = transformers.DeepseekV32ForCausalLM(config).eval()
+    with pytest.raises(MXError, match="layer 0 of DeepseekV32ForCausalLM keeps a DynamicIndexedLayer, not keys and"):
+        layers_of(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHARED)
 def test_layers_that_share_keys_and_values(family):
@@ -61,6 +78,23 @@ def test_layers_that_share_keys_and_values(family):
             calls = {"attention_mask": mask, "do_sample": False, **search, **OPTIONS}
             tokens = own.generate(ids, **calls)
             assert torch.equal(tokens, eager.generate(ids, **calls)) and tokens[:, 12:].unique().numel() > 30
+
+
+@pytest.mark.slow
+def test_the_text_of_a_checkpoint_with_towers():
+    """As checkpoints of Gemma 4 E2B are."""
+    kind, fields = FAMILIES["gemma4"]
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64}
+    text = getattr(transformers, kind)(**fields, pad_token_id=257).to_dict()
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    torch.manual_seed(0)
+    model, (ids, mask) = transformers.Gemma4ForConditionalGeneration(config).eval(), padded()
+    with pytest.raises(MXError, match=r"a gemma4_vision, is not supported: .* give --part language_model"):
+        quantize_language_model(model, QUANTIZER)
+    quantized = quantize_language_model(model, QUANTIZER, part="language_model")
+    calls = {"attention_mask": mask, "do_sample": False, **OPTIONS}
+    assert torch.equal(quantized.generate(ids, **calls), round_weights(model).generate(ids, **calls))
 
 
 @pytest.mark.slow

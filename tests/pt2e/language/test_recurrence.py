@@ -14,7 +14,7 @@ from tests.language_models import padded, quantized_decoder, tiny_decoder, with_
 
 #: families with recurrent layers
 DEFAULT = ("mamba", "lfm2")
-SLOW = ("mamba2", "falcon_h1", "qwen3_next", "jamba", "recurrent_gemma")
+SLOW = ("mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "jamba", "recurrent_gemma")
 EACH = [*DEFAULT, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
 
