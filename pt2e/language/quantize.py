@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pt2mx.algorithms.options import folded_rotation
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
@@ -34,6 +35,10 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+#: tokens on which the float model is compared with itself after a change of its weights
+_SHORT = 16
 
 
 def quantize_language_model(
@@ -77,7 +82,8 @@ def quantize_language_model(
     Raises:
         MXError: for a model that keeps anything but keys and values of its tokens and the states of recurrences; for
             one with parts, other than unused heads, that tokens and images do not reach; for a vision tower that cannot
-            be exported; for texts of more tokens than the model has positions; and as each stage does.
+            be exported; for texts of more tokens than the model has positions; for a model into whose weights
+            `Rotation(online=False)` cannot be folded, with the operator that prevents it; and as each stage does.
 
     Example:
         >>> import torch, transformers
@@ -101,9 +107,15 @@ def quantize_language_model(
     source = FloatSource(model) if has_source(layers) else None
     tower = FloatTower(model) if part is None and has_tower(model) else None
     other = tower or source
+    rotation = folded_rotation(quantizer.algorithms or ())
     if lessons and other is not None:
         raise MXError(
             "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
+        )
+    if rotation is not None and other is not None:
+        raise MXError(
+            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
+            "model with an encoder or a tower"
         )
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
@@ -130,13 +142,20 @@ def quantize_language_model(
             continue
         batch = decoder.inputs(layers, model.device, tokens_of(text), images=images)
         batches.append(batch if tower is None else batch | tower.read(text))
+    example = None if rotation is None else decoder.inputs(layers, model.device, _short_text(model))
     lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
     with only_unmatched_in_both(None if other is None else other.unmatched):
-        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
+        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches, example)
     program = decoder_program(converted, exported, quantizer, model.device, images)
     config = copy.deepcopy(model.config)
+    if rotation is not None:  # the head has the gain of the last norm, and is no longer the embedding
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     if length is not None:
         setattr(config, LONGEST_TEXT, length)
     language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer, encoder)
     language_model.coverage = coverage
     return language_model
+
+
+def _short_text(model: PreTrainedModel) -> Tensor:
+    return torch.arange(_SHORT).reshape(1, _SHORT) % model.config.get_text_config().vocab_size
