@@ -112,6 +112,8 @@ def _change_weight(model: GraphModule, weight: Node, changes: list[Change], gain
     else:
         for reader, value in values.items():
             path, attribute = module_name(by_reader[reader][0].layer), name_of(weight).rpartition(".")[2]
+            if path not in dict(model.named_modules()):  # a tied weight had the name of another module alone
+                model.add_submodule(path, nn.Module())
             owner = model.get_submodule(path)
             if others_read_it or getattr(owner, attribute, None) is not old:
                 attribute = free_name(owner, attribute)

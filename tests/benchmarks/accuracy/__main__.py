@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled folded ...]
         [--formats W4 "NVFP4 W4" ...] [--device cuda]
-        [--examples 8192] [--rate 1e-4] [--json]
+        [--examples 8192] [--rate 1e-4] [--held-out 8] [--json]
 
 One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or the KL
 divergence), followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="where models run and are trained (default: cpu)")
     parser.add_argument("--examples", type=int, help="number of examples for distillation, by default the model's")
     parser.add_argument("--rate", type=float, help="learning rate of distillation, by default the model's")
+    parser.add_argument("--held-out", type=int, help="number of blocks of text of smollm2, by default 48")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    changes = {key: value for key in ("examples", "rate") if (value := getattr(options, key)) is not None}
+    changes = {key: value for key in ("examples", "rate", "held_out") if (value := getattr(options, key)) is not None}
     found: dict[str, list[Row]] = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:
