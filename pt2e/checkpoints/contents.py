@@ -143,7 +143,7 @@ def build_tensors(
     check_compatibility(layout, modules, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     # transformers ties no codes, and then no bias either
-    unties = any(set(names) & set(stored) for names in tied_names(model).values())
+    unties = any(set(names) & set(stored) or not _are_equal(names, tensors) for names in tied_names(model).values())
     floats = _checkpoint_tensors(model, tensors, {} if unties else tied)
     for name in stored:
         if is_transposed(model, name) and not layout.only_experts:
@@ -288,6 +288,12 @@ def _float_values(
             raise MXError(f"neither the converted nor the float model holds {name}: give the float model with weights")
         tensors[name] = tensor
     return tensors
+
+
+def _are_equal(names: set[str], tensors: dict[str, Tensor]) -> bool:
+    """Return whether the tensors of these names have the same values."""
+    values = [tensors[name] for name in names if name in tensors]
+    return all(torch.equal(value, values[0]) for value in values[1:])
 
 
 def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, WeightUser]) -> dict[str, Module]:

@@ -101,7 +101,11 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
         raise MXError(
             f"{module_name(node) or node.name} calls {operator_name(node.target)} for what is neither a weight nor the "
             "input multiplied with one: a checkpoint has no place for it; "
-            + ("optimize without Rotation, as preset='fast' does" if rotates else "leave it in high precision")
+            + (
+                "optimize without Rotation, as preset='fast' does, or with Rotation(online=False)"
+                if rotates
+                else "leave it in high precision"
+            )
         )
     return users
 

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from pt2mx.algorithms.options import folded_rotation
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
@@ -16,7 +18,7 @@ from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.quantize_encoder import float_inputs_of, tokens_of
+from pt2mx.pt2e.language.quantize_encoder import FloatText, float_inputs_of, tokens_of
 from pt2mx.pt2e.language.quantize_graph import (
     decoder_program,
     only_unmatched_in_both,
@@ -31,6 +33,10 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+#: tokens on which the float model is compared with itself after a change of its weights
+_SHORT = 16
 
 
 def quantize_language_model(
@@ -74,8 +80,9 @@ def quantize_language_model(
     Raises:
         MXError: for a model that keeps anything but keys and values of its tokens, entries of compressed tokens and the
             states of recurrences; for one with parts, other than unused heads, that tokens and images do not reach; for
-            a vision tower that cannot be exported; for texts of more tokens than the model has positions; and as each
-            stage does.
+            a vision tower that cannot be exported; for texts of more tokens than the model has positions; for a model
+            into whose weights `Rotation(online=False)` cannot be folded, with the operator that prevents it; and as
+            each stage does.
 
     Example:
         >>> import torch, transformers
@@ -101,6 +108,12 @@ def quantize_language_model(
         raise MXError(
             "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
         )
+    rotation = folded_rotation(quantizer.algorithms or ())
+    if rotation is not None and not isinstance(inputs, FloatText):
+        raise MXError(
+            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
+            "model with an encoder or a tower"
+        )
     exported = decoder.export_decoder(model, length, inputs.images)
     inputs.check(exported, [*texts, *lessons])
     coverage = _coverage(model, exported, inputs.encoder)
@@ -113,11 +126,14 @@ def quantize_language_model(
     encoder = inputs.quantized_encoder(quantizer, texts)
     batches = [inputs.read(text) for text in texts]
     lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
+    example = None if rotation is None else inputs.read(_short_text(model))
     with only_unmatched_in_both(inputs.unmatched):
-        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches)
+        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches, example)
     program = decoder_program(converted, exported, quantizer, model.device, inputs.images)
 
     config = copy.deepcopy(model.config)
+    if rotation is not None:  # the head has the gain of the last norm, and is no longer the embedding
+        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
     if length is not None:
         setattr(config, LONGEST_TEXT, length)
     language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer, encoder)
@@ -132,3 +148,8 @@ def _coverage(model: PreTrainedModel, *programs: ExportedProgram | None) -> Cove
         if program is not None:
             read |= tensors_read(program, decoder.PREFIX)
     return CheckpointValues(model).held_by(read)
+
+
+def _short_text(model: PreTrainedModel) -> Tensor:
+    """Return tokens on which the model is compared before and after rotations are folded into it."""
+    return torch.arange(_SHORT).reshape(1, _SHORT) % model.config.get_text_config().vocab_size

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from pt2mx.algorithms.options import folded_rotation
 from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.pt2e.flow.convert import convert_pt2e
@@ -24,6 +25,7 @@ from pt2mx.pt2e.language.merge_images import ImageInputs
 from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.optimize.distill import distill
+from pt2mx.pt2e.optimize.fold_rotation import fold_rotations
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
 from pt2mx.pt2e.program.build_program import program_of
@@ -43,15 +45,17 @@ def quantize_graph(
     batches: Sequence[dict[str, Any]],
     stage: Callable[[str], None] = lambda name: None,
     lessons: Sequence[dict[str, Any]] = (),
+    example: dict[str, Any] | None = None,
 ) -> GraphModule:
     """Optimize, calibrate, distil and convert the float graph of a program, whose first output holds logits.
 
     `batches` are inputs for calibration and `lessons` for distillation, by name; without lessons the weights are not
-    trained. `stage` is called with the name of each stage as it begins."""
+    trained. `stage` is called with the name of each stage as it begins. On `example` rotations that are folded into the
+    weights must change nothing."""
     optimized = graph
     if quantizer.algorithms is not None:
         stage("optimize")
-        optimized = optimize(graph, quantizer, batches)
+        optimized = _optimized(graph, quantizer, batches, example)
     stage("calibrate")
     prepared = (prepare_qat_pt2e if lessons else prepare_pt2e)(optimized, quantizer)
     observers = [one for one in prepared.modules() if isinstance(one, MXObserver)]
@@ -65,6 +69,18 @@ def quantize_graph(
         distill(prepared, graph, lessons, _divergence_of_logits)
     stage("convert")
     return convert_pt2e(prepared)
+
+
+def _optimized(
+    graph: GraphModule, quantizer: MXQuantizer, batches: Sequence[dict[str, Any]], example: dict[str, Any] | None
+) -> GraphModule:
+    algorithms = quantizer.algorithms or ()
+    rotation = folded_rotation(algorithms)
+    if rotation is None:
+        return optimize(graph, quantizer, batches)
+    rotated = fold_rotations(graph, rotation, example)
+    others = [algorithm for algorithm in algorithms if algorithm is not rotation]
+    return optimize(rotated, quantizer, batches, algorithms=others) if others else rotated
 
 
 def _divergence_of_logits(outputs: object, references: object) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +20,7 @@ from pt2mx.algorithms.options import (
     Rotation,
     Smoothing,
     chosen_algorithms,
+    folded_rotation,
     look_at_inputs,
 )
 from pt2mx.errors import MXError, nearest
@@ -31,6 +33,7 @@ from pt2mx.pt2e.flow.prepare import check_exported, check_quantizer, to_annotate
 from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
+from pt2mx.pt2e.optimize.fold_rotation import fold_rotations
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
@@ -94,8 +97,9 @@ def optimize(
 
     Raises:
         MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; if an algorithm needs inputs
-            but there are no batches; and for an anchor that is narrower than a weight, has other blocks or scales, or
-            meets learned rounding.
+            but there are no batches; for a model into whose weights `Rotation(online=False)` cannot be folded, or that
+            computes something else with it on the first batch; and for an anchor that is narrower than a weight, has
+            other blocks or scales, or meets learned rounding.
 
     Example:
         >>> import torch, pt2mx
@@ -122,6 +126,11 @@ def optimize(
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
     check_exported(model)
     check_quantizer(quantizer)
+    folded = folded_rotation(chosen)
+    if folded is not None:
+        others = iter(batches)
+        first = list(islice(others, 1))
+        model, batches = fold_rotations(model, folded, *first), chain(first, others)
     result = generate_code(to_annotate(model))
     weights = {tensor for _, tensor, role, _ in quantized_inputs(result, quantizer) if role == "weight"}
     targets = weight_targets(hoist_constants(result, weights), quantizer, in_place)
@@ -168,7 +177,7 @@ def _transform(
         if isinstance(algorithm, Smoothing):
             smoothed = smooth_matmuls(model, targets, calibration.inputs, algorithm)
             targets = weight_targets(model, quantizer, in_place)
-        elif isinstance(algorithm, Rotation):
+        elif isinstance(algorithm, Rotation) and algorithm.online:
             rotate_matmuls(model, targets, calibration.inputs, algorithm)
             if algorithm.attention:
                 rotate_attention(model, quantizer, algorithm)

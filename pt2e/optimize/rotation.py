@@ -29,8 +29,8 @@ from pt2mx.pt2e.optimize.observers import MXHessianObserver
 from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, quantized_inputs, set_weight
 from pt2mx.spec import MXSpec
 
-#: fewest values that are rotated together
-_SMALLEST = 4
+#: fewest values that are rotated together, and the most by default
+_SMALLEST, _DEFAULT = 4, 32
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def _fits_rotated(consumer: Consumer, inputs: InputObservers, size: int) -> bool
 def _largest(values: int, options: Rotation, spec: MXSpec) -> int:
     """Return the largest power of two up to `options.size` that divides `values`; 0 if it is too small. Scales with a
     significand follow the values of their block closely, so that an outlier must not leave it."""
-    size = min(options.size, values & -values)
+    size = min(options.size or _DEFAULT, values & -values)
     if not spec.has_power_of_two_scale:
         size = min(size, spec.block_size & -spec.block_size)
     return size if size >= _SMALLEST else 0

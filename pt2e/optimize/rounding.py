@@ -17,6 +17,7 @@ from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.node import args_of
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.distributed import Rounded
+from pt2mx.pt2e.optimize.fold_rotation import ROTATED_KEY
 from pt2mx.pt2e.optimize.matmul_views import same_matrices
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, with_mean_expert
 from pt2mx.pt2e.optimize.report import WeightReport
@@ -262,6 +263,7 @@ def _report(
 ) -> WeightReport:
     rotated = 0
     for consumer in target.consumers:
+        rotated = max(rotated, consumer.node.meta.get(ROTATED_KEY, 0))
         if consumer.matmul is not None and consumer.matmul.source.target is hadamard:
             rotated = max(rotated, args_of(consumer.matmul.source)[1])
     return WeightReport(target.name, target.modules, spec, algorithm, target.smoothed, rotated, before, after, reason)

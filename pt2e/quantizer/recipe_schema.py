@@ -111,7 +111,8 @@ def _options(kind: Any) -> dict[str, Any]:
         types, least, most = RANGES[field.name]
         number = {"minimum": least, "maximum": most}
         name = "boolean" if types is bool else "integer" if types is int else "number"
-        properties[field.name] = {"type": name, **({} if types is bool else number)}
+        allowed = [name, "null"] if field.default is None else name
+        properties[field.name] = {"type": allowed, **({} if types is bool else number)}
         if field.default is not MISSING:
             properties[field.name]["default"] = field.default
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}

@@ -15,6 +15,8 @@ class Algorithm:
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             kind, least, most = RANGES[field.name]
             right = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
             if not right or not least <= value <= most:  # NaN is in no range
@@ -51,29 +53,43 @@ class Smoothing(Algorithm):
 class Rotation(Algorithm):
     """Rotate inputs and weights of matmuls within blocks by a Hadamard matrix.
 
-    Source: QuaRot (Ashkboos et al., arXiv:2404.00456).
+    With `online` the graph rotates each input at run time. Without, the weights of a decoder alone change, so that
+    checkpoints hold it: those that write or read the residual stream, after the gains of RMS norms are folded into the
+    linear layers that read them, and those that write or read the values of attention, within each head. An embedding
+    and a head that were tied become two weights. Attention whose values are gated keeps them.
+
+    Sources: QuaRot (Ashkboos et al., arXiv:2404.00456); without `online` R1 and R2 of SpinQuant (Liu et al.,
+    arXiv:2405.16406), with a Hadamard matrix that is not trained.
 
     Args:
         size: the most values that are rotated together; for other lengths the largest power of two that divides them.
-            Formats whose scales have a significand are rotated within their blocks (NVFP4: 16).
+            None: 32 with `online`, else any number. With `online`, formats whose scales have a significand are rotated
+            within their blocks (NVFP4: 16).
         attention: True also rotates queries and keys, if both are quantized.
+        online: False folds rotations into the weights of a decoder with RMS norms.
 
     Raises:
-        MXError: for a size that is no power of two.
+        MXError: for a size that is no power of two, and for queries and keys without `online`.
 
     Example:
         >>> from pt2mx.algorithms import Rotation
-        >>> Rotation(size=64)
-        Rotation(size=64, attention=False)
+        >>> Rotation(online=False)
+        Rotation(size=None, attention=False, online=False)
     """
 
-    size: int = 32
+    size: int | None = None
     attention: bool = False
+    online: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size & (self.size - 1):
+        if self.size is not None and self.size & (self.size - 1):
             raise MXError(f"Rotation(size={self.size}): size must be a power of two")
+        if self.attention and not self.online:
+            raise MXError(
+                "Rotation(attention=True, online=False): weights hold no rotation of queries and keys, which are "
+                "turned by their positions: leave attention or online out"
+            )
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,7 @@ RANGES: dict[str, tuple[Any, float, float]] = {
     "weight_only": (bool, 0, 1),
     "size": (int, 4, 1024),
     "attention": (bool, 0, 1),
+    "online": (bool, 0, 1),
     "by_inputs": (bool, 0, 1),
     "damping": ((int, float), 0, 1e6),
     "damping_of_few": ((int, float), 0, 1e6),
@@ -202,6 +219,14 @@ def chosen_algorithms(choice: object) -> tuple[Algorithm, ...]:
     if len(by_kind) < len(passed) or not passed:
         raise MXError(f"algorithms={passed!r} must name at least one algorithm, and each once")
     return tuple(by_kind[kind] for kind in ALGORITHMS.values() if kind in by_kind)
+
+
+def folded_rotation(algorithms: tuple[Algorithm, ...]) -> Rotation | None:
+    """Return the rotation that is folded into weights; None without one."""
+    for algorithm in algorithms:
+        if isinstance(algorithm, Rotation) and not algorithm.online:
+            return algorithm
+    return None
 
 
 def look_at_inputs(algorithms: tuple[Algorithm, ...]) -> bool:

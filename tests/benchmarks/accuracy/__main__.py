@@ -1,8 +1,8 @@
 """Accuracy at 4 bits on pretrained weights: rounded to nearest, by the presets of `pt2mx.optimize`, and distilled.
 
-    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled ...]
+    python -m tests.benchmarks.accuracy [--only minilm crepe-tiny ...] [--presets balanced distilled folded ...]
         [--formats W4 "NVFP4 W4" ...] [--device cuda]
-        [--examples 8192] [--rate 1e-4] [--json]
+        [--examples 8192] [--rate 1e-4] [--held-out 8] [--json]
 
 One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or the KL
 divergence), followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
@@ -19,25 +19,30 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from pt2mx.pt2e.optimize.optimize import PRESETS
-from tests.benchmarks.accuracy.case import DISTILLED
+from tests.benchmarks.accuracy.case import DISTILLED, FOLDED, UNROTATED
 from tests.benchmarks.accuracy.models import MODELS, rows
 from tests.benchmarks.accuracy.packages import NotInstalledError
 from tests.benchmarks.measure import Row, hardware, print_table
 
 ROUNDINGS = (*PRESETS, DISTILLED)
+#: rows of decoders, which the command measures only where `--presets` names them
+OF_DECODERS = (UNROTATED, FOLDED)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--presets", nargs="+", choices=ROUNDINGS, default=list(ROUNDINGS), metavar="PRESET")
+    parser.add_argument(
+        "--presets", nargs="+", choices=(*ROUNDINGS, *OF_DECODERS), default=list(ROUNDINGS), metavar="PRESET"
+    )
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default the formats of each model")
     parser.add_argument("--device", default="cpu", help="where models run and are trained (default: cpu)")
     parser.add_argument("--examples", type=int, help="number of examples for distillation, by default the model's")
     parser.add_argument("--rate", type=float, help="learning rate of distillation, by default the model's")
+    parser.add_argument("--held-out", type=int, help="number of blocks of text of smollm2, by default 48")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    changes = {key: value for key in ("examples", "rate") if (value := getattr(options, key)) is not None}
+    changes = {key: value for key in ("examples", "rate", "held_out") if (value := getattr(options, key)) is not None}
     found: dict[str, list[Row]] = {}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for name in options.only:

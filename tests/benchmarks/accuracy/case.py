@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
+from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
+from pt2mx.algorithms.options import PRESETS, Algorithm
 from pt2mx.fx.graph.tensors import move_to_device
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from tests.benchmarks.measure import Row, timed
@@ -31,6 +33,14 @@ FORMATS: dict[str, tuple[str, str | None]] = {
 SCALE_MODES = {"mxfp4": ("floor", "rceil_v2", "even"), "nvfp4": ("nearest", "four_six")}
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
+
+#: row of a decoder -> the algorithms: GPTQ and scale search without a rotation, and with one that its weights hold;
+#: `balanced` is the same with a rotation at run time
+UNROTATED, FOLDED = "unrotated", "folded"
+ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
+    UNROTATED: (ScaleSearch(), GPTQ()),
+    FOLDED: (Rotation(online=False), ScaleSearch(), GPTQ()),
+}
 
 Forward = Callable[..., Tensor]
 
@@ -110,7 +120,10 @@ class Case:
 
     def _prepared(self, chosen: MXQuantizer, rounding: str) -> GraphModule:
         preset = "balanced" if rounding == DISTILLED else rounding
-        optimized = pt2mx.optimize(self.model, chosen, self.batches, preset=preset, padding_mask=self.padding_mask)
+        algorithms = ALGORITHMS.get(preset) or PRESETS[preset]
+        optimized = pt2mx.optimize(
+            self.model, chosen, self.batches, algorithms=algorithms, padding_mask=self.padding_mask
+        )
         if rounding != DISTILLED or self.lessons is None:
             return pt2mx.prepare_pt2e(optimized, chosen)
         prepared = pt2mx.prepare_qat_pt2e(optimized, chosen)

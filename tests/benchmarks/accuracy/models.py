@@ -27,10 +27,16 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 def rows(
-    name: str, presets: Sequence[str], formats: Sequence[str] | None = None, device: str = "cpu", **changes: Any
+    name: str,
+    presets: Sequence[str],
+    formats: Sequence[str] | None = None,
+    device: str = "cpu",
+    held_out: int = smollm2.HELD_OUT,
+    **changes: Any,
 ) -> list[Row]:
-    """Measure a model on a device; `changes` are fields of its case."""
+    """Measure a model on a device, SmolLM2 on a number of blocks; `changes` are fields of its case."""
     if device != "cpu":
         torch.set_float32_matmul_precision("high")  # TF32 holds the values of these formats
-    case = replace(MODELS[name](), **changes).to(device)
+    made = smollm2.case(held_out) if name == "smollm2" else MODELS[name]()
+    case = replace(made, **changes).to(device)
     return list(tqdm(case.rows(presets, formats), desc=name, unit=" rows", disable=None))

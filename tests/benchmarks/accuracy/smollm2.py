@@ -35,10 +35,11 @@ class Logits(nn.Module):
         return self.decoder(input_ids=input_ids, use_cache=False, return_dict=False)[0]
 
 
-def case() -> Case:
+def case(count: int = HELD_OUT) -> Case:
+    """The case, evaluated on a number of blocks."""
     decoder, tokenizer = load()
 
-    seen, held_out = texts.calibration_and_held_out(tokenizer, WINDOW, CALIBRATION, HELD_OUT)
+    seen, held_out = texts.calibration_and_held_out(tokenizer, WINDOW, CALIBRATION, count)
     windows = held_out.split(1)
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()

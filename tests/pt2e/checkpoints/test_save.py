@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import pt2mx
 from pt2mx import MXError
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.save import _write_tensors, save_checkpoint
 from tests.engines.vllm import refusals
@@ -162,6 +163,38 @@ def test_a_tied_head_in_high_precision_stays_tied(bf16, convert, logits, tmp_pat
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
     assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+
+
+@pytest.mark.parametrize(
+    ("layout", "form", "settings"),
+    [
+        (CT, FP4, {EMBEDDING: None, ALL: (FP4, None)}),
+        (CT, FP4, {".*_proj": (FP4, None)}),  # the embedding and the head are values
+        ("modelopt", "nvfp4", {EMBEDDING: None, ".*head": None, ALL: ("nvfp4", None)}),
+    ],
+)
+def test_rotations_in_the_weights_of_a_tied_model(bf16, convert, quantizer, logits, tmp_path, layout, form, settings):
+    """No operation at run time is left: the checkpoint has an embedding and a head of its own, and gains of one."""
+    float_one = bf16("llama", tie_word_embeddings=True)
+    graph = copy_sharing_tensors(float_one.graph)
+    map_tensors(
+        graph, lambda tensor: tensor + torch.linspace(-0.5, 0.5, 64).to(tensor) if tensor.shape == (64,) else tensor
+    )
+    algorithms = {"rotation": {"online": False}, "scale_search": None}
+    rotated = pt2mx.optimize(graph, quantizer(settings).set_algorithms(algorithms), [INPUTS])
+    converted = convert(rotated, settings)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(float_one.model.config)
+    save_checkpoint(converted, skeleton, tmp_path / "out", layout)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.embed_tokens.weight" in stored and any(name.startswith("lm_head.weight") for name in stored)
+    assert stored["model.norm.weight"].eq(1).all()
+    assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
+    if layout == CT:  # transformers reads no checkpoints of ModelOpt
+        assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
+    exact = logits(graph).float()
+    assert (logits(converted).float() - exact).norm() < 0.5 * exact.norm()
 
 
 def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, logits, tmp_path):

@@ -8,6 +8,7 @@ import pt2mx
 from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
+from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
 from tests.language_models import FAMILIES, checkpoint, tiny_decoder, tokenizer_of_bytes, transformers
 
 
@@ -45,6 +46,36 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     codes = before["lm_head.weight_packed"], before["lm_head.weight_scale"]
     values = pt2mx.dequantize_mx(*codes, "mxfp4", target_dtype=torch.bfloat16)
     assert torch.equal(tensors(place / "values")["lm_head.weight"], values)
+
+
+def test_rotations_in_the_weights(tmp_path, monkeypatch):
+    """A recipe with them, `quantize` and `save-checkpoint`: transformers computes the logits of the language model."""
+    monkeypatch.chdir(tmp_path)
+    model = tiny_decoder("llama", num_hidden_layers=1, tie_word_embeddings=True).bfloat16()
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 1.5)
+    model.save_pretrained("float")
+    tokenizer_of_bytes([("t", "h")]).save_pretrained("float")
+    algorithms = "{rotation: {online: false}, scale_search: {}, gptq: {}}"
+    regexes = "{'.*(embed_tokens|lm_head)': null}"
+    (tmp_path / "r.yaml").write_text(
+        f"global: {{weight: mxfp4(even)}}\nmodule_name_regex: {regexes}\nalgorithms: {algorithms}\n"
+    )
+    (tmp_path / "text.txt").write_text("a text to calibrate with, " * 40)
+    quantize = ["quantize", "--model", "hf:float", "--recipe", "r.yaml", "--calibration", "text.txt"]
+    assert main([*quantize, "--output", "quantized"]) == 0
+    ids = torch.arange(40).reshape(2, 20)
+    quantized = pt2mx.LanguageModel.from_pretrained("quantized")
+    assert not quantized.config.tie_word_embeddings
+    assert main(["save-checkpoint", "quantized", "--float", "float", "--output", "out"]) == 0
+    assert main(["save-checkpoint", "quantized", "--float", "float", "--output", "m.gguf", "--layout", "gguf"]) == 0
+    with torch.no_grad():
+        logits = quantized(ids).logits
+        loaded = transformers.AutoModelForCausalLM.from_pretrained("out")
+        assert torch.allclose(loaded(ids).logits, logits, atol=0.02) and not loaded.config.tie_word_embeddings
+        assert torch.allclose(load_float_gguf("m.gguf")(ids).logits.to(logits), logits, atol=0.03)
+        exact = model(ids).logits
+        assert (logits - exact).norm() < 0.4 * exact.norm()
 
 
 def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):

@@ -1,3 +1,4 @@
+import copy
 import weakref
 
 import pytest
@@ -12,6 +13,10 @@ from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
 from tests.encoder_decoders import tiny_encoder_decoder
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
+
+
+def operators(model):
+    return [str(node.target) for node in model.program.graph.nodes if node.op == "call_function"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,37 @@ def test_lessons_are_for_decoders_of_text():
         quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
     with pytest.raises(MXError, match="must be tokens"):
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), lessons=[torch.ones(4)])
+
+
+ROTATION = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms({"rotation": {"online": False}})
+
+
+def test_rotations_in_the_weights():
+    """The program has a head of its own and no new operation, and predicts what the float model does."""
+    model = tiny_decoder("llama", num_hidden_layers=1, tie_word_embeddings=True)
+    ids = torch.randint(256, (2, 20))
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 1.5)
+        expected, before = model(ids).logits, copy.deepcopy(model.state_dict())
+        up, stages = "model.model.layers.0.mlp.up_proj", []
+        one_layer = MXQuantizer().set_module_name(up, pt2mx.MXQuantizationConfig(weight="mxfp8_e4m3"))
+        plain = quantize_language_model(model, one_layer)
+        one_layer.set_algorithms(ROTATION.algorithms)
+        result = quantize_language_model(model, one_layer, stage=stages.append)
+        assert kl_divergence(expected.log_softmax(-1), result(ids).logits.log_softmax(-1)).max() < 1e-3
+    assert stages == ["export", "optimize", "calibrate", "convert"]
+    assert not result.config.tie_word_embeddings and model.config.tie_word_embeddings
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert operators(result) == operators(plain)
+    state = result.program.state_dict
+    assert not torch.equal(state["model.lm_head.weight"], state["model.model.embed_tokens.weight"])
+
+
+def test_models_whose_weights_hold_no_rotation():
+    with pytest.raises(MXError, match=r"ln_1: aten.layer_norm .* subtracts the mean of each row"):
+        quantized_decoder("gpt2", ROTATION, num_hidden_layers=1)
+    with pytest.raises(MXError, match="rotations are folded into the weights of decoders of text alone"):
+        quantize_language_model(tiny_encoder_decoder("t5"), ROTATION)
 
 
 @pytest.mark.parametrize("name", ["texts", "lessons"])

@@ -141,6 +141,11 @@ def test_the_section_of_algorithms(tmp_path):
     quantizer.to_recipe(path)
     assert MXQuantizer.from_recipe(path).algorithms == quantizer.algorithms
     assert MXQuantizer.from_dict(quantizer.to_dict()).algorithms == quantizer.algorithms
+    path.write_text("global: {weight: mxfp4}\nalgorithms: {rotation: {online: false}, scale_search: {}, gptq: {}}\n")
+    folded = MXQuantizer.from_recipe(path)
+    assert folded.algorithms == (Rotation(online=False), ScaleSearch(), GPTQ())
+    folded.to_recipe(path)
+    assert MXQuantizer.from_recipe(path).algorithms == folded.algorithms
     assert quantizer.set_algorithms("best").to_recipe().endswith("algorithms: best\n")
     path.write_text("global: {weight: mxfp4}\nalgorithms: imatrix\n")
     assert MXQuantizer.from_recipe(path).algorithms == (ScaleSearch(by_inputs=True),)

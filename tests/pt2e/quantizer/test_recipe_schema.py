@@ -31,7 +31,7 @@ module_name_regex: {".*": {weight: mxfp8, ste: clipped, value_blocks: key_length
 module_type: {torch.nn.Linear: {weight: mxint8}}
 operator_type: {aten.linear: {output: mxfp8, bias: mxfp8}}
 module_name_object_type_order: [[a, aten.matmul, 0, null]]
-algorithms: {gptq: {damping: 0.1}, rotation: null}
+algorithms: {gptq: {damping: 0.1}, rotation: {online: false, size: null}}
 kv_cache: mxfp8
 """
     (tmp_path / "r.yaml").write_text(text)

@@ -4,7 +4,7 @@ import pytest
 
 from pt2mx import MXError
 from pt2mx.algorithms import GPTQ, LearnedRounding, Rotation, ScaleSearch, Smoothing
-from pt2mx.algorithms.options import ALGORITHMS, PRESETS, chosen_algorithms, plain_algorithms
+from pt2mx.algorithms.options import ALGORITHMS, PRESETS, chosen_algorithms, folded_rotation, plain_algorithms
 
 
 def test_algorithms_come_in_the_order_in_which_they_are_applied():
@@ -24,6 +24,13 @@ def test_presets_by_name(name):
 def test_plain_algorithms_mean_the_same():
     chosen = (Rotation(size=64), ScaleSearch(by_inputs=True), LearnedRounding(steps=3))
     assert chosen_algorithms(plain_algorithms(chosen)) == chosen
+    folded = (Rotation(online=False), GPTQ())
+    assert (
+        chosen_algorithms(plain_algorithms(folded))
+        == folded
+        == chosen_algorithms({"rotation": {"online": False}, "gptq": None})
+    )
+    assert folded_rotation(folded) == folded[0] and folded_rotation(chosen) is None
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,8 @@ def test_bad_choices(choice, message):
         (lambda: Smoothing(strength=1.5), "strength must be a number from 0 to 1"),
         (lambda: Smoothing(strength=True), "strength must be"),
         (lambda: Rotation(size=24), "size must be a power of two"),
+        (lambda: Rotation(online=0), "online must be True or False"),
+        (lambda: Rotation(attention=True, online=False), "weights hold no rotation of queries and keys"),
         (lambda: Rotation(size=2), "size must be a number from 4 to 1024"),
         (lambda: LearnedRounding(steps=0), "steps must be a number from 1"),
     ],
