@@ -244,7 +244,7 @@ def _written_part(node: Node) -> tuple[Node | None, tuple[int, int] | None]:
     layer, arguments = node_arg(node), named_args(node)
     rank, first, width, whole = len(shape_of(node) or ()), arguments["start"] or 0, _width(node), _width(layer)
     is_part = arguments["dim"] % rank == rank - 1 and arguments["step"] == 1
-    if not is_part or not all(isinstance(number, int) for number in (first, width, whole)):
+    if not is_part or not (isinstance(first, int) and isinstance(width, int) and isinstance(whole, int)):
         return None, None
     return layer, (first % whole, width)
 
