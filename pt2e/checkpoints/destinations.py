@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pt2mx.algorithms.options import Rotation, Smoothing
+from pt2mx.algorithms.options import Algorithm, Rotation, Smoothing
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM, Engine, loads
 from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
@@ -26,6 +26,8 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.quantizer.recipe import Key
 from pt2mx.spec import MXSpec, parse
 
+#: algorithm -> what it may do as the model runs
+_AS_IT_RUNS = {Rotation: "rotate inputs", Smoothing: "scale inputs"}
 #: the operator whose weight is an embedding, and the kinds of settings that name it or all operators
 _EMBEDDING = "aten.embedding"
 _OF_EMBEDDINGS = ("operator_type", "global")
@@ -196,8 +198,8 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
 def refusals(form: Form, destination: Destination) -> list[str]:
     """Return why a destination does not take what a form asks for, whatever the model; empty: it takes it."""
     quantizer, reasons = form.quantizer, []
-    if not destination.transforms and (names := _transforms(quantizer)):
-        reasons.append(f"its {' and '.join(names)} would change inputs as the model runs")
+    if not destination.transforms and (transforms := _transforms(quantizer)):
+        reasons.append(f"{_named(transforms)} would change inputs as the model runs")
     if not destination.caches and quantizer.kv_cache is not None:
         reasons.append(f"its cache is in {quantizer.kv_cache}")
     if destination.layouts:
@@ -232,8 +234,7 @@ def needs(quantizer: MXQuantizer) -> list[str]:
         ['rotate inputs', 'quantize the cache to mxint8{32}']
     """
     lines = []
-    if quantizer.algorithms and any(isinstance(one, Rotation) for one in quantizer.algorithms):
-        lines.append("rotate inputs")
+    lines += [_AS_IT_RUNS[type(one)] for one in _transforms(quantizer)]
     configs = [config for _, _, config in quantizer.settings if config is not None]
     inputs = dict.fromkeys(str(config.activation) for config in configs if config.activation is not None)
     if inputs:
@@ -243,19 +244,27 @@ def needs(quantizer: MXQuantizer) -> list[str]:
     return lines
 
 
-def _transforms(quantizer: MXQuantizer) -> list[str]:
-    """Return the names of the algorithms that may change inputs as the model runs."""
-    return [type(one).__name__ for one in quantizer.algorithms or () if isinstance(one, Rotation | Smoothing)]
+def _transforms(quantizer: MXQuantizer) -> list[Algorithm]:
+    """Return the algorithms that may change inputs as the model runs."""
+    return [one for one in quantizer.algorithms or () if isinstance(one, Smoothing) or _is_online(one)]
+
+
+def _is_online(algorithm: Algorithm) -> bool:
+    return isinstance(algorithm, Rotation) and algorithm.online
+
+
+def _named(transforms: list[Algorithm]) -> str:
+    return " and ".join(type(one).__name__ for one in transforms)
 
 
 def _form(form: Form, destination: Destination, exchanges: bool) -> Form:
     """Return a form as a destination takes it, as far as it can."""
     quantizer = form.quantizer.with_configs(lambda kind, key, config: config)
     changes = []
-    if not destination.transforms and (names := _transforms(quantizer)):
-        left = [one for one in quantizer.algorithms or () if not isinstance(one, Rotation | Smoothing)]
+    if not destination.transforms and (transforms := _transforms(quantizer)):
+        left = [one for one in quantizer.algorithms or () if one not in transforms]
         quantizer.set_algorithms(left or None)
-        changes.append(f"without {' and '.join(names)}, for which {destination.name} has no place")
+        changes.append(f"without {_named(transforms)}, for which {destination.name} has no place")
     if not destination.caches and quantizer.kv_cache is not None:
         changes.append(f"a cache in high precision instead of {quantizer.kv_cache}")
         quantizer.set_kv_cache(None)
