@@ -122,14 +122,25 @@ def test_a_folder_serves_another_process(tmp_path):
     assert (finished.status, finished.out) == (0, "True\n"), finished.err
 
 
-@pytest.mark.compiled
-def test_compiled_and_packages(tmp_path, compiler):
+def of_one_layer():
+    """A quantized model whose layer has an indexer."""
     layer = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]}
-    model = quantize_language_model(tiny_decoder(FAMILY, hc_sinkhorn_iters=1, **layer), QUANTIZER)
-    ids, mask = padded()
+    return quantize_language_model(tiny_decoder(FAMILY, hc_sinkhorn_iters=1, **layer), QUANTIZER)
+
+
+@pytest.mark.compiled
+def test_compiled(compiler):
+    model, (ids, mask) = of_one_layer(), padded()
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    model.compile()
+    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+def test_packages(tmp_path, compiler):
+    model, (ids, mask) = of_one_layer(), padded()
     model.save_pretrained(tmp_path)
     model.write_packages(tmp_path)
     expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    model.compile()
-    for one in (model, LanguageModel.from_pretrained(tmp_path)):
-        assert torch.equal(one.generate(ids, attention_mask=mask, **OPTIONS), expected)
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path).generate(ids, attention_mask=mask, **OPTIONS), expected)
