@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import size_of
@@ -37,7 +38,7 @@ def main(folder: str | os.PathLike[str], recipe: str = RECIPE) -> dict[str, obje
     quantized.save_pretrained(target, quantizer)
     progress.begin("generate")
     loaded = LanguageModel.from_pretrained(target)
-    options = {"max_new_tokens": _TOKENS, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": _TOKENS, "do_sample": False}
     texts, float_texts = {}, {}
     for prompt in _PROMPTS:
         texts[prompt] = loaded.generate(text=prompt, **options)
