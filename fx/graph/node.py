@@ -27,6 +27,8 @@ from pt2mx.ops.operator import Operator
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: meta of a node that torch's passes keep for a new one; `from_node` goes to the node alone that has the same value
+_KEPT = ("stack_trace", "nn_module_stack", "torch_fn")
 #: meta key of the call of a `TrainEvalModule`: the operator that the module replaces
 OPERATOR_KEY = "mx_operator"
 
@@ -57,10 +59,16 @@ def set_value(node: Node) -> None:
         node.meta["val"] = result_of(node)
 
 
+def inherit_location(node: Node, other: Node) -> None:
+    """Give a new node the location in the model's source, and the module, of a node that it is computed for."""
+    node.meta.update({key: other.meta[key] for key in _KEPT if key in other.meta})
+
+
 def insert_before(place: Node, target: Callable[..., Any], *args: Any) -> Node:
-    """Insert a call before a node, set its `val` meta, and return it."""
+    """Insert a call before a node, with that node's location and its own `val` meta, and return it."""
     with place.graph.inserting_before(place):
         node = place.graph.call_function(target, args)
+    inherit_location(node, place)
     set_value(node)
     return node
 

@@ -14,6 +14,7 @@ from pt2mx.fx.graph.node import (
     AttentionBfloat16,
     args_of,
     dtype_of,
+    inherit_location,
     named_args,
     node_arg,
     set_value,
@@ -70,6 +71,7 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
 
 def _cast(operand: Node) -> Node:
     cast = operand.graph.call_function(aten.to.dtype, (operand, torch.bfloat16))
+    inherit_location(cast, operand)
     set_value(cast)
     return cast
 

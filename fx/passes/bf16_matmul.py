@@ -18,6 +18,7 @@ from pt2mx.fx.graph.node import (
     LinearMX,
     RotatedFakeQuantize,
     dtype_of,
+    inherit_location,
     set_value,
     shape_of,
     tensor_of,
@@ -75,6 +76,7 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
             values = model.graph.call_function(aten.to.dtype, (x, torch.bfloat16))
         else:
             values = model.graph.call_function(call.overload, call.args)
+    inherit_location(values, x)
     set_value(values)
     return values
 
@@ -147,6 +149,7 @@ def use_bfloat16_tensor_cores(model: GraphModule) -> None:
         if call.x not in values:
             with model.graph.inserting_after(call.x):
                 values[call.x] = model.graph.call_function(aten.to.dtype, (call.x, torch.bfloat16))
+            inherit_location(values[call.x], call.x)
             set_value(values[call.x])
         node.args = call.replace(x=values[call.x], target_dtype=torch.float32).args
 

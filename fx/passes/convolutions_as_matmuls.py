@@ -23,6 +23,7 @@ from pt2mx.fx.graph.node import (
     Dequantize,
     FakeQuantize,
     RotatedFakeQuantize,
+    inherit_location,
     name_of,
     named_args,
     operator_of,
@@ -141,7 +142,7 @@ def _channels_last(model: GraphModule, convolution: Convolution) -> Node:
     """Insert the quantization of x with channels last, at x's own quantization: (B, H, W, C) bfloat16."""
     quantization = convolution.quantization
     with model.graph.inserting_before(convolution.x.next if quantization is None else convolution.x):
-        call = _caller(model.graph)
+        call = _caller(model.graph, convolution.x)
         x = convolution.x if quantization is None else quantization.x
         last = call(aten.permute.default, x, (0, 2, 3, 1) if convolution.dimensions == 2 else (0, 2, 1))
         if convolution.dimensions == 1:
@@ -156,7 +157,7 @@ def _matmul(
 ) -> Node:
     """Insert the calls that compute a convolution, and return the node of the result."""
     with model.graph.inserting_before(node):
-        call = _caller(model.graph)
+        call = _caller(model.graph, node)
         codes, scale = (
             _rows(model, n, convolution.dimensions, buffers) for n in (convolution.codes, convolution.scale)
         )
@@ -192,9 +193,12 @@ def _rows(model: GraphModule, node: Node, dimensions: int, buffers: dict[tuple[s
     return buffer
 
 
-def _caller(graph: Graph) -> Callable[..., Node]:
+def _caller(graph: Graph, place: Node) -> Callable[..., Node]:
+    """Return a function that inserts calls, with the location of a node."""
+
     def call(target: Any, *args: Any, **kwargs: Any) -> Node:
         node = graph.call_function(target, args, kwargs)
+        inherit_location(node, place)
         set_value(node)
         return node
 

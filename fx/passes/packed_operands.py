@@ -22,6 +22,7 @@ from pt2mx.fx.graph.node import (
     args_of,
     dtype_of,
     function_of,
+    inherit_location,
     make_positional,
     named_args,
     node_arg,
@@ -30,7 +31,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.fx.graph.qdq import PROVENANCE_KEYS, SPEC_KEY
+from pt2mx.fx.graph.qdq import SPEC_KEY
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.ops.attention import attention_mx
 
@@ -197,7 +198,7 @@ def use_packed_embeddings(model: GraphModule) -> None:
             args = call.replace(codes=codes, scale=scale, spec=call.spec.replace(axis=axis)).args
             gathered = model.graph.call_function(ops.dequantize_mx, args)
         for node in (codes, scale):
-            node.meta.update({key: gather.meta[key] for key in PROVENANCE_KEYS if key in gather.meta})
+            inherit_location(node, gather)
             set_value(node)
         gathered.meta.update(gather.meta)
         if SPEC_KEY in dequantize.meta:

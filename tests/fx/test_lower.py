@@ -36,6 +36,19 @@ def test_before_and_after(recipe, fold):
     assert not any(t.requires_grad for t in [*lowered.parameters(), *lowered.buffers()])
 
 
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp4_weight_only"])
+def test_every_new_node_has_the_location_of_what_it_is_for(recipe):
+    """Convolutions become nodes of several operators, embeddings two gathers. Quantizations are of no call."""
+    x = torch.randn(8, 32, 8, 8)
+    convolutions = nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3)).eval()
+    for model, inputs in ((Tied(), (IDS,)), (convolutions, (x,))):
+        lowered = lower_to_inductor(convert(model, inputs, recipe))
+        for node in (node for node in lowered.graph.nodes if node.op == "call_function"):
+            assert node.meta["stack_trace"] and node.meta["nn_module_stack"], node
+            quantizes = "quantize" in str(node.target) or "quantize" in str(node.all_input_nodes[0].target)
+            assert "torch_fn" in node.meta or quantizes or node.target is aten.permute.default, node
+
+
 def test_a_weight_is_held_once(converted):
     lowered = lower_to_inductor(converted)
     held, before = lowered.state_dict(), converted.state_dict()

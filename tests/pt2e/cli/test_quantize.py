@@ -210,7 +210,7 @@ BAD_OPTIONS = [
     (["--output", "."], "cannot write '.'"),
     (["--model", "minlm"], "unknown model 'minlm': did you mean 'minilm'"),
     (["--recipe", "mxfp44"], "no recipe 'mxfp44'"),
-    (["--calibration", "nowhere"], "no calibration batches"),
+    (["--calibration", "nowhere"], "no file or folder 'nowhere': give a folder of batches"),
     (["--output", "nowhere/q.pt2"], "cannot write 'nowhere/q.pt2': it must be a file in a folder that exists"),
     (["--report", "nowhere/q.json"], "cannot write 'nowhere/q.json'"),
     (["--report", "q.txt"], "cannot write 'q.txt': its name must end in .json or .html or .htm"),
