@@ -52,7 +52,7 @@ WRONG = {
     "generate . --prompt-file . --prompt-file no": "no file or folder 'no': give a file with a prompt",
     "generate . --prompt a --float a/b/c": "no file or folder 'a/b/c': give a checkpoint's folder, a GGUF file, or",
     "perplexity a --text no": "no file or folder 'no': give a text file, or a folder of .txt files",
-    "inspect none.pt2": "no file or folder 'none.pt2': give a program, a package, or",
+    "inspect none.pt2": "no file or folder 'none.pt2': give a program, a package, an ONNX file",
     "convert-checkpoint no o": "no file or folder 'no': give the folder of a checkpoint, or a GGUF file",
 }
 
