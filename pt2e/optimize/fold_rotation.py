@@ -49,14 +49,16 @@ def fold_rotations(model: GraphModule, options: Rotation, example: Any = None) -
     """
     result = copy_sharing_tensors(model)
     embedding = _embedding(result)
-    stream = RotatedValues(embedding, _size(embedding, options))
-    changes = stream.changes
-    for values in dict.fromkeys(attention_values(result.graph.nodes)):
-        with suppress(MXError):  # such as values that a gate multiplies: they stay
-            changes += RotatedValues(values, _size(values, options)).changes
-    gains = {gain: evaluate(result, gain).float() for gain in stream.gain_weights()}
-    for gain, weight in stream.gain_weights().items():
+    rotated = [RotatedValues(embedding, _size(embedding, options))]
+    for values in attention_values(result.graph.nodes):
+        if not any(values in others.gains for others in rotated):
+            with suppress(MXError):  # such as values that a gate multiplies: they stay
+                rotated.append(RotatedValues(values, _size(values, options)))
+    gain_weights = {gain: weight for values in rotated for gain, weight in values.gain_weights().items()}
+    gains = {gain: evaluate(result, gain).float() for gain in gain_weights}
+    for gain, weight in gain_weights.items():
         _make_neutral(result, gain, weight)
+    changes = [change for values in rotated for change in values.changes]
     for weight, of_weight in _grouped(changes, lambda change: change.weight).items():
         _change_weight(result, weight, of_weight, gains)
     result.recompile()
@@ -122,6 +124,8 @@ def _change_weight(model: GraphModule, weight: Node, changes: list[Change], gain
                 node = model.graph.get_attr(f"{path}.{attribute}".removeprefix("."))
             node.meta.update(weight.meta)
             reader.replace_input_with(weight, node)
+        if not weight.users:
+            model.graph.erase_node(weight)
     for change in changes:
         change.layer.meta[ROTATED_KEY] = max(change.size, change.layer.meta.get(ROTATED_KEY, 0))
 
@@ -162,7 +166,7 @@ def _compare(before: GraphModule, after: GraphModule, example: Any) -> None:
     for expected, value in zip(expected_outputs, outputs, strict=True):
         if not isinstance(expected, Tensor) or not expected.is_floating_point() or not expected.numel():
             continue
-        rows, others = (one.float().reshape(-1, one.shape[-1]) for one in (expected, value))
+        rows, others = (one.float().reshape(-1, (1, *one.shape)[-1]) for one in (expected, value))
         errors = (others - rows).norm(dim=-1) / rows.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         # in 16 bits, rounding in another order changes the experts of some tokens
         error = float(errors.quantile(0.25) if in_16_bits else errors.max())
