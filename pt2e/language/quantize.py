@@ -36,7 +36,6 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 #: tokens on which the float model is compared with itself after a change of its weights
 _SHORT = 16
 
@@ -104,19 +103,20 @@ def quantize_language_model(
     layers = layers_of(model)
     if part is None and not allow_partial:
         check_tower(model)
+    rotation = folded_rotation(quantizer.algorithms or ())
+    if has_source(layers) or (part is None and has_tower(model)):
+        if lessons:
+            raise MXError(
+                "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
+            )
+        if rotation is not None:
+            raise MXError(
+                "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for "
+                "a model with an encoder or a tower"
+            )
     source = FloatSource(model) if has_source(layers) else None
     tower = FloatTower(model) if part is None and has_tower(model) else None
     other = tower or source
-    rotation = folded_rotation(quantizer.algorithms or ())
-    if lessons and other is not None:
-        raise MXError(
-            "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
-        )
-    if rotation is not None and other is not None:
-        raise MXError(
-            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
-            "model with an encoder or a tower"
-        )
     images = None if tower is None else tower.images
     exported = decoder.export_decoder(model, length, images)
     read = tensors_read(exported, decoder.PREFIX)

@@ -21,7 +21,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import evaluate
 from pt2mx.fx.graph.node import free_name, name_of, shape_of, tensor_of
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.losses import call_with_batch
 from pt2mx.pt2e.optimize.rotated_values import Change, RotatedValues, attention_values, readers_of, refuse
@@ -61,6 +61,10 @@ def fold_rotations(model: GraphModule, options: Rotation, example: Any = None) -
     changes = [change for values in rotated for change in values.changes]
     for weight, of_weight in _grouped(changes, lambda change: change.weight).items():
         _change_weight(result, weight, of_weight, gains)
+    for node in result.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            result.graph.erase_node(node)
+    delete_unused_tensors(result)  # other names of a tied weight keep its old value
     result.recompile()
     if example is not None:
         _compare(model, result, example)
@@ -124,8 +128,6 @@ def _change_weight(model: GraphModule, weight: Node, changes: list[Change], gain
                 node = model.graph.get_attr(f"{path}.{attribute}".removeprefix("."))
             node.meta.update(weight.meta)
             reader.replace_input_with(weight, node)
-        if not weight.users:
-            model.graph.erase_node(weight)
     for change in changes:
         change.layer.meta[ROTATED_KEY] = max(change.size, change.layer.meta.get(ROTATED_KEY, 0))
 
@@ -136,7 +138,7 @@ def _changed(weight: Tensor, changes: list[Change], gains: dict[Node, Tensor]) -
     Raises:
         MXError: where it overflows.
     """
-    value = weight.float().clone()
+    value = weight.to(torch.float32, copy=True)
     for change in changes:
         columns = value.movedim(change.axis, -1)
         if change.gain is not None:

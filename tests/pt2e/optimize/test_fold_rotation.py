@@ -196,7 +196,9 @@ def test_programs_without_a_cache(fields, size):
     expected = hadamard(columns, size, -1) if size else columns
     torch.testing.assert_close(float_one.out.weight, expected)
     if fields.get("tied"):
-        assert not torch.equal(float_one.head.weight, float_one.embedding.weight)
+        assert torch.equal(float_one.embedding.weight, hadamard(graph.embedding.weight, 64, -1))
+        head = hadamard(graph.embedding.weight * graph.last.weight, 64, -1)
+        assert torch.equal(float_one.head.weight, head)
     assert "hadamard" not in folded.code
 
 
