@@ -30,8 +30,9 @@ from pt2mx.pt2e.optimize.rotated_values import Change, RotatedValues, attention_
 ROTATED_KEY = "mx_rotated"
 #: fewest values that are rotated together
 _SMALLEST = 4
-#: allowed error of outputs in float32, and in 16 bits, relative to their norm
-_AGREEMENT, _AGREEMENT_OF_16_BITS = 1e-3, 0.05
+#: allowed error of outputs in float32, and in 16 bits, relative to their norm. SmolLM2-135M in bfloat16 differs from
+#: itself with rotations by 0.01 to 0.03; without the change of one of its weights, by 0.04 to 0.4
+_AGREEMENT, _AGREEMENT_OF_16_BITS = 1e-3, 0.1
 
 
 @torch.no_grad()
