@@ -277,7 +277,7 @@ def _float_values(
         if name not in known and not name.rpartition(".")[2].startswith(_LIFTED):
             raise MXError(
                 f"the converted model computes with {name}, which {type(model).__name__} has not: a checkpoint has "
-                "no place for it; quantize without smoothing and rotation"
+                "no place for it; quantize without smoothing, and without a rotation at run time"
             )
     tensors = {}
     for name, tensor in state.items():

@@ -109,7 +109,8 @@ def _call(
 ) -> dict[str, Any]:
     """Return the inputs of the program for `length` tokens of two texts after a past, the second one padded."""
     vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
-    ids = torch.arange(2 * length, device=device).reshape(2, length) % vocabulary
+    # from the whole vocabulary: the first tokens are special, and in 16 bits their logits are inexact
+    ids = (torch.arange(2 * length, device=device) * max(vocabulary // (2 * length), 1)).reshape(2, length) % vocabulary
     slots = past + length + _MARGIN
     mask = torch.ones(2, slots, dtype=torch.long, device=device)
     mask[1, :padding] = 0

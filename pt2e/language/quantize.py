@@ -16,9 +16,10 @@ from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT, check_model, check_texts
+from pt2mx.pt2e.language.cache import has_source
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.quantize_encoder import FloatText, float_inputs_of, tokens_of
+from pt2mx.pt2e.language.quantize_encoder import float_inputs_of, tokens_of
 from pt2mx.pt2e.language.quantize_graph import (
     decoder_program,
     only_unmatched_in_both,
@@ -27,13 +28,12 @@ from pt2mx.pt2e.language.quantize_graph import (
 )
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
-from pt2mx.pt2e.language.vision import check_tower
+from pt2mx.pt2e.language.vision import check_tower, has_tower
 from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage, tensors_read
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
 
 #: tokens on which the float model is compared with itself after a change of its weights
 _SHORT = 16
@@ -103,16 +103,16 @@ def quantize_language_model(
     layers = layers_of(model)
     if part is None and not allow_partial:
         check_tower(model)
+    rotation = folded_rotation(quantizer.algorithms or ())
+    if rotation is not None and (has_source(layers) or (part is None and has_tower(model))):
+        raise MXError(
+            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
+            "model with an encoder or a tower"
+        )
     inputs = float_inputs_of(model, layers, part)
     if lessons and inputs.encoder is not None:
         raise MXError(
             "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
-        )
-    rotation = folded_rotation(quantizer.algorithms or ())
-    if rotation is not None and not isinstance(inputs, FloatText):
-        raise MXError(
-            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
-            "model with an encoder or a tower"
         )
     exported = decoder.export_decoder(model, length, inputs.images)
     inputs.check(exported, [*texts, *lessons])
@@ -151,5 +151,5 @@ def _coverage(model: PreTrainedModel, *programs: ExportedProgram | None) -> Cove
 
 
 def _short_text(model: PreTrainedModel) -> Tensor:
-    """Return tokens on which the model is compared before and after rotations are folded into it."""
-    return torch.arange(_SHORT).reshape(1, _SHORT) % model.config.get_text_config().vocab_size
+    """Return tokens from the whole vocabulary: the first ones are special, and in 16 bits their logits are inexact."""
+    return torch.arange(_SHORT)[None] * (model.config.get_text_config().vocab_size // _SHORT)

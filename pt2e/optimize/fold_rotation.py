@@ -21,7 +21,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import evaluate
 from pt2mx.fx.graph.node import free_name, name_of, shape_of, tensor_of
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.fx.graph.tensors import copy_sharing_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.optimize.losses import call_with_batch
 from pt2mx.pt2e.optimize.rotated_values import Change, RotatedValues, attention_values, readers_of, refuse
@@ -30,8 +30,9 @@ from pt2mx.pt2e.optimize.rotated_values import Change, RotatedValues, attention_
 ROTATED_KEY = "mx_rotated"
 #: fewest values that are rotated together
 _SMALLEST = 4
-#: allowed error of outputs in float32, and in 16 bits, relative to their norm
-_AGREEMENT, _AGREEMENT_OF_16_BITS = 1e-3, 0.05
+#: allowed error of outputs in float32, and in 16 bits, relative to their norm. SmolLM2-135M in bfloat16 differs from
+#: itself with rotations by 0.01 to 0.03; without the change of one of its weights, by 0.04 to 0.4
+_AGREEMENT, _AGREEMENT_OF_16_BITS = 1e-3, 0.1
 
 
 @torch.no_grad()
@@ -49,16 +50,22 @@ def fold_rotations(model: GraphModule, options: Rotation, example: Any = None) -
     """
     result = copy_sharing_tensors(model)
     embedding = _embedding(result)
-    stream = RotatedValues(embedding, _size(embedding, options))
-    changes = stream.changes
-    for values in dict.fromkeys(attention_values(result.graph.nodes)):
-        with suppress(MXError):  # such as values that a gate multiplies: they stay
-            changes += RotatedValues(values, _size(values, options)).changes
-    gains = {gain: evaluate(result, gain).float() for gain in stream.gain_weights()}
-    for gain, weight in stream.gain_weights().items():
+    rotated = [RotatedValues(embedding, _size(embedding, options))]
+    for values in attention_values(result.graph.nodes):
+        if not any(values in others.gains for others in rotated):
+            with suppress(MXError):  # such as values that a gate multiplies: they stay
+                rotated.append(RotatedValues(values, _size(values, options)))
+    gain_weights = {gain: weight for values in rotated for gain, weight in values.gain_weights().items()}
+    gains = {gain: evaluate(result, gain).float() for gain in gain_weights}
+    for gain, weight in gain_weights.items():
         _make_neutral(result, gain, weight)
+    changes = [change for values in rotated for change in values.changes]
     for weight, of_weight in _grouped(changes, lambda change: change.weight).items():
         _change_weight(result, weight, of_weight, gains)
+    for node in result.graph.find_nodes(op="get_attr"):
+        if not node.users:
+            result.graph.erase_node(node)
+    delete_unused_tensors(result)  # other names of a tied weight keep its old value
     result.recompile()
     if example is not None:
         _compare(model, result, example)
@@ -132,7 +139,7 @@ def _changed(weight: Tensor, changes: list[Change], gains: dict[Node, Tensor]) -
     Raises:
         MXError: where it overflows.
     """
-    value = weight.float().clone()
+    value = weight.to(torch.float32, copy=True)
     for change in changes:
         columns = value.movedim(change.axis, -1)
         if change.gain is not None:
@@ -162,7 +169,7 @@ def _compare(before: GraphModule, after: GraphModule, example: Any) -> None:
     for expected, value in zip(expected_outputs, outputs, strict=True):
         if not isinstance(expected, Tensor) or not expected.is_floating_point() or not expected.numel():
             continue
-        rows, others = (one.float().reshape(-1, one.shape[-1]) for one in (expected, value))
+        rows, others = (one.float().reshape(-1, (1, *one.shape)[-1]) for one in (expected, value))
         errors = (others - rows).norm(dim=-1) / rows.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
         # in 16 bits, rounding in another order changes the experts of some tokens
         error = float(errors.quantile(0.25) if in_16_bits else errors.max())

@@ -242,9 +242,11 @@ def _written_part(node: Node) -> tuple[Node | None, tuple[int, int] | None]:
     if node.target is not aten.slice.Tensor or operator_name(node_arg(node).target) not in _LAYERS:
         return None, None
     layer, arguments = node_arg(node), named_args(node)
-    rank, first, width, whole = len(shape_of(node) or ()), arguments["start"] or 0, _width(node), _width(layer)
-    is_part = arguments["dim"] % rank == rank - 1 and arguments["step"] == 1
-    if not is_part or not (isinstance(first, int) and isinstance(width, int) and isinstance(whole, int)):
+    first, width, whole = arguments["start"] or 0, _width(node), _width(layer)
+    along_last = arguments["dim"] % len(shape_of(node) or ()) == len(shape_of(node) or ()) - 1
+    if not along_last or arguments["step"] != 1:
+        return None, None
+    if not isinstance(first, int) or not isinstance(width, int) or not isinstance(whole, int):
         return None, None
     return layer, (first % whole, width)
 

@@ -29,9 +29,9 @@ def all_packed(monkeypatch, compiler):
     """The table with a row for every width."""
     for bits in range(2, 8):
         monkeypatch.setitem(packing._GROUPS, bits, (8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)))
-    cpu._spec.cache_clear()
+    cpu.spec_of.cache_clear()
     yield
-    cpu._spec.cache_clear()
+    cpu.spec_of.cache_clear()
 
 
 def test_four_bit_codes_low_nibble_first():
