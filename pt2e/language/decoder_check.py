@@ -31,6 +31,9 @@ AGREEMENT = 0.05
 AGREEMENT_OF_COPIES = 1e-3
 #: tokens that the program reads: at once, and in all; the others one by one
 _PROMPT, _LENGTH = 12, 16
+#: the first token that it reads: those before are special in many vocabularies, and models answer them inexactly in
+#: 16 bits (SmolLM2-135M with an error of .06 for tokens 0 to 15, of .005 for 16 and more)
+_SPECIAL = 32
 #: padding before the second text
 _PADDING = 3
 #: slots that stay free, and tokens of a long text on either side of the edge of a window
@@ -109,8 +112,7 @@ def _call(
 ) -> dict[str, Any]:
     """Return the inputs of the program for `length` tokens of two texts after a past, the second one padded."""
     vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
-    # from the whole vocabulary: the first tokens are special, and in 16 bits their logits are inexact
-    ids = (torch.arange(2 * length, device=device) * max(vocabulary // (2 * length), 1)).reshape(2, length) % vocabulary
+    ids = (torch.arange(2 * length, device=device).reshape(2, length) + _SPECIAL) % vocabulary
     slots = past + length + _MARGIN
     mask = torch.ones(2, slots, dtype=torch.long, device=device)
     mask[1, :padding] = 0

@@ -219,7 +219,7 @@ def test_bad_files_leave_nothing(floats, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     for arguments, message in (
         ([str(path), str(tmp_path / "out")], "it is truncated or damaged, fetch it again"),
-        ([str(tmp_path / "none.gguf"), str(tmp_path / "out")], "cannot read"),
+        ([str(tmp_path / "none.gguf"), str(tmp_path / "out")], "no file or folder"),
         ([str(floats("llama")), str(tmp_path / "out"), "--layout", "gguf"], "its name must end in .gguf"),
         ([str(floats("llama")), str(tmp_path / "no" / "out.gguf"), "--layout", "gguf"], "cannot write"),
     ):

@@ -89,7 +89,7 @@ def test_bad_input_is_one_line(run, place):
     for arguments, message in (
         ((*audio, "long.wav"), "'long.wav' has 1.5 seconds, the model reads 1.0: split the recording"),
         ((*audio, "slow.wav"), "has 8000 samples a second, the model takes 16000: convert it"),
-        ((*audio, "none.wav"), "is no .wav file of PCM samples"),
+        ((*audio, "none.wav"), "no file or folder 'none.wav': give a .wav file"),
         ((*audio, "speech.wav", "--prompt", "x"), "--audio takes no prompt"),
         (("generate", "whisper-mxfp4", "--prompt", "x"), "'whisper-mxfp4' reads audio: give --audio FILE.wav"),
         ((*quantize, "hf:whisper", "--calibration", "empty"), "no recordings in 'empty'"),

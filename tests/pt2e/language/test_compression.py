@@ -5,7 +5,7 @@ import torch
 
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language import runtime
-from pt2mx.pt2e.language.cache import CacheLayer, DecoderCache
+from pt2mx.pt2e.language.cache import CacheInProgram, CacheLayer
 from pt2mx.pt2e.language.compression import Windows, _bias_of_highest
 from pt2mx.pt2e.language.decoder_check import distance
 from tests.fresh_process import run_program
@@ -33,7 +33,7 @@ def test_windows_count_from_the_first_token_of_a_text():
     """5 tokens after 6, without padding, with 3 of padding, and all of them padding; windows of 4 tokens."""
     mask = torch.ones(3, 16, dtype=torch.long)
     mask[1, :3] = mask[2, :14] = 0
-    windows = Windows.of(DecoderCache([CacheLayer({}, torch.tensor([6]))], 16, mask), 4, 5)
+    windows = Windows.of(CacheInProgram([CacheLayer({}, torch.tensor([6]))], mask, None), 4, 5)
     assert windows.columns.tolist() == [[1, 5, 9], [0, 4, 8], [3, 7, 11]]  # 5 and more: not among the tokens
     assert windows.positions.tolist() == [[7, 11, 15], [3, 7, 11], [-5, -1, 3]]
     assert windows.slots.tolist() == [[1, 15, 15], [0, 1, 15], [15, 15, 15]]

@@ -135,7 +135,9 @@ def test_another_number_of_processes(folders, monkeypatch):
         (["--tensor-parallel", "4"], "num_key_value_heads=2 cannot be divided among 4 ranks"),
     ],
 )
-def test_errors_of_the_command(folders, options, text, tmp_path, capsys):
+def test_errors_of_the_command(folders, options, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").touch()
     assert quantize(folders("llama") / "checkpoint", tmp_path / "out", *options) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
