@@ -17,6 +17,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # a collection after each compile looks at all objects since the last one
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# JAX would take three quarters of a GPU's memory for the process that imports it first
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import pt2mx
 from pt2mx.extras import import_extra
