@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pt2mx.algorithms.options import Algorithm, Rotation, Smoothing
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM, Engine, loads
+from pt2mx.pt2e.checkpoints.engines import HEAD, TRANSFORMERS, VLLM, Engine, loads
 from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
 from pt2mx.pt2e.models.gguf_tensors import GGUF
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
@@ -23,7 +23,7 @@ from pt2mx.pt2e.models.weight_formats import format_of, spec_of
 from pt2mx.pt2e.quantizer import shipped
 from pt2mx.pt2e.quantizer.config import Config
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-from pt2mx.pt2e.quantizer.recipe import Key
+from pt2mx.pt2e.quantizer.recipe import ENDS, Key
 from pt2mx.spec import MXSpec, parse
 
 #: algorithm -> what it may do as the model runs
@@ -325,6 +325,8 @@ def _misfits(quantizer: MXQuantizer, layout: Layout, engine: Engine | None) -> l
         if config is None or key == _EMBEDDING:
             continue
         where = kind if key is None else f"{kind} {key!r}"
+        if engine is not None and engine.fuses and kind in ENDS:
+            reasons.append(f"{where} gives formats to operators that {engine.name} multiplies at once with others")
         if config.weight is not None and not _takes(layout, engine, LINEAR, config.weight):
             reasons.append(f"weights of {where} are in {config.weight}")
         if config.weight is not None and config.activation is None and format_of(config.weight) in layout.always_inputs:
@@ -341,9 +343,10 @@ def _takes(layout: Layout, engine: Engine | None, part: str, spec: MXSpec) -> bo
     form = alike_form(format_of(spec), layout.stored)
     if form is None or (spec.has_e8m0_scale and spec.block_size != spec_of(form).block_size):
         return False
-    if part == EMBEDDING and form not in layout.embeddings:
+    if part == EMBEDDING and (form not in layout.embeddings or spec.has_tensor_scale):  # llama.cpp has no place for it
         return False
-    return engine is None or loads(engine, layout.name, part, form) is True
+    parts = (LINEAR, HEAD) if part == LINEAR else (part,)  # names of modules do not tell what is the head
+    return engine is None or all(loads(engine, layout.name, one, form) for one in parts)
 
 
 def _reads(layout: Layout, inputs: MXSpec) -> bool:

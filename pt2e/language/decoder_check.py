@@ -111,8 +111,10 @@ def _call(
     model: PreTrainedModel, layers: Layers, images: ImageInputs | None, past: int, length: int, padding: int
 ) -> dict[str, Any]:
     """Return the inputs of the program for `length` tokens of two texts after a past, the second one padded."""
-    vocabulary, device = model.config.get_text_config(decoder=True).vocab_size, model.device
-    ids = (torch.arange(2 * length, device=device).reshape(2, length) + _SPECIAL) % vocabulary
+    config, device = model.config.get_text_config(decoder=True), model.device
+    ids = (torch.arange(2 * length, device=device).reshape(2, length) + _SPECIAL) % config.vocab_size
+    if (pad := getattr(config, "pad_token_id", None)) is not None:  # from which M2M100 computes positions
+        ids[:, -_LENGTH] = pad
     slots = past + length + _MARGIN
     mask = torch.ones(2, slots, dtype=torch.long, device=device)
     mask[1, :padding] = 0
