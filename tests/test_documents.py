@@ -51,13 +51,17 @@ def named(cells: list[str]) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
+#: the pages whose code runs in `make test`; that of the others runs with the compiled tests
+FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2mx", "fx", "pt2e", "pt2e/quantizer", "pt2e/language")]
+
+
 def python_blocks():
     for path in DOCUMENTS:
         for line, words, code in blocks(path, "python"):
             if words == "executorch":
                 continue  # tests/pt2e/executorch runs it, where executorch is
             slow, packages = "slow" in words.split(), [word for word in words.split() if word != "slow"]
-            marks = [pytest.mark.slow] if slow else []
+            marks = [pytest.mark.slow] if slow else [] if path in FIRST_PAGES else [pytest.mark.compiled]
             yield pytest.param(path, line, code, packages, id=f"{name_of(path)}:{line}", marks=marks)
 
 

@@ -39,7 +39,6 @@ class Destination:
 
     Args:
         name: as `--for` takes it.
-        what: what runs there.
         command: the command that writes for it what `pt2mx quantize` left: {output} is the folder or program, {model}
             the float checkpoint; "" where that runs itself.
         layouts: the layouts of its checkpoints, of which one has to hold a model; empty: no checkpoint, any format.
@@ -52,7 +51,6 @@ class Destination:
     """
 
     name: str
-    what: str
     command: str = ""
     layouts: tuple[Layout, ...] = ()
     engine: Engine | None = None
@@ -73,7 +71,6 @@ DESTINATIONS: dict[str, Destination] = {
     for row in (
         Destination(
             "vllm",
-            "the server vLLM",
             _CHECKPOINT,
             _OF_MODELS,
             VLLM,
@@ -82,7 +79,6 @@ DESTINATIONS: dict[str, Destination] = {
         ),
         Destination(
             "transformers",
-            "transformers, eager",
             _CHECKPOINT,
             _OF_MODELS,
             TRANSFORMERS,
@@ -91,28 +87,25 @@ DESTINATIONS: dict[str, Destination] = {
         ),
         Destination(
             "gguf",
-            "programs that read GGUF files",
             _CHECKPOINT + ".gguf",
             (GGUF,),
             programs=False,
             instead=dict.fromkeys(("fp6_e2m3", "int8", "fp8_e4m3"), _INT8),
         ),
-        Destination("onnx", "onnxruntime", "pt2mx export-onnx {output} --output {output}.onnx", transforms=True),
+        Destination("onnx", "pt2mx export-onnx {output} --output {output}.onnx", transforms=True),
         Destination(
             "openvino",
-            "OpenVINO's CPU plugin",
             "pt2mx export-onnx {output} --output {output}.onnx --target openvino",
             transforms=True,
         ),
         Destination(
             "executorch",
-            "ExecuTorch",
             "pt2mx export-executorch {output} --output {output}.pte",
             transforms=True,
             folders=False,
         ),
-        Destination("cpu", "PyTorch on a CPU", transforms=True, caches=True),
-        Destination("cuda", "PyTorch on an NVIDIA GPU", transforms=True, caches=True),
+        Destination("cpu", transforms=True, caches=True),
+        Destination("cuda", transforms=True, caches=True),
     )
 }
 
@@ -139,8 +132,8 @@ def destination_named(name: str) -> Destination:
 
     Example:
         >>> from pt2mx.pt2e.checkpoints.destinations import destination_named
-        >>> destination_named("gguf").what
-        'programs that read GGUF files'
+        >>> destination_named("gguf").caches
+        False
     """
     if name not in DESTINATIONS:
         raise MXError(f"unknown destination {name!r}: {nearest(name, DESTINATIONS)}")
@@ -177,17 +170,17 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
     """
     destinations = [destination_named(name) for name in names]
     if isinstance(recipe, MXQuantizer):
-        form, called, task = Form(recipe, [], {}), "the settings", None
+        quantizer, called, task = recipe, "the settings", None
     else:
-        form, called, task = (
-            Form(MXQuantizer.from_recipe(recipe), [], {}),
-            f"the recipe {recipe!r}",
-            shipped.task_of(recipe),
-        )
+        quantizer = MXQuantizer.from_recipe(recipe)
+        called = f"the recipe {recipe!r}"
+        task = shipped.task_of(recipe)
+    form = Form(quantizer, [], {})
     for destination in destinations:
-        if not (destination.folders if task == "decoder" else destination.programs or task is None):
-            kind = "language model" if task == "decoder" else "model without a text to generate"
-            raise MXError(f"{destination.name} does not take {called}: no command writes a {kind} for it")
+        if task is not None and not (destination.folders if task == "decoder" else destination.programs):
+            raise MXError(
+                f"{destination.name} does not take {called}: no command writes a model of this task ({task}) for it"
+            )
         form = _form(form, destination, exchanges=task is not None)
     for destination in destinations:
         if reasons := refusals(form, destination):
@@ -233,8 +226,7 @@ def needs(quantizer: MXQuantizer) -> list[str]:
         >>> needs(pt2mx.MXQuantizer.from_recipe("decoder_balanced"))
         ['rotate inputs', 'quantize the cache to mxint8{32}']
     """
-    lines = []
-    lines += [_AS_IT_RUNS[type(one)] for one in _transforms(quantizer)]
+    lines = [_AS_IT_RUNS[type(one)] for one in _transforms(quantizer)]
     configs = [config for _, _, config in quantizer.settings if config is not None]
     inputs = dict.fromkeys(str(config.activation) for config in configs if config.activation is not None)
     if inputs:

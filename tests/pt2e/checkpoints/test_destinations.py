@@ -167,8 +167,8 @@ def test_the_matrix():
         ("mxfp4{64}", "vllm", "weights of global are in mxfp4_e2m1{64}"),
         ("mxfp4_first_last_mxfp8", "vllm", "first 1 gives formats to operators that vLLM multiplies at once"),
         ("mxfp6", "vllm", "weights of global are in mxfp6_e2m3{32}"),
-        ("cnn_best", "vllm", "no command writes a model without a text to generate for it"),
-        ("decoder_best", "executorch", "no command writes a language model for it"),
+        ("cnn_best", "vllm", "no command writes a model of this task (cnn) for it"),
+        ("decoder_best", "executorch", "no command writes a model of this task (decoder) for it"),
         ("mxfp4", "vlm", "unknown destination 'vlm': did you mean 'vllm'"),
     ],
 )
