@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from pt2mx.errors import MXError
+
 
 def import_file(path: str) -> ModuleType:
-    """Run a file whose name ends in .py, and return the module, which is also found by the name of the file."""
+    """Run a file whose name ends in .py, and return the module, which is also found by the name of the file.
+
+    Raises:
+        MXError: for a file with another name.
+    """
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None  # of such a name
+    if spec is None or spec.loader is None:
+        raise MXError(f"{path!r} is no Python file: give one whose name ends in .py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

@@ -11,6 +11,7 @@ from pt2mx.pt2e.checkpoints.destinations import DESTINATIONS, cell, for_destinat
 from pt2mx.pt2e.checkpoints.engines import VLLM
 from pt2mx.pt2e.executorch.edge import edge_ready
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
+from pt2mx.pt2e.onnx.runtime import load
 from pt2mx.pt2e.quantizer import shipped
 from tests.documents import ROOT
 from tests.engines.vllm import refusals
@@ -71,16 +72,19 @@ def _onnx(recipe, tmp_path, target="pt2mx"):
         heads = quantized.config.num_key_value_heads, 0, quantized.config.head_dim
         past = [np.zeros((2, *heads), np.float32)] * 2
         feeds, want = [_IDS.numpy(), np.ones_like(_IDS), *past], quantized(input_ids=_IDS).logits
-    got = _run_onnx(tmp_path / "saved.onnx", feeds, target)
-    assert torch.allclose(torch.from_numpy(got), want, atol=2e-3)
+    got = torch.from_numpy(_run_onnx(tmp_path / "saved.onnx", feeds, target))
+    if target == "openvino" and "int8" in for_destinations(recipe, ["openvino"]).quantizer.to_recipe():
+        assert (got - want).norm() < 0.05 * want.norm()  # it multiplies INT8 as integers where the processor does
+    else:
+        assert torch.allclose(got, want, atol=2e-3)
 
 
 def _run_onnx(path, feeds, target):
-    if target == "openvino":
-        openvino = pytest.importorskip("openvino")
-        return openvino.compile_model(path, "CPU")(feeds)[0]
-    session = pytest.importorskip("onnxruntime").InferenceSession(path)
-    return session.run(None, dict(zip([one.name for one in session.get_inputs()], feeds, strict=True)))[0]
+    runtime = "openvino" if target == "openvino" else "onnxruntime"
+    pytest.importorskip(runtime)
+    file = load(path, runtime)
+    (first, *_) = file.call(dict(zip(file.inputs, feeds, strict=True))).values()
+    return first
 
 
 def _openvino(recipe, tmp_path):
