@@ -127,6 +127,7 @@ def run(monkeypatch, tmp_path):
     return run_here
 
 
+@pytest.mark.slow_cases("minilm")
 @pytest.mark.parametrize("tiny", ["smollm2", "minilm"], indirect=True)
 def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")

@@ -101,6 +101,7 @@ for name, x in torch.load("mx.pt", weights_only=True).items():
     ]
 
 
+@pytest.mark.compiled
 def test_a_late_name_is_reached_while_dynamo_traces(run_python):
     code = """
 import torch, pt2mx
@@ -140,6 +141,7 @@ print(len(names) > 50)
     assert run_python(code, fresh=True).split() == ["True"]
 
 
+@pytest.mark.slow
 def test_reload(run_python):
     code = (
         "import importlib, pt2mx; importlib.reload(pt2mx); import torch._inductor.lowering; print(pt2mx.parse('mxfp4'))"

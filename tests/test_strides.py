@@ -114,7 +114,12 @@ def equal(got, want):
 
 
 @pytest.mark.slow_cases(
-    "encoder, decomposed", "sums and products", "view", "transposed weight", "view, both with channels last"
+    "encoder, decomposed",
+    "sums and products",
+    "view",
+    "transposed weight",
+    "view, both with channels last",
+    "view, model with channels last",
 )
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()

@@ -172,7 +172,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.slow_except("product-mxfp8-10", "attention-mxfp4-33")
+@pytest.mark.slow_except("product-mxfp8-10")
 @pytest.mark.parametrize("example", [10, 32, 33])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", DYNAMIC)
@@ -313,7 +313,7 @@ LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
 _SELECTED, _FIRST = (Selected(), first), (First(), torch.tensor)
 
 
-@pytest.mark.slow_cases("item, 4 and 6 bits")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "count", "formats"),
     [
@@ -338,6 +338,7 @@ def test_a_blocked_dimension_as_long_as_the_data_say(model, count, formats):
         assert torch.equal(lowered(x, y, count(k)), want)
 
 
+@pytest.mark.slow
 def test_codes_and_scales_as_many_as_the_data_say():
     x, y = torch.randn(4, 100), torch.randn(100, 8)
     program = torch.export.export(Operators(), (x, y, torch.tensor(70)))

@@ -49,7 +49,7 @@ def two_steps(model, graph):
     return logits.float()
 
 
-@pytest.mark.slow_cases("qwen2", "phi3", "opt")
+@pytest.mark.slow_cases("qwen2", "phi3", "opt", "mixtral")
 @pytest.mark.parametrize("family", EACH)
 def test_decoders(family):
     model, plain = laid_out(family)

@@ -29,7 +29,7 @@ OF_CODES = {"mxfp8": "llama", "nvfp4": "llama", "mxint8": "qwen3"}
 SLOW = {"mxfp8_e5m2": "llama", "mxfp6_e2m3": "llama", "mxfp6_e3m2": "llama", "mxfp4{16}(rceil)": "mistral"}
 
 
-@pytest.mark.slow_cases("mistral", "gptj", "phi3")
+@pytest.mark.slow_cases("mistral", "gptj", "phi3", "gpt2")
 @pytest.mark.parametrize("family", FUSED)
 def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")

@@ -147,7 +147,7 @@ _ARRIVE = {
 }
 
 
-@pytest.mark.slow_except("decoder_balanced-[vtgc]*", "mxfp4_weight_only-on*", "cnn_smallest-ex*")
+@pytest.mark.slow_except("decoder_balanced-[vtg]*", "cnn_smallest-ex*")
 @pytest.mark.parametrize(
     ("recipe", "destination"),
     [pytest.param(*one, marks=[pytest.mark.cuda] * (one[1] == "cuda")) for one in _CELLS],

@@ -80,6 +80,7 @@ def test_trap_15_storage_dtypes(tmp_path):
     assert torch.equal(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
 
 
+@pytest.mark.compiled
 def test_trap_19_inductors_configuration_stays(run_python):
     """Importing X86InductorQuantizer changes Inductor's global configuration."""
     code = """

@@ -53,6 +53,7 @@ def test_a_prompt_and_single_tokens_give_what_the_model_gives(family):
     assert close(torch.cat(result, 1), expected, family)
 
 
+@pytest.mark.slow_cases("gpt_oss", "mamba", "lfm2")
 @torch.no_grad()
 @pytest.mark.parametrize("family", DEFAULT)
 def test_padding_changes_nothing(family):
@@ -119,6 +120,7 @@ def operators(program):
     return [str(node.target) for node in program.graph.nodes if "sym_size" not in str(node.target)]
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_equal_sizes_have_one_symbol(family, monkeypatch):
     model, program = exported_decoder(family)
@@ -146,6 +148,7 @@ def test_other_sizes_run_and_unequal_ones_are_refused(check_guards):
         graph(**call)
 
 
+@pytest.mark.slow
 def test_examples_with_equal_sizes_share_no_symbol():
     model = tiny_decoder("llama")
     layers = layers_of(model)

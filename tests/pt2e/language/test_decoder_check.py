@@ -13,7 +13,7 @@ from pt2mx.pt2e.language.layers import layers_of
 from tests.language_models import tiny_decoder, transformers
 
 
-@pytest.mark.slow_except("8-float32", "256-bfloat16")
+@pytest.mark.slow_except("8-float32")
 @pytest.mark.parametrize(("window", "dtype"), [(8, "float32"), (8, "bfloat16"), (256, "float32"), (256, "bfloat16")])
 def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, dtype, monkeypatch):
     """GPT-Neo's own attention counts its window from the end of the cache."""
@@ -22,6 +22,7 @@ def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, dtype
         export_decoder(tiny_decoder("gpt_neo", window_size=window, dtype=dtype))
 
 
+@pytest.mark.slow
 def test_experts_that_rounding_chooses_are_no_error():
     """In bfloat16 transformers itself chooses other experts for some tokens, if it reads them in another order."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -39,7 +40,7 @@ def test_logits_that_are_zero_or_no_numbers():
         assert math.isnan(error_of(model, program, layers, None))
 
 
-@pytest.mark.slow_except("199", "201")
+@pytest.mark.slow_except("199")
 @pytest.mark.parametrize("window", [199, 201, 256, None])
 def test_another_window_than_that_of_the_model_is_an_error(window):
     """No text of the check is as long as the window: the values at its edge are large."""
@@ -69,6 +70,7 @@ def test_chunks_of_another_length_are_an_error():
     assert error_of(right, export_decoder(wrong), layers_of(right), None) > AGREEMENT
 
 
+@pytest.mark.slow
 def test_a_program_whose_cache_has_a_longest_length_is_refused():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, vocab_size=300, keep_window_size=16)).eval()

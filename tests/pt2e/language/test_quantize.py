@@ -19,9 +19,10 @@ def operators(model):
     return [str(node.target) for node in model.program.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow_except("gpt_oss-9")
 @pytest.mark.parametrize(
     ("family", "quantized"),
-    [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), pytest.param("mixtral", 9, marks=pytest.mark.slow)],
+    [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)],
 )
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     model, _ = exported_decoder(family, num_hidden_layers=1)

@@ -67,7 +67,7 @@ def formats(program):
     return {name: " ".join(sorted(elements)) for name, elements in found.items()}
 
 
-@pytest.mark.slow_except("encoder-weight1-None", "cond-mxfp4-mxfp4", "whileloop-weight1-None", "scan-weight1-None")
+@pytest.mark.slow_except("encoder-weight1-None", "cond-mxfp4-mxfp4")
 @LSTM
 @pytest.mark.parametrize(
     ("weight", "activation"),

@@ -82,6 +82,7 @@ def check_equal(got, want):
     assert numbers == expected_numbers and list(map(type, numbers.values())) == [int, int, bool, type(None)]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "sizes",
     [{}, {"x": 1}, {"images": 1}, {"left": 1}, {"right": 1, "left": 3}, {"x": 1, "images": 1, "left": 1}, {"x": 70},
@@ -94,6 +95,7 @@ def test_sizes_that_the_program_takes(sizes, loaded, converted):
         check_equal(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
 
 
+@pytest.mark.compiled
 def test_ranges_are_those_in_which_compiled_code_is_right(loaded):
     """The code reads two rows where the program reads one: tracing assumed a length of at least 2."""
     ranges = dict(zip(loaded.signature.names, loaded.signature.ranges, strict=True))
@@ -137,6 +139,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_the_program_does_not_take(name, loaded):
     (args, kwargs), message = REFUSED[name]
@@ -144,6 +147,7 @@ def test_arguments_that_the_program_does_not_take(name, loaded):
         loaded(*args, **kwargs)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -163,6 +167,7 @@ def test_strides_that_compiled_code_does_not_expect(name, value, loaded, convert
         check_equal(loaded(*args, **CONSTANTS), converted(*args, **CONSTANTS))
 
 
+@pytest.mark.compiled
 def test_inputs_that_are_written(loaded):
     args = inputs()
     loaded(*args, **CONSTANTS)
@@ -171,6 +176,7 @@ def test_inputs_that_are_written(loaded):
         loaded(*args[:-1], torch.zeros(6)[::2], **CONSTANTS)
 
 
+@pytest.mark.compiled
 def test_keywords_and_keys_in_any_order(loaded, converted):
     """Keyword arguments, keys of a dict, and parameters passed by name."""
     x, rows, parts, image, state = inputs()
@@ -181,12 +187,14 @@ def test_keywords_and_keys_in_any_order(loaded, converted):
         check_equal(loaded(x, rows, state=state, image=image, parts=parts, **CONSTANTS), want)
 
 
+@pytest.mark.compiled
 def test_a_written_input_shares_no_memory(loaded):
     x, rows, parts, image, _ = inputs()
     with pytest.raises(MXError, match="the input 'state' is written to, and shares memory with 'x': pass a clone"):
         loaded(x, rows, parts, image, x.view(-1)[:3], **CONSTANTS)
 
 
+@pytest.mark.compiled
 def test_a_package_records_its_provenance(path, monkeypatch):
     assert provenance_of(path) == provenance.Provenance.here(MXQuantizer.from_recipe("mxfp8"))
     monkeypatch.setattr(provenance, "__version__", "9.9")

@@ -108,6 +108,7 @@ def test_what_is_dear_is_computed_once():
     assert code.count(".erf()") == 1
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
 def test_between_convolutions_the_channels_stay_last():
     conv = torch.nn.Conv2d(64, 64, 3, padding=1)
