@@ -11,7 +11,8 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours, write_out_arguments
+from pt2mx.fx.graph.node import write_out_arguments
+from pt2mx.fx.graph.qdq import unlike_converted
 from pt2mx.fx.graph.source_node import note_source_nodes
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
@@ -36,7 +37,6 @@ from pt2mx.fx.passes.packed_operands import use_packed_attention, use_packed_emb
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm
 from pt2mx.fx.passes.unpack_weights import unpack_weights
 from pt2mx.fx.passes.weight_layout import make_weights_k_major, use_mma_layout
-from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.select import USES
 
 
@@ -154,14 +154,9 @@ def lower_to_inductor(
 
 
 def _check_converted(model: object) -> None:
-    if not isinstance(model, GraphModule):
-        kind = type(model).__name__
-    elif is_portable(model):
-        kind = "a portable program, whose operators are written out: it can be compiled as it is"
-    elif holds_observers(model.state_dict()):
-        kind = "one with observers, of a prepared model"
-    elif not any(any(map(is_ours, graph.graph.nodes)) for graph in graph_modules(model)):
-        kind = "one without quantized tensors"
-    else:
-        return
-    raise MXError(f"expected a converted graph module, not {kind}: pass what convert_pt2e returned")
+    kind = unlike_converted(model, model.state_dict()) if isinstance(model, GraphModule) else type(model).__name__
+    if kind is not None:
+        raise MXError(
+            f"expected a converted graph module, not {kind}: pass what convert_pt2e returned; torch.compile takes a "
+            "portable program as it is"
+        )

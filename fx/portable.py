@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 from torch.fx.experimental import _config as config
 
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.qdq import PORTABLE, holds_observers
 from pt2mx.kernels import arithmetic, blocks_in_memory
 from pt2mx.kernels.reference import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
-
-#: meta that marks the nodes of a portable program; it is saved with the program
-_MARK = {"mx_operators": "written out"}
-#: names that torchao gives the observers of a prepared model and their tensors
-_OBSERVER = re.compile(r"(.+\.)?activation_post_process_\d+\..+")
 
 
 def make_portable(program: ExportedProgram) -> ExportedProgram:
@@ -57,18 +51,8 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
     if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
         for node in portable.graph.nodes:
             if node.op == "call_function":
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), **_MARK}
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), **PORTABLE}
     return portable
-
-
-def is_portable(model: GraphModule) -> bool:
-    """Return whether a graph belongs to a program from `make_portable`, also after saving and loading."""
-    return any(_MARK.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
-
-
-def holds_observers(names: Iterable[str]) -> bool:
-    """Return whether the names of parameters and buffers include observers, as in a prepared model or its export."""
-    return any(map(_OBSERVER.fullmatch, names))
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:

@@ -1,20 +1,24 @@
-"""The quantize/dequantize pair of a quantized tensor in a converted graph: insert it, and recognize it."""
+"""The quantize/dequantize pair of a quantized tensor: insert it, and recognize it and the graphs that hold it."""
 
 from __future__ import annotations
 
 import functools
 import operator
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from pt2mx import ops
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import (
     Dequantize,
     Quantize,
     args_of,
+    is_ours,
     set_value,
     shape_of,
 )
@@ -33,6 +37,34 @@ ROUNDED_KEY = "mx_rounded"
 
 #: meta keys of a node's location in the model's source and module tree
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack")
+
+#: meta that marks the nodes of a portable program; it is saved with the program
+PORTABLE = {"mx_operators": "written out"}
+
+#: names that torchao gives the observers of a prepared model and their tensors
+_OBSERVER = re.compile(r"(.+\.)?activation_post_process_\d+\..+")
+
+
+def unlike_converted(model: GraphModule, tensors: Iterable[str]) -> str | None:
+    """Return what a graph is, with an article, if it is not a converted one; `tensors`: names of its parameters and
+    buffers."""
+    if is_portable(model):
+        return "a portable program, whose operators are written out"
+    if holds_observers(tensors):
+        return "one with observers, of a prepared model"
+    if not any(any(map(is_ours, graph.graph.nodes)) for graph in graph_modules(model)):
+        return "one without quantized tensors"
+    return None
+
+
+def is_portable(model: GraphModule) -> bool:
+    """Return whether a graph belongs to a program from `make_portable`, also after saving and loading."""
+    return any(PORTABLE.items() <= (node.meta.get("custom") or {}).items() for node in model.graph.nodes)
+
+
+def holds_observers(names: Iterable[str]) -> bool:
+    """Return whether the names of parameters and buffers include observers, as in a prepared model or its export."""
+    return any(map(_OBSERVER.fullmatch, names))
 
 
 def insert_quantize_dequantize(

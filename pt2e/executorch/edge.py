@@ -15,12 +15,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from pt2mx.errors import MXError, check_integer
 from pt2mx.fx.graph.graph_pass import run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.qdq import unlike_converted
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import use_packed_embeddings
-from pt2mx.fx.portable import holds_observers, is_portable, without_bit_casts
+from pt2mx.fx.portable import without_bit_casts
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
 
@@ -112,12 +112,5 @@ def _check(program: object) -> None:
         raise MXError(
             f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
         )
-    if is_portable(program.graph_module):
-        kind = "a portable program, whose operators are decomposed"
-    elif holds_observers(program.state_dict):
-        kind = "one with observers, of a prepared model"
-    elif not any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
-        kind = "one without quantized tensors"
-    else:
-        return
-    raise MXError(f"expected a converted program, not {kind}: pass torch.export.export(converted, inputs)")
+    if kind := unlike_converted(program.graph_module, program.state_dict):
+        raise MXError(f"expected a converted program, not {kind}: pass torch.export.export(converted, inputs)")

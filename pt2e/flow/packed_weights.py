@@ -17,10 +17,9 @@ from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import captured_operands, nodes_in_order, written_in
 from pt2mx.fx.graph.node import Dequantize, model_of, name_of, named_args, parameter_of, shape_of, tensor_of
-from pt2mx.fx.graph.qdq import spec_of_dequantize
+from pt2mx.fx.graph.qdq import holds_observers, is_portable, spec_of_dequantize
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.kernels.packing import group_of, packed_length, unpacked_length
 from pt2mx.ops import convolution, fp8_rowwise, linear, quantize_epilogue, scaled_mm
 from pt2mx.spec import MXSpec

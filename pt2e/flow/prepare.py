@@ -14,9 +14,8 @@ from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
 from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of, parameter_of
-from pt2mx.fx.graph.qdq import ROUNDED_KEY
+from pt2mx.fx.graph.qdq import ROUNDED_KEY, holds_observers, is_portable
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, tensors_in_written_memory
-from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
 from pt2mx.fx.training.train_eval import (
     TrainEvalModule,

@@ -23,7 +23,7 @@ from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, parameter_of, value_of
-from pt2mx.fx.portable import is_portable
+from pt2mx.fx.graph.qdq import is_portable
 from pt2mx.kernels.packing import unpacked_length
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.pt2e.files.archive import check_kind, read_record, record_names

@@ -20,6 +20,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import GroupedLinearMX, is_ours, node_arg, value_of
+from pt2mx.fx.graph.qdq import unlike_converted
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
     delete_unused_tensors,
@@ -30,7 +31,6 @@ from pt2mx.fx.graph.tensors import (
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
-from pt2mx.fx.portable import holds_observers, is_portable
 from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
@@ -150,15 +150,8 @@ def _export_arguments(model: object, inputs: object, shapes: Any) -> tuple[Graph
 def _check_converted(model: GraphModule) -> None:
     if written := tensors_in_written_memory(model):
         raise MXError(f"the model writes to its buffer {min(written)!r}, which an ONNX file cannot: make it an input")
-    if holds_observers(model.state_dict()):
-        kind = "one with observers, of a prepared model"
-    elif is_portable(model):
-        kind = "a portable program, whose operators are written out"
-    elif not any(map(is_ours, _nodes(model))):
-        kind = "one without quantized tensors"
-    else:
-        return
-    raise MXError(f"expected a converted model, not {kind}: pass what convert_pt2e returned, or an export of it")
+    if kind := unlike_converted(model, model.state_dict()):
+        raise MXError(f"expected a converted model, not {kind}: pass what convert_pt2e returned, or an export of it")
 
 
 def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:

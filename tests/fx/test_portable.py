@@ -4,7 +4,8 @@ from torch import nn
 
 import pt2mx
 from pt2mx import FORMATS, MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
-from pt2mx.fx.portable import is_portable, without_calls
+from pt2mx.fx.graph.qdq import is_portable
+from pt2mx.fx.portable import without_calls
 from pt2mx.kernels.select import USES
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows

@@ -117,7 +117,7 @@ def test_refuses_what_is_no_converted_program():
         (nn.Linear(64, 8), "expected an ExportedProgram, not Linear"),
         (float_program, "not one without quantized tensors"),
         (torch.export.export(prepared, (x,)), "not one with observers, of a prepared model"),
-        (portable, "not a portable program, whose operators are decomposed"),
+        (portable, "not a portable program, whose operators are written out"),
     ):
         with pytest.raises(MXError, match=message):
             edge_ready(program)
