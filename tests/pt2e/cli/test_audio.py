@@ -107,6 +107,7 @@ def test_a_float_model_that_does_not_continue_texts(run, place):
 @pytest.mark.slow
 def test_a_quantized_model_that_does_not_continue_texts(run, text_too):
     (text_too / "text.txt").write_text("The quick brown fox")
+    write_recording(text_too / "speech.wav", 1.5)
     refused(run, ("generate", "t5-mxfp4", "--audio", "speech.wav"), "'t5-mxfp4' reads no audio: give --prompt")
     refused(run, ("perplexity", "t5-mxfp4", "--text", "text.txt"), "a t5 answers a text and does not continue it")
 

@@ -41,7 +41,7 @@ def test_a_model_with_its_vision_tower(run):
     options = {"max_new_tokens": 8, "do_sample": False}
     assert status == 0 and answer["text"] == loaded.generate(text="<image>hello", images=[image], **options)
     assert loaded.generate(text="<image>hello", images=[image.convert("L").convert("RGB")], **options) != answer["text"]
-    for file, text in (("text.png", "is no image"), ("nothing.png", "is no image")):
+    for file, text in (("text.png", "is no image"), ("nothing.png", "no file or folder 'nothing.png': give an image")):
         status, _, err = run(*generate, "--image", file)
         assert status == 2 and text in err and err.count("\n") == 1
     status, _, err = run(*generate, "--image", "red.png", "--chat")
