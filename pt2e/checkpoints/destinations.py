@@ -143,8 +143,9 @@ def destination_named(name: str) -> Destination:
 def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
     """Return a recipe in the form that destinations take.
 
-    Left out is what a destination has no place for: rotations and smoothing of inputs, a quantized cache, codes of
-    embeddings. Recipes for a task (`decoder_balanced`) also exchange formats that it has not.
+    Left out is what a destination has no place for: smoothing of inputs, a quantized cache, codes of embeddings.
+    Rotations of inputs become rotations of weights, in models whose weights can hold them. Recipes for a task
+    (`decoder_balanced`) also exchange formats that it has not.
 
     Args:
         recipe: the name of a shipped recipe, a format, or the path of a YAML file; or a quantizer, which stays as it
@@ -161,7 +162,7 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
         >>> import pt2mx
         >>> form = pt2mx.for_destinations("mxfp4_decoder", ["vllm"])
         >>> print(*form.changes, sep="\\n")
-        without Rotation, for which vllm has no place
+        rotations in the weights, where a model allows it, instead of rotated inputs
         a cache in high precision instead of mxint8{32}
         weights in mxfp8_e4m3{32}(even,even) instead of mxint8{32}
         the embedding in high precision instead of mxfp8_e4m3{32}(even,even)
@@ -253,10 +254,8 @@ def _form(form: Form, destination: Destination, exchanges: bool) -> Form:
     """Return a form as a destination takes it, as far as it can."""
     quantizer = form.quantizer.with_configs(lambda kind, key, config: config)
     changes = []
-    if not destination.transforms and (transforms := _transforms(quantizer)):
-        left = [one for one in quantizer.algorithms or () if one not in transforms]
-        quantizer.set_algorithms(left or None)
-        changes.append(f"without {_named(transforms)}, for which {destination.name} has no place")
+    if not destination.transforms and _transforms(quantizer):
+        quantizer.set_algorithms(_in_weights(quantizer.algorithms or (), changes) or None)
     if not destination.caches and quantizer.kv_cache is not None:
         changes.append(f"a cache in high precision instead of {quantizer.kv_cache}")
         quantizer.set_kv_cache(None)
@@ -265,6 +264,20 @@ def _form(form: Form, destination: Destination, exchanges: bool) -> Form:
         return form
     forms = [_in_layout(form, layout, destination, exchanges) for layout in destination.layouts]
     return min(forms, key=lambda form: len(refusals(form, destination)))
+
+
+def _in_weights(algorithms: Iterable[Algorithm], changes: list[str]) -> list[Algorithm]:
+    """Return algorithms without those that change inputs as the model runs, and add what changed."""
+    result: list[Algorithm] = []
+    for algorithm in algorithms:
+        if isinstance(algorithm, Smoothing):
+            changes.append("without Smoothing, which scales inputs")
+        elif _is_online(algorithm):
+            result.append(Rotation(online=False, strict=False))
+            changes.append("rotations in the weights, where a model allows it, instead of rotated inputs")
+        else:
+            result.append(algorithm)
+    return result
 
 
 def _in_layout(form: Form, layout: Layout, destination: Destination, exchanges: bool) -> Form:

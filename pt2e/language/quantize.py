@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from pt2mx.algorithms.options import folded_rotation
+from pt2mx.algorithms.options import Rotation, folded_rotation
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.flow.prepare import check_quantizer
@@ -105,10 +106,7 @@ def quantize_language_model(
         check_tower(model)
     rotation = folded_rotation(quantizer.algorithms or ())
     if rotation is not None and (has_source(layers) or (part is None and has_tower(model))):
-        raise MXError(
-            "rotations are folded into the weights of decoders of text alone: leave Rotation(online=False) out for a "
-            "model with an encoder or a tower"
-        )
+        quantizer, rotation = _unrotated(quantizer, rotation), None
     inputs = float_inputs_of(model, layers, part)
     if lessons and inputs.encoder is not None:
         raise MXError(
@@ -139,6 +137,16 @@ def quantize_language_model(
     language_model = LanguageModel(program, config, copy.deepcopy(model.generation_config), tokenizer, encoder)
     language_model.coverage = coverage
     return language_model
+
+
+def _unrotated(quantizer: MXQuantizer, rotation: Rotation) -> MXQuantizer:
+    """Return a quantizer without a rotation that is folded into weights."""
+    reason = "rotations are folded into the weights of decoders of text alone"
+    if rotation.strict:
+        raise MXError(f"{reason}: leave Rotation(online=False) out for a model with an encoder or a tower")
+    warnings.warn(f"the weights stay without rotations: {reason}", stacklevel=3)
+    others = [algorithm for algorithm in quantizer.algorithms or () if algorithm is not rotation]
+    return quantizer.with_configs(lambda kind, key, config: config).set_algorithms(others or None)
 
 
 def _coverage(model: PreTrainedModel, *programs: ExportedProgram | None) -> Coverage:

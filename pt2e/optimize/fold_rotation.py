@@ -6,6 +6,7 @@ tied become two weights.
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,13 +42,24 @@ def fold_rotations(model: GraphModule, options: Rotation, example: Any = None) -
 
     Args:
         model: an exported decoder.
-        options: with the largest size of a block.
+        options: with the largest size of a block; with `strict=False` a program whose weights cannot hold rotations is
+            returned as it is, with a warning.
         example: a batch, on which the result must compute what the program computes; None: nothing is compared.
 
     Raises:
         MXError: for a program whose residual stream cannot be rotated, with the operator that prevents it; and for a
             result that computes something else.
     """
+    try:
+        return _folded(model, options, example)
+    except MXError as error:
+        if options.strict:
+            raise
+        warnings.warn(f"the weights stay without rotations: {error}", stacklevel=2)
+        return model
+
+
+def _folded(model: GraphModule, options: Rotation, example: Any) -> GraphModule:
     result = copy_sharing_tensors(model)
     embedding = _embedding(result)
     rotated = [RotatedValues(embedding, _size(embedding, options))]

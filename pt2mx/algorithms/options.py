@@ -67,6 +67,7 @@ class Rotation(Algorithm):
             within their blocks (NVFP4: 16).
         attention: True also rotates queries and keys, if both are quantized.
         online: False folds rotations into the weights of a decoder with RMS norms.
+        strict: without `online`, False leaves a model as it is, with a warning, whose weights cannot hold rotations.
 
     Raises:
         MXError: for a size that is no power of two, and for queries and keys without `online`.
@@ -74,12 +75,13 @@ class Rotation(Algorithm):
     Example:
         >>> from pt2mx.algorithms import Rotation
         >>> Rotation(online=False)
-        Rotation(size=None, attention=False, online=False)
+        Rotation(size=None, attention=False, online=False, strict=True)
     """
 
     size: int | None = None
     attention: bool = False
     online: bool = True
+    strict: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,6 +177,7 @@ RANGES: dict[str, tuple[Any, float, float]] = {
     "size": (int, 4, 1024),
     "attention": (bool, 0, 1),
     "online": (bool, 0, 1),
+    "strict": (bool, 0, 1),
     "by_inputs": (bool, 0, 1),
     "damping": ((int, float), 0, 1e6),
     "damping_of_few": ((int, float), 0, 1e6),

@@ -46,6 +46,8 @@ METHODS = {
     "imatrix": Method("ours"),
     "balanced": Method("ours", models=_ALL),
     "best": Method("ours"),
+    "unrotated": Method("ours"),
+    "folded": Method("ours", models=("smollm2",)),
     "torchao": Method("torchao_mx", models=_ALL, formats=("W4", "W4A8", "W4A4")),
     "GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),
     "SmoothQuant + GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),

@@ -1,4 +1,4 @@
-"""This project: rounded to nearest, or by a preset of `pt2mx.optimize`."""
+"""This project: rounded to nearest, by a preset of `pt2mx.optimize`, or by algorithms whose result checkpoints hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import pt2mx
+from tests.benchmarks.accuracy.case import ALGORITHMS
 from tests.benchmarks.peers.models import MODELS
 from tests.benchmarks.peers.process import Job, run
 
@@ -18,7 +19,10 @@ def quantize(job: Job) -> nn.Module:
     quantizer = subject.quantizer(job.format, "even")
     if job.method != "nearest":
         batches = [(batch,) for batch in inputs.split(subject.at_once)]
-        model = pt2mx.optimize(model, quantizer, batches, preset=job.method)
+        algorithms = ALGORITHMS.get(job.method)
+        model = pt2mx.optimize(
+            model, quantizer, batches, algorithms=algorithms, preset=None if algorithms else job.method
+        )
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
 
 

@@ -23,7 +23,11 @@ def test_a_decoder_reaches_transformers(tmp_path, monkeypatch, capsys):
     assert command == (
         "for transformers: pt2mx save-checkpoint q --float float --layout compressed-tensors --output q-transformers"
     )
-    for change in ("without Rotation", "a cache in high precision instead of mxint8{32}", "the model in bfloat16"):
+    for change in (
+        "rotations in the weights",
+        "a cache in high precision instead of mxint8{32}",
+        "the model in bfloat16",
+    ):
         assert f"pt2mx: {change}" in notes
     assert main(shlex.split(command)[3:]) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained("q-transformers", dtype="auto")
@@ -34,7 +38,7 @@ def test_a_decoder_reaches_transformers(tmp_path, monkeypatch, capsys):
 def test_the_form_is_a_recipe(capsys):
     assert main(["recipes", "show", "decoder_smallest", "--for", "gguf,onnx", "--json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
-    assert "int8{32}(f16)" in text and "rotation" not in text and "kv_cache" not in text
+    assert "int8{32}(f16)" in text and "online: false" in text and "kv_cache" not in text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer
+from pt2mx.algorithms import Rotation
 from pt2mx.analysis.metrics import kl_divergence
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
@@ -142,6 +143,12 @@ def test_models_whose_weights_hold_no_rotation():
         quantized_decoder("gpt2", ROTATION, num_hidden_layers=1)
     with pytest.raises(MXError, match="rotations are folded into the weights of decoders of text alone"):
         quantize_language_model(tiny_encoder_decoder("t5"), ROTATION)
+    if_possible = copy.copy(ROTATION).set_algorithms({"rotation": {"online": False, "strict": False}})
+    with pytest.warns(
+        UserWarning, match="the weights stay without rotations: rotations are folded into the weights of"
+    ):
+        quantize_language_model(tiny_encoder_decoder("t5"), if_possible)
+    assert if_possible.algorithms == (Rotation(online=False, strict=False),)
 
 
 @pytest.mark.parametrize("name", ["texts", "lessons"])

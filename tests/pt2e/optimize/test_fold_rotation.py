@@ -125,6 +125,8 @@ def test_residual_streams_that_no_rotation_of_weights_allows(family):
     graph, _ = graph_and_batch(family)
     with pytest.raises(MXError, match=REFUSED[family]):
         fold_rotations(graph, FOLDED)
+    with pytest.warns(UserWarning, match=f"stay without rotations: .*{REFUSED[family]}"):
+        assert fold_rotations(graph, Rotation(online=False, strict=False)) is graph
 
 
 class Norm(nn.Module):
