@@ -252,6 +252,10 @@ def _check_run(options: argparse.Namespace) -> None:
     check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     if is_onnx and not Path(options.package).is_file():
         raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
+    if options.float is not None:
+        if is_onnx or not options.benchmark:
+            raise MXError("--float is for a package, with --benchmark: the program to time beside it")
+        check_kind(options.float, "program")
     if is_onnx and options.inputs is None:
         raise MXError("an ONNX file has no example inputs: give --inputs, a .pt or .npz batch")
 

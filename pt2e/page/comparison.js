@@ -29,6 +29,18 @@ function drawComparison(section) {
   );
   const head = ["recipe", "size", "bits", metric, ...(timed ? ["ms"] : [])];
   find(".scroll", section).append(plainTable(head, rows.map(line)));
+  if (data.comparison.speed) section.append(...speedTable(data.comparison.speed));
+}
+
+/** The times of the recipes and of the float models, and how they were measured. */
+function speedTable({ method, rows }) {
+  const times = ({ median, low, high }) => (median === null
+    ? [html("td", {}), html("td", {})]
+    : [html("td", {}, significant(median)), html("td", {}, `${significant(low)} to ${significant(high)}`)]);
+  const line = (row) => html("tr", {}, html("th", { scope: "row" }, breakable(row.name),
+    row.note && html("span", { class: "note" }, row.note)), ...times(row));
+  return [html("div", { class: "scroll", tabindex: "0" }, plainTable(["speed", "ms", "of rounds"], rows.map(line))),
+    html("p", { class: "lead" }, method)];
 }
 
 /** The quality; a cosine to three digits of its distance from 1. */
