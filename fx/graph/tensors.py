@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen, PythonCode
 from torch.fx.node import map_aggregate
@@ -237,9 +238,9 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
 def cast_floats(model: GraphModule, dtype: torch.dtype) -> GraphModule:
     """Cast a float model and its subgraphs to another dtype, as `nn.Module.to` would before an export.
 
-    This changes tensors in float32, float16 and bfloat16, `val` meta, and the dtype arguments of casts and factories.
-    Numbers beyond the range of the dtype, such as the masks of attention, become its largest. Changes `model` and
-    returns it.
+    This changes tensors in float32, float16 and bfloat16, `val` meta, and the dtype arguments of casts and factories,
+    also those that take the default dtype. Numbers beyond the range of the dtype, such as the masks of attention,
+    become its largest. Changes `model` and returns it.
     """
     largest = torch.finfo(dtype).max
 
@@ -250,7 +251,17 @@ def cast_floats(model: GraphModule, dtype: torch.dtype) -> GraphModule:
             return dtype
         return floats_in(dtype, value) if isinstance(value, Tensor) else value
 
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            if isinstance(node.meta.get("val"), Tensor) and _has_dtype(node.target):
+                node.kwargs = {"dtype": node.meta["val"].dtype, **node.kwargs}
     return _map_values(model, cast)
+
+
+def _has_dtype(target: object) -> bool:
+    """Return whether an operator has the dtype of its result as a keyword argument."""
+    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    return any(argument.name == "dtype" and argument.kwarg_only for argument in arguments)
 
 
 def floats_in(dtype: torch.dtype, tree: T) -> T:

@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
     def _with_names(self, words: list[str], options: Any, rest: list[str]) -> tuple[Any, list[str]]:
         """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left.
 
-        After `--recipes a b net`, argparse takes b for the model: it is the last word, unless it came before the option.
+        In `--recipes a b net` argparse takes b for the model, which is the last word, unless it came before the option.
         """
         for action in self._actions:
             value: Any = getattr(options, action.dest, None)

@@ -76,7 +76,7 @@ def _timed(
     progress: Progress,
     call: Callable[[], object],
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
-    device: torch.device = torch.device("cpu"),
+    device: torch.device | str = "cpu",
 ) -> float | Speed:
     """Return the median seconds of a call; with `--benchmark` its speed beside the program of `--float`."""
     if not options.benchmark:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +27,7 @@ def speed_beside_float(
     call: Callable[[], object],
     program: ExportedProgram | None,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    device: torch.device,
+    device: torch.device | str,
 ) -> Speed:
     """Time a call in turns with a program in float32 and in bfloat16.
 
@@ -40,8 +41,9 @@ def speed_beside_float(
     test = SpeedTest(device)
     test.add(name, lambda: call)
     with TemporaryDirectory() as folder:
-        for dtype in FLOATS if program is not None else ():
-            test.add(dtype, lambda dtype=dtype: _compiled(program, inputs, getattr(torch, dtype), device, folder))
+        if program is not None:
+            for dtype in FLOATS:
+                test.add(dtype, partial(_compiled, program, inputs, getattr(torch, dtype), device, folder))
         return test.run()
 
 
@@ -49,12 +51,12 @@ def _compiled(
     program: ExportedProgram,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     dtype: torch.dtype,
-    device: torch.device,
+    device: torch.device | str,
     folder: str,
 ) -> Callable[[], object]:
     """Return a call of a program in a float dtype, compiled by AOTInductor."""
     shapes = dynamic_shapes(program, program.module())
-    graph = cast_floats(move_to_device(float_graph(program), device), dtype)
+    graph = cast_floats(move_to_device(float_graph(program), torch.device(device)), dtype)
     args, kwargs = floats_in(dtype, inputs)
     path = str(Path(folder) / f"{str(dtype).removeprefix('torch.')}.pt2")
     with warnings.catch_warnings():

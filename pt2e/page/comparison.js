@@ -34,12 +34,12 @@ function drawComparison(section) {
 
 /** The times of the recipes and of the float models, and how they were measured. */
 function speedTable({ method, rows }) {
-  const times = ({ median, low, high }) => (median === null
-    ? [html("td", {}), html("td", {})]
-    : [html("td", {}, significant(median)), html("td", {}, `${significant(low)} to ${significant(high)}`)]);
-  const line = (row) => html("tr", {}, html("th", { scope: "row" }, breakable(row.name),
-    row.note && html("span", { class: "note" }, row.note)), ...times(row));
-  return [html("div", { class: "scroll", tabindex: "0" }, plainTable(["speed", "ms", "of rounds"], rows.map(line))),
+  const line = ({ name, milliseconds: times, note }) => html(
+    "tr", {}, html("th", { scope: "row" }, breakable(name), note && html("span", { class: "note" }, note)),
+    html("td", {}, times ? significant(times.median) : "–"),
+    html("td", {}, times ? `${significant(times.low)} to ${significant(times.high)}` : ""),
+  );
+  return [html("div", { class: "scroll", tabindex: "0" }, plainTable(["model", "ms", "interval"], rows.map(line))),
     html("p", { class: "lead" }, method)];
 }
 

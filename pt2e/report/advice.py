@@ -58,8 +58,8 @@ def advice(comparison: RecipeComparison) -> str:
         ratio = ratio_text(whole.bytes / row.bytes, "smaller than", "larger than", "about as large as")
         size = f", {ratio} float"
     return (
-        f"Recommended: {row.name}, the smallest recipe with a {bound} ({_measured(row)}){size}{_speed(comparison, row)}."
-        f"{_doubts(comparison, row)}"
+        f"Recommended: {row.name}, the smallest recipe with a {bound} ({_measured(row)}){size}"
+        f"{_speed(comparison, row)}.{_doubts(comparison, row)}"
     )
 
 

@@ -93,21 +93,22 @@ class Speed:
         """Return the method, the processor, the threads and a row for each model; None means not measured."""
         rows: list[dict[str, Any]] = []
         for name in self.rounds:
-            rows.append({"name": name, **self.milliseconds(name)._asdict(), "note": self.verdict(name)})
+            ratios = {other: self.times_as_long(name, other)._asdict() for other in FLOATS if other in self.rounds}
+            times = {"milliseconds": self.milliseconds(name)._asdict(), "times_as_long": ratios}
+            rows.append({"name": name, **times, "note": self.verdict(name)})
         for name, reason in self.failures.items():
-            rows.append({"name": name, **dict.fromkeys(Interval._fields), "note": reason})
+            rows.append({"name": name, "milliseconds": None, "times_as_long": {}, "note": reason})
         return {"method": self.method, "processor": self.processor, "threads": self.threads, "rows": rows}
 
     def __str__(self) -> str:
-        rows = self.to_dict()["rows"]
-        table = [("", "ms", "low", "high")]
-        for row in rows:
-            numbers = [row[field] for field in Interval._fields]
-            table.append((row["name"], *("" if number is None else f"{number:.3g}" for number in numbers)))
-        head, *lines = text_table(table, left=1).splitlines()
-        for i, row in enumerate(rows):
-            lines[i] += f"  {row['note']}" if row["note"] else ""
-        return "\n".join([head, *lines, self.method])
+        table, notes = [("", "ms", "low", "high")], [""]
+        for row in self.to_dict()["rows"]:
+            times = row["milliseconds"] or dict.fromkeys(Interval._fields)
+            table.append((row["name"], *("" if ms is None else f"{ms:.3g}" for ms in times.values())))
+            notes.append(row["note"])
+        lines = text_table(table, left=1).splitlines()
+        noted = [f"{line}  {note}" if note else line for line, note in zip(lines, notes, strict=True)]
+        return "\n".join([*noted, self.method])
 
 
 class SpeedTest:
@@ -120,7 +121,7 @@ class SpeedTest:
 
     @torch.no_grad()
     def add(self, name: str, make: Callable[[], Callable[[], object]]) -> None:
-        """Add the call that `make` returns, and make it once, which may compile. Where either fails, its row says why."""
+        """Add the call that `make` returns, and call it once, which may compile. If this fails, its row says why."""
         try:
             call = make()
             call()

@@ -192,7 +192,9 @@ class _Evaluation:
         quality = self.quality.from_distance(distance)
         error = abs(self.quality.from_distance(distance + half_interval(samples)) - quality)
         note = "its output holds NaN" if math.isnan(quality) else ""
-        return RecipeRow("", report.bytes_after, report.effective_bits, quality, note=note, error=error, samples=samples)
+        return RecipeRow(
+            "", report.bytes_after, report.effective_bits, quality, note=note, error=error, samples=samples
+        )
 
     def _samples(self, outputs: Iterable[Any]) -> tuple[float, tuple[float, ...]]:
         """Return the mean distance of the outputs of all batches, and the distance of each sample."""
