@@ -19,7 +19,7 @@ from pt2mx.pt2e.files.user_errors import one_line
 #: the dtypes of the float models that others are compared with, the faster peer first
 FLOATS = ("bfloat16", "float32")
 #: rounds of a measurement, and the least seconds of each model in a round
-ROUNDS, _SECONDS = 9, 0.05
+ROUNDS, _SECONDS = 9, 0.1
 
 
 class Interval(NamedTuple):

@@ -25,11 +25,11 @@ class Clock:
 
 def test_calls_take_turns_and_short_ones_repeat():
     clock = Clock()
-    rounds = seconds_in_turns({"slow": clock.call("slow", 0.06), "fast": clock.call("fast", 0.02)}, clock)
+    rounds = seconds_in_turns({"slow": clock.call("slow", 0.12), "fast": clock.call("fast", 0.04)}, clock)
     assert clock.made == ["slow", "fast"] + ROUNDS * ["slow", "fast", "fast", "fast"]
     assert list(rounds) == ["slow", "fast"] and all(len(seconds) == ROUNDS for seconds in rounds.values())
-    assert rounds["slow"][0] == pytest.approx(0.06 * 1.003) and rounds["fast"][0] == pytest.approx(0.02 * 1.005)
-    assert rounds["slow"][-1] == pytest.approx(0.06 * 1.035)
+    assert rounds["slow"][0] == pytest.approx(0.12 * 1.003) and rounds["fast"][0] == pytest.approx(0.04 * 1.005)
+    assert rounds["slow"][-1] == pytest.approx(0.12 * 1.035)
 
 
 def test_the_interval_leaves_out_the_lowest_and_the_highest_round():
@@ -84,7 +84,7 @@ def test_the_table_and_json():
 
 def test_a_model_that_does_not_run_is_a_row():
     clock, test = Clock(), SpeedTest()
-    test.add("works", lambda: clock.call("works", 0.05))
+    test.add("works", lambda: clock.call("works", 0.1))
     test.add("does not compile", lambda: 1 / 0)
     test.add("does not run", lambda: lambda: torch.ones(2) @ torch.ones(3))
     actual = test.run(clock)
