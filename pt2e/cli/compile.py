@@ -21,9 +21,6 @@ from pt2mx.pt2e.packages.float_speed import speed_beside_float
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package
 from pt2mx.pt2e.program.provenance import recipe_of
 
-#: what the float rows of the table are
-_FLOAT = "float32 and bfloat16: the same program without quantization, compiled in the same way"
-
 
 def run(options: argparse.Namespace) -> Result:
     check_device(options.device)
@@ -58,7 +55,7 @@ def run(options: argparse.Namespace) -> Result:
         f"{options.output}: {size / 1e6:.1f} MB (the program: {before / 1e6:.1f} MB); {progress.seconds()}"
     )
     if speed is not None:
-        text += f"\n{speed}\n{_FLOAT}"
+        text += f"\n{speed}"
     data = {
         "output": options.output,
         "bytes": size,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
@@ -46,46 +47,44 @@ def run(options: argparse.Namespace) -> Result:
         with user_errors("run the package"), torch.no_grad():
             copies, keywords = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))  # it may write to its inputs
             outputs = package(*copies, **keywords)
-            timed = _timed(options, progress, lambda: package(*args, **kwargs), (args, kwargs), package.device)
+            timed: float | Speed
+            if options.benchmark:
+                progress.begin("benchmark")
+                program = _float_program(options)
+                timed = speed_beside_float(
+                    options.package, lambda: package(*args, **kwargs), program, (args, kwargs), package.device
+                )
+            else:
+                timed = _time(lambda: package(*args, **kwargs))
         _save(outputs, options.output)
     inputs = dict(zip(signature.names, pytree.tree_leaves((args, kwargs)), strict=True))
     results = {f"output{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(outputs)[0]}
     return _result(inputs, results, timed, str(package.device))
 
 
+def _float_program(options: argparse.Namespace) -> ExportedProgram | None:
+    if options.float is None:
+        note(f"{options.package} does not hold its float model: --float PROGRAM, what was compiled, times it beside")
+        return None
+    return load_program_file(options.float)
+
+
 def _run_onnx(options: argparse.Namespace) -> Result:
-    with Progress(2 + options.benchmark) as progress:
+    with Progress(2) as progress:
         model = load(options.package, options.runtime)
         inputs = arrays_by_name(_load(options.inputs), model.inputs, options.inputs)
         progress.begin("run")
         with user_errors(f"run {options.package!r} in {model.runtime}"):
             outputs = {name: torch.from_numpy(y) for name, y in model.call(inputs).items()}
-            timed = _timed(options, progress, lambda: model.call(inputs))
+            seconds = _time(lambda: model.call(inputs))
         _save(outputs, options.output)
-    return _result({n: torch.from_numpy(x) for n, x in inputs.items()}, outputs, timed, f"cpu in {model.runtime}")
+    return _result({n: torch.from_numpy(x) for n, x in inputs.items()}, outputs, seconds, f"cpu in {model.runtime}")
 
 
 def _save(outputs: object, path: str | None) -> None:
     if path is not None:
         with user_errors(f"write {path!r}"), whole_file(path) as file, deferred_interrupts():
             torch.save(pytree.tree_map_only(Tensor, Tensor.cpu, outputs), file)
-
-
-def _timed(
-    options: argparse.Namespace,
-    progress: Progress,
-    call: Callable[[], object],
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {}),
-    device: torch.device | str = "cpu",
-) -> float | Speed:
-    """Return the median seconds of a call; with `--benchmark` its speed beside the program of `--float`."""
-    if not options.benchmark:
-        return _time(call)
-    progress.begin("benchmark")
-    program = None if options.float is None else load_program_file(options.float)
-    if program is None:
-        note(f"{options.package} does not hold its float model: --float PROGRAM, what was compiled, times it beside")
-    return speed_beside_float(options.package, call, program, inputs, device)
 
 
 def _result(inputs: dict[str, Any], outputs: dict[str, Any], timed: float | Speed, device: str) -> Result:

@@ -18,6 +18,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Hadamard, is_ours
 from pt2mx.fx.graph.tensors import cast_floats, copy_sharing_tensors, floats_in, move_to_device
 from pt2mx.fx.passes.undo_quantization import undo_quantization
+from pt2mx.fx.portable import is_portable
 from pt2mx.pt2e.packages.sizes import dynamic_shapes
 from pt2mx.pt2e.report.speed import FLOATS, Speed, SpeedTest
 
@@ -74,9 +75,12 @@ def float_graph(program: ExportedProgram) -> GraphModule:
     Its weights have the values of the codes, also those of rotated ones, so that its outputs are not the float model's.
 
     Raises:
-        MXError: for a program that still calls an operator of pt2mx, such as one over a quantized cache.
+        MXError: for a program that still calls an operator of pt2mx, such as one over a quantized cache, and for a
+            portable one.
     """
     graph = copy_sharing_tensors(program.module())
+    if is_portable(graph):
+        raise MXError("a portable program does not tell what is quantized: give the one that it was made from")
     undo_quantization(graph)
     for inner in graph_modules(graph):
         for node, call in list(Hadamard.calls_in(inner.graph)):

@@ -18,6 +18,8 @@ from pt2mx.pt2e.files.user_errors import one_line
 
 #: the dtypes of the float models that others are compared with, the faster peer first
 FLOATS = ("bfloat16", "float32")
+#: what the rows of float models are
+_BESIDE = "bfloat16 and float32: the model without quantization, compiled in the same way"
 #: rounds of a measurement, and the least seconds of each model in a round
 ROUNDS, _SECONDS = 9, 0.1
 
@@ -83,10 +85,11 @@ class Speed:
 
     @property
     def method(self) -> str:
-        """Return how and where the times were measured, in a sentence."""
+        """Return how and where the times were measured, and what the rows of float models are."""
+        beside = "" if set(FLOATS).isdisjoint(self.rounds) else f"\n{_BESIDE}"
         return (
-            f"a call, compiled: the median of {ROUNDS} rounds in turns, and its 96 % interval; {self.processor}, "
-            f"{self.threads} thread{'s' * (self.threads != 1)}, torch {torch.__version__}"
+            f"a call: the median of {ROUNDS} rounds in turns, and its 96 % interval; {self.processor}, "
+            f"{self.threads} thread{'s' * (self.threads != 1)}, torch {torch.__version__}{beside}"
         )
 
     def to_dict(self) -> dict[str, Any]:

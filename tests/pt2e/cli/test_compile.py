@@ -210,7 +210,7 @@ def test_compile_times_the_package_beside_the_program_in_float(here, compiled_fl
     assert main(["compile", "net.pt2", "--output", "timed.pt2"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[3:6]] == ["package", "bfloat16", "float32"]
-    assert "float32 and bfloat16: the same program without quantization, compiled in the same way" in out
+    assert "bfloat16 and float32: the model without quantization, compiled in the same way" in out
     assert [dtype for *_, dtype in compiled_float] == [torch.bfloat16, torch.float32]
     assert main(["compile", "net.pt2", "--output", "timed.pt2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["speed"]["rows"]
@@ -328,7 +328,8 @@ def unfit_files(folder):
         (["run", "net.aoti.pt2", "--inputs", "text.pt2"], "text.pt2 is no batch"),
         (["run", "net.aoti.pt2", "--output", "."], "cannot write '.'"),
         (["run", "bare.pt2"], "'bare.pt2' does not say how to call it"),
-        (["run", "net.aoti.pt2", "--float", "net.pt2"], "--float is for a package, with --benchmark"),
+        (["run", "net.onnx", "--inputs", "text.pt", "--benchmark"], "--benchmark is for packages: leave it out"),
+        (["run", "net.aoti.pt2", "--float", "net.pt2"], "--float goes with --benchmark: the program to"),
         (["run", "net.aoti.pt2", "--benchmark", "--float", "nowhere.pt2"], "no file 'nowhere.pt2'"),
         (
             ["run", "net.aoti.pt2", "--benchmark", "--float", "net.aoti.pt2"],

@@ -63,6 +63,12 @@ def test_a_program_over_codes_is_not_one_in_float():
     assert "the program computes with codes: it calls pt2mx.dequantize_mx" in speed.failures["float32"]
 
 
+def test_a_portable_program_does_not_tell_what_is_quantized():
+    portable = pt2mx.make_portable(torch.export.export(convert(net(), (X,), "mxint8"), (X,)))
+    with pytest.raises(pt2mx.MXError, match="a portable program does not tell what is quantized"):
+        float_graph(portable)
+
+
 def test_a_call_without_a_program_is_timed_alone():
     speed = speed_beside_float("own", lambda: None, None, ((), {}), CPU)
     assert list(speed.rounds) == ["own"] and len(speed.rounds["own"]) == ROUNDS and not speed.failures

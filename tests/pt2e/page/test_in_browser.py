@@ -81,7 +81,7 @@ def test_the_speed_of_recipes(fresh):
     assert fresh.run(f"{table}.map((cell) => cell.textContent))") == [
         ["bfloat16", "2.00", "2.00 to 2.00"],
         ["mxfp41.5x slower than bfloat16", "3.00", "3.00 to 3.00"],
-        ["float32it does not compile", "–", ""],
+        ["float32it does not compile", "\u2013", ""],
     ]
     last = fresh.run("document.querySelector('#comparison > .lead:last-child').textContent")
     assert "the median of 9 rounds in turns" in last and "a processor, 2 threads" in last

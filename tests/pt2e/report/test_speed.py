@@ -63,13 +63,15 @@ def test_what_rounds_do_not_tell_apart_is_about_as_fast():
 
 def test_the_table_and_json():
     actual = Speed({"bfloat16": ROUNDS * [0.002], "mxint8": ROUNDS * [0.003]}, {"float32": "it broke"}, "a CPU", 1)
-    head, *rows, method = str(actual).splitlines()
+    head, *rows, method, beside = str(actual).splitlines()
     assert head.split() == ["ms", "low", "high"]
     assert rows[0].split() == ["bfloat16", "2", "2", "2"] and rows[2].split() == ["float32", "it", "broke"]
     assert rows[1].split(maxsplit=4) == ["mxint8", "3", "3", "3", "1.5x slower than bfloat16"]
-    assert method.startswith("a call, compiled: the median of 9 rounds in turns, and its 96 % interval; a CPU, 1 th")
+    assert method.startswith("a call: the median of 9 rounds in turns, and its 96 % interval; a CPU, 1 th")
     content = actual.to_dict()
-    assert (content["processor"], content["threads"], content["method"]) == ("a CPU", 1, method)
+    assert (content["processor"], content["threads"], content["method"]) == ("a CPU", 1, f"{method}\n{beside}")
+    assert beside == "bfloat16 and float32: the model without quantization, compiled in the same way"
+    assert "float32" not in Speed({"own": ROUNDS * [0.1]}).method, "there is no such row"
     assert content["rows"][1:] == [
         {
             "name": "mxint8",
