@@ -12,6 +12,7 @@ from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.pt2e.report.report import QuantizationReport
 from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
 from pt2mx.pt2e.report.rows import OperandReport, OperatorReport
+from pt2mx.pt2e.report.speed import Speed
 from tests.flow import calibrated, exported
 
 #: names that are markup, an end of a script, a template's field, a word of JavaScript, other scripts, or very long
@@ -57,11 +58,12 @@ def full_report() -> SimpleNamespace:
     sizes = {"float": (report.bytes_before, 1.0), "mxfp8": (36_000, 0.9987), "mxfp4": (20_000, 0.9712)}
     rows = [RecipeRow(name, size, 8 * size / report.values, quality) for name, (size, quality) in sizes.items()]
     rows += [RecipeRow("worse", 40_000, 9.0, 0.95), RecipeRow("failed", note="it selects no operator of the model")]
+    speed = Speed({"bfloat16": 9 * [0.002], "mxfp4": 9 * [0.003]}, {"float32": "it does not compile"}, "a processor", 2)
     more = {
         "model": "a stack of layers",
         "recipe": "mxfp4",
         "quality": {"cosine": 0.9712, "SQNR in dB": 12.5},
-        "comparison": RecipeComparison.of("cosine", True, rows),
+        "comparison": RecipeComparison.of("cosine", True, rows, speed),
         "sensitivity": pt2mx.sensitivity(graph, [inputs], ["mxfp4", "mxfp8"], metric="noise"),
         "before": graph,
         "after": converted,

@@ -6,15 +6,18 @@ Tensors that share memory which the graph writes still share it afterwards. Subg
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen, PythonCode
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of, written_storages
@@ -22,6 +25,8 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.modes import has_effect
 
 T = TypeVar("T")
+#: the dtypes in which models compute, between which `cast_floats` casts
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> GraphModule:
@@ -224,14 +229,54 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
             return value.to(device)
         return device if isinstance(value, torch.device) else value
 
-    map_tensors(model, moved)
+    for graph in graph_modules(model):
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
+            node.args = (device.type, *node.args[1:])
+    return _map_values(model, moved)
+
+
+def cast_floats(model: GraphModule, dtype: torch.dtype) -> GraphModule:
+    """Cast a float model and its subgraphs to another dtype, as `nn.Module.to` would before an export.
+
+    This changes tensors in float32, float16 and bfloat16, `val` meta, and the dtype arguments of casts and factories,
+    also those that take the default dtype. Numbers beyond the range of the dtype, such as the masks of attention,
+    become its largest. Changes `model` and returns it.
+    """
+    largest = torch.finfo(dtype).max
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, float) and math.isfinite(value):
+            return max(-largest, min(value, largest))
+        if isinstance(value, torch.dtype) and value in _FLOATS:
+            return dtype
+        return floats_in(dtype, value) if isinstance(value, Tensor) else value
+
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
-            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-            if node.target is torch.ops.higher_order.wrap_with_autocast:
-                node.args = (device.type, *node.args[1:])
+            if isinstance(node.meta.get("val"), Tensor) and _has_dtype(node.target):
+                node.kwargs = {"dtype": node.meta["val"].dtype, **node.kwargs}
+    return _map_values(model, cast)
+
+
+def _has_dtype(target: object) -> bool:
+    """Return whether an operator has the dtype of its result as a keyword argument."""
+    arguments = target._schema.arguments if isinstance(target, OpOverload) else ()
+    return any(argument.name == "dtype" and argument.kwarg_only for argument in arguments)
+
+
+def floats_in(dtype: torch.dtype, tree: T) -> T:
+    """Return a tree with its tensors in float32, float16 and bfloat16 cast to a dtype."""
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
+
+
+def _map_values(model: GraphModule, function: Callable[[Any], Any]) -> GraphModule:
+    """Replace the tensors of a model, and the arguments and `val` meta of its nodes. Changes `model` and returns it."""
+    map_tensors(model, function)
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            node.args, node.kwargs = map_aggregate(node.args, function), map_aggregate(node.kwargs, function)
             if "val" in node.meta:
-                node.meta["val"] = map_aggregate(node.meta["val"], moved)
+                node.meta["val"] = map_aggregate(node.meta["val"], function)
         graph.recompile()
     return model
 

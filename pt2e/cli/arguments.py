@@ -199,7 +199,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--output", metavar="FILE", help="an .html page to write: the plot, the report of the recommended recipe"
         ),
-        flag("--speed", "also compile each result and time a batch"),
+        flag("--speed", "also compile each result, and time a batch in turns with the model in float32 and bfloat16"),
     ),
     "sensitivity": (
         *_EVALUATED_MODEL,
@@ -273,6 +273,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         device("where the package runs"),
         flag("--portable", "make a package that runs where pt2mx is not installed"),
         flag("--unpack", "keep weights dequantized: larger, mostly faster"),
+        argument(
+            "--no-benchmark",
+            dest="benchmark",
+            action="store_false",
+            help="do not compile the program in float32 and in bfloat16, too, to time the package beside them",
+        ),
     ),
     "run": (
         argument("package", help="a package that `pt2mx compile` wrote, or an ONNX file"),
@@ -283,6 +289,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "--runtime",
             choices=RUNTIMES,
             help="what runs an ONNX file (default: the first of them that is installed and takes the file)",
+        ),
+        flag("--benchmark", "time it in rounds, with their interval; with --float beside a program in float"),
+        argument(
+            "--float",
+            metavar="PROGRAM",
+            help="with --benchmark: the program that was compiled, or one in float; compiled in float32 and bfloat16",
         ),
     ),
     "inspect": (argument("file", help="a program, a package, an ONNX file or a language model's folder"), _IMPORT),

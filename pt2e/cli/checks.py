@@ -247,11 +247,17 @@ def _check_run(options: argparse.Namespace) -> None:
     is_onnx = Path(options.package).suffix == ".onnx"
     if not is_onnx and options.runtime is not None:
         raise MXError("--runtime is for ONNX files: leave it out for a package")
+    if is_onnx and options.benchmark:
+        raise MXError("--benchmark is for packages: leave it out for an ONNX file, whose call is timed alone")
     if not is_onnx and not Path(options.package).is_dir():
         check_kind(options.package, "package")
     check_distinct({"--output": options.output}, {"the package": options.package, "--inputs": options.inputs})
     if is_onnx and not Path(options.package).is_file():
         raise MXError(f"no file {options.package!r}: give a package, or an ONNX file")
+    if options.float is not None:
+        if not options.benchmark:
+            raise MXError("--float goes with --benchmark: the program to time beside the package")
+        check_kind(options.float, "program")
     if is_onnx and options.inputs is None:
         raise MXError("an ONNX file has no example inputs: give --inputs, a .pt or .npz batch")
 

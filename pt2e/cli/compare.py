@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Result:
     quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
-    with Progress(3 + len(quantizers) + (options.output is not None)) as progress:
+    with Progress(3 + len(quantizers) + options.speed + (options.output is not None)) as progress:
         loaded = load_float_model(options)
         batches = list(load_eval_batches(loaded, options).values())
         calibration, evaluation = _split(batches, quantizers)

@@ -17,6 +17,7 @@ from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.compile import compile_program
+from pt2mx.pt2e.packages.float_speed import speed_beside_float
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package
 from pt2mx.pt2e.program.provenance import recipe_of
 
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> Result:
 
         return compile_folder(options)
     check_package_output(options.output)
-    with Progress(3) as progress:
+    with Progress(3 + options.benchmark) as progress:
         program = load_program_file(options.program)
 
         progress.begin("compile")
@@ -38,18 +39,29 @@ def run(options: argparse.Namespace) -> Result:
             compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
 
         progress.begin("compare")
+        package = open_package(options.output)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
         with user_errors("run the package"), torch.no_grad():
-            agreement = _compare(open_package(options.output), program)
+            agreement = _compare(package, program)
+        speed = None
+        if options.benchmark:
+            progress.begin("benchmark")
+            speed = speed_beside_float(
+                "package", lambda: package(*args, **kwargs), program, (args, kwargs), package.device
+            )
     size, before = (Path(path).stat().st_size for path in (options.output, options.program))
     text = (
         f"compiled against eager: {agreement}\n"
         f"{options.output}: {size / 1e6:.1f} MB (the program: {before / 1e6:.1f} MB); {progress.seconds()}"
     )
+    if speed is not None:
+        text += f"\n{speed}"
     data = {
         "output": options.output,
         "bytes": size,
         "program_bytes": before,
         "compiled_against_eager": agreement._asdict(),
+        "speed": speed and speed.to_dict(),
         "seconds": progress.times(),
     }
     return Result(text, data)

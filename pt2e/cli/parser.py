@@ -148,10 +148,13 @@ class Parser(argparse.ArgumentParser):
         if self.default_action is not None and all(_OPTION.fullmatch(word) and word not in _HELP for word in words):
             words = [self.default_action, *words]
         self._check_words(words)
-        return self._with_names(*super().parse_known_args(words, namespace))
+        return self._with_names(words, *super().parse_known_args(words, namespace))
 
-    def _with_names(self, options: Any, rest: list[str]) -> tuple[Any, list[str]]:
-        """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left."""
+    def _with_names(self, words: list[str], options: Any, rest: list[str]) -> tuple[Any, list[str]]:
+        """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left.
+
+        In `--recipes a b net` argparse takes b for the model, which is the last word, unless it came before the option.
+        """
         for action in self._actions:
             value: Any = getattr(options, action.dest, None)
             if action.metavar != NAMES or value is action.default:
@@ -159,9 +162,19 @@ class Parser(argparse.ArgumentParser):
             if action.nargs == "+":
                 setattr(options, action.dest, [name for text in value for name in split_names(text)])
             elif rest and not any(map(_OPTION.match, rest)):
+                model = next(other for other in self._actions if not other.option_strings)
+                first = getattr(options, model.dest)
+                if words.index(first) > self._place_of(action, words):
+                    first, *rest = rest[-1], first, *rest[:-1]
+                    setattr(options, model.dest, first)
                 setattr(options, action.dest, ",".join(word.strip(",") for word in (value, *rest)))
                 rest = []
         return options, rest
+
+    def _place_of(self, action: argparse.Action, words: list[str]) -> int:
+        """Return the index of the word that gives an option."""
+        names = [_OPTION.fullmatch(word.partition("=")[0]) for word in words]
+        return next(i for i, name in enumerate(names) if name and self._action(name[0]) is action)
 
     def _check_words(self, words: list[str]) -> None:
         """Refuse a missing command, unknown options, and options that are given twice.

@@ -29,6 +29,18 @@ function drawComparison(section) {
   );
   const head = ["recipe", "size", "bits", metric, ...(timed ? ["ms"] : [])];
   find(".scroll", section).append(plainTable(head, rows.map(line)));
+  if (data.comparison.speed) section.append(...speedTable(data.comparison.speed));
+}
+
+/** The times of the recipes and of the float models, and how they were measured. */
+function speedTable({ method, rows }) {
+  const line = ({ name, milliseconds: times, note }) => html(
+    "tr", {}, html("th", { scope: "row" }, breakable(name), note && html("span", { class: "note" }, note)),
+    html("td", {}, times ? significant(times.median) : "–"),
+    html("td", {}, times ? `${significant(times.low)} to ${significant(times.high)}` : ""),
+  );
+  return [html("div", { class: "scroll", tabindex: "0" }, plainTable(["model", "ms", "interval"], rows.map(line))),
+    html("p", { class: "lead" }, method)];
 }
 
 /** The quality; a cosine to three digits of its distance from 1. */

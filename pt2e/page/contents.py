@@ -207,7 +207,8 @@ def _comparison(result: RecipeComparison) -> dict[str, Any]:
     for row in rows:
         row["y"] = 1 - row["quality"] if scale == "from one" else row["quality"]
     names = {"metric": result.metric, "larger_is_better": result.larger_is_better}
-    return {**names, "scale": scale, "advice": result.advice(), "rows": rows}
+    speed = result.speed and result.speed.to_dict()
+    return {**names, "scale": scale, "advice": result.advice(), "rows": rows, "speed": speed}
 
 
 def _sensitivity(result: Sensitivity | None) -> dict[str, Any] | None:

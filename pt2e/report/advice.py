@@ -58,9 +58,15 @@ def advice(comparison: RecipeComparison) -> str:
         ratio = ratio_text(whole.bytes / row.bytes, "smaller than", "larger than", "about as large as")
         size = f", {ratio} float"
     return (
-        f"Recommended: {row.name}, the smallest recipe with a {bound} ({_measured(row)}){size}."
-        f"{_doubts(comparison, row)}"
+        f"Recommended: {row.name}, the smallest recipe with a {bound} ({_measured(row)}){size}"
+        f"{_speed(comparison, row)}.{_doubts(comparison, row)}"
     )
+
+
+def _speed(comparison: RecipeComparison, row: RecipeRow) -> str:
+    """Return how fast a recipe is on this machine, where it was measured."""
+    verdict = "" if comparison.speed is None else comparison.speed.verdict(row.name)
+    return f"; here it is {verdict}" if verdict else ""
 
 
 def _float_row(comparison: RecipeComparison) -> RecipeRow | None:

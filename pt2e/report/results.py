@@ -17,6 +17,7 @@ from pt2mx.analysis.tables import text_table, worst_rows
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.report.advice import advice, quality_text
+from pt2mx.pt2e.report.speed import Speed
 
 #: the kinds of operands of a module that can be quantized
 OPERANDS = ("both", "weights", "activations")
@@ -189,14 +190,18 @@ class RecipeComparison:
         metric: the name of the quality.
         larger_is_better: False for a metric that is a cost.
         rows: one for each recipe, and one for the float model.
+        speed: the times of the recipes and of the float model in float32 and bfloat16, where they were measured.
     """
 
     metric: str
     larger_is_better: bool
     rows: tuple[RecipeRow, ...]
+    speed: Speed | None = None
 
     @classmethod
-    def of(cls, metric: str, larger_is_better: bool, rows: Iterable[RecipeRow]) -> RecipeComparison:
+    def of(
+        cls, metric: str, larger_is_better: bool, rows: Iterable[RecipeRow], speed: Speed | None = None
+    ) -> RecipeComparison:
         """Sort rows, and mark those that are Pareto-optimal, and those that the samples do not rank."""
         sign = 1 if larger_is_better else -1
         ordered = sorted(rows, key=lambda row: (math.isnan(row.quality), row.bytes, -sign * row.quality))
@@ -207,7 +212,7 @@ class RecipeComparison:
             tied = best.name if best and not can_rank(row.samples, best.samples) else ""
             best = row if on_front else best
             marked.append(replace(row, on_front=on_front, tied=tied))
-        return cls(metric, larger_is_better, tuple(marked))
+        return cls(metric, larger_is_better, tuple(marked), speed)
 
     def front(self) -> tuple[RecipeRow, ...]:
         """Return the Pareto-optimal rows, the smallest first."""
@@ -228,7 +233,8 @@ class RecipeComparison:
                 lines[i] += f"  {row.note or f'too few samples to rank it against {row.tied}'}"
         better = "more is better" if self.larger_is_better else "less is better"
         legend = f"{FRONT} no other recipe is as small and as good; {self.metric}: {better}"
-        return "\n".join([header, *lines, legend, self.advice()])
+        speed = [] if self.speed is None else [f"\n{self.speed}\n"]
+        return "\n".join([header, *lines, legend, *speed, self.advice()])
 
     def advice(self) -> str:
         """Return which recipe to take and why, in a sentence.
@@ -248,5 +254,6 @@ class RecipeComparison:
             "larger_is_better": self.larger_is_better,
             "advice": self.advice(),
             "rows": as_json([row.to_dict() for row in self.rows]),
+            "speed": self.speed and self.speed.to_dict(),
         }
         return write_text(json.dumps(content, indent=1, allow_nan=False), path)

@@ -7,16 +7,19 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils import benchmark
 
+from pt2mx.analysis.agreement import tensors_in
 from pt2mx.analysis.metrics import METRICS, Distance, Quality, check_metric, name_of_metric, own_distance
 from pt2mx.analysis.samples import half_interval, mean_and_samples, sample_distances
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.tensors import cast_floats, copy_sharing_tensors, floats_in
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.pt2e.debug.batches import arguments_of, call, copied, several
 from pt2mx.pt2e.debug.interpreter import check_module, unchanged
@@ -31,12 +34,11 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.advice import FLOAT
 from pt2mx.pt2e.report.report import quantization_report
 from pt2mx.pt2e.report.results import RecipeComparison, RecipeRow
+from pt2mx.pt2e.report.speed import FLOATS, SpeedTest
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 
 #: formats of the specification without a shipped recipe, for weights and activations alike
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
-#: least seconds of timed runs
-_SECONDS = 1.0
 #: warnings about settings of shipped recipes that some models do not need
 _FOR_OTHERS = r"the setting .* matches no operator of the model|kv_cache is set, but"
 
@@ -53,8 +55,8 @@ def compare_recipes(
 ) -> RecipeComparison:
     """Quantize a model with every recipe, and compare size and quality.
 
-    The outputs of the float model are computed once, and only one quantized model is in memory at a time. A recipe that
-    fails gets a row with the reason.
+    The outputs of the float model are computed once, and without `speed` only one quantized model is in memory at a
+    time. A recipe that fails gets a row with the reason.
 
     Args:
         model: the exported float model, which is not changed.
@@ -66,7 +68,9 @@ def compare_recipes(
             of the float model that is smaller for a better model: a distance, or a loss.
         calibration: batches for recipes with algorithms and with static tensor scales; others need none. Without any,
             static tensor scales follow from `batches`.
-        speed: True also measures the milliseconds of the first batch, compiled, which takes a minute per recipe.
+        speed: True also measures the milliseconds of the first batch, in turns: of the float model in float32 and in
+            bfloat16, and of each recipe in the model's dtype. All are compiled alike, which takes a minute for each,
+            and all are in memory.
         stage: is called with the name of each recipe as it begins.
 
     Returns:
@@ -93,20 +97,32 @@ def compare_recipes(
     if not batches:
         raise MXError("there is no batch to compare the recipes on")
     stage(FLOAT)
-    evaluation = _Evaluation(model, batches, metric, speed)
+    evaluation, test = _Evaluation(model, batches, metric), SpeedTest(_device_of(batches[0]))
     rows = [evaluation.of_float()]
+    for dtype in FLOATS if speed else ():
+        test.add(dtype, partial(_compiled_float, model, getattr(torch, dtype), batches[0]))
     for name, quantizer in quantizers.items():
         stage(name)
         try:
             with warnings.catch_warnings():
                 if name in recipe.names():
                     warnings.filterwarnings("ignore", _FOR_OTHERS)
-                row = evaluation.row(_quantized(model, quantizer, calibration, batches))
+                converted = _quantized(model, quantizer, calibration, batches)
+                row = evaluation.row(converted)
+            if speed:
+                test.add(name, partial(_compiled_recipe, converted, batches[0]))
         except Exception as error:  # the other recipes go on
             row = RecipeRow(name, note=str(error) if isinstance(error, MXError) else one_line(error))
         rows.append(replace(row, name=name))
         gc.collect()  # graphs and nodes are reference cycles
-    return RecipeComparison.of(evaluation.quality.name, evaluation.quality.larger_is_better, rows)
+    times = None
+    if speed:
+        stage("speed")
+        times = test.run()
+        torch.compiler.reset()
+        names = {FLOAT: _dtype_of(model)}
+        rows = [replace(row, milliseconds=times.milliseconds(names.get(row.name, row.name)).median) for row in rows]
+    return RecipeComparison.of(evaluation.quality.name, evaluation.quality.larger_is_better, rows, times)
 
 
 def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
@@ -123,8 +139,8 @@ def chosen_quantizers(recipes: object) -> dict[str, MXQuantizer]:
         quantizers = {str(name): MXQuantizer.from_recipe(str(name)) for name in names}
     if not quantizers:
         raise MXError(f"there is no recipe to compare: give some of {', '.join(recipe.names())}")
-    if FLOAT in quantizers:
-        raise MXError(f"{FLOAT!r} is the float model, which is always compared: give the recipe another name")
+    if taken := {FLOAT, *FLOATS} & quantizers.keys():
+        raise MXError(f"{min(taken)!r} is the float model, which is always compared: give the recipe another name")
     return quantizers
 
 
@@ -151,8 +167,8 @@ def _quantized(
 class _Evaluation:
     """Compares models with the outputs of the float model."""
 
-    def __init__(self, model: GraphModule, batches: Sequence[Any], metric: str | Distance, speed: bool) -> None:
-        self.model, self.batches, self.metric, self.speed = model, batches, metric, speed
+    def __init__(self, model: GraphModule, batches: Sequence[Any], metric: str | Distance) -> None:
+        self.model, self.batches, self.metric = model, batches, metric
         if isinstance(metric, str):
             self.quality = METRICS[metric].quality
         else:
@@ -166,9 +182,7 @@ class _Evaluation:
         size = float_size(self.model)
         bits = 8 * size.bytes / max(size.values, 1)
         _, samples = self._samples(self.references)
-        row = RecipeRow(FLOAT, size.bytes, bits, self.quality.from_distance(self.distance_of_float), samples=samples)
-        with unchanged(self.model):
-            return self._timed(row, self.model)
+        return RecipeRow(FLOAT, size.bytes, bits, self.quality.from_distance(self.distance_of_float), samples=samples)
 
     def row(self, converted: GraphModule) -> RecipeRow:
         """Return the row of a converted model, without a name."""
@@ -177,10 +191,10 @@ class _Evaluation:
             distance, samples = self._samples(call(converted, batch) for batch in self.batches)
         quality = self.quality.from_distance(distance)
         error = abs(self.quality.from_distance(distance + half_interval(samples)) - quality)
-        row = RecipeRow("", report.bytes_after, report.effective_bits, quality, error=error, samples=samples)
-        if math.isnan(quality):
-            return replace(row, note="its output holds NaN")
-        return self._timed(row, lower_to_inductor(converted)) if self.speed else row
+        note = "its output holds NaN" if math.isnan(quality) else ""
+        return RecipeRow(
+            "", report.bytes_after, report.effective_bits, quality, note=note, error=error, samples=samples
+        )
 
     def _samples(self, outputs: Iterable[Any]) -> tuple[float, tuple[float, ...]]:
         """Return the mean distance of the outputs of all batches, and the distance of each sample."""
@@ -189,25 +203,30 @@ class _Evaluation:
             distances += sample_distances(self.metric, output, reference)
         return mean_and_samples(distances)
 
-    def _timed(self, row: RecipeRow, model: GraphModule) -> RecipeRow:
-        return replace(row, milliseconds=compiled_milliseconds(model, self.batches[0])) if self.speed else row
+
+def _compiled_float(model: GraphModule, dtype: torch.dtype, batch: Any) -> Callable[[], object]:
+    """Return a call of the compiled float model in a dtype."""
+    cast = cast_floats(copy_sharing_tensors(model), dtype)
+    return _compiled(cast, floats_in(dtype, arguments_of(model, batch)))
 
 
-def compiled_milliseconds(model: GraphModule, batch: Any) -> float:
-    """Return the median time of a batch in the compiled graph."""
-    torch.compiler.reset()
+def _compiled_recipe(converted: GraphModule, batch: Any) -> Callable[[], object]:
+    """Return a call of a converted model, lowered and compiled."""
+    return _compiled(lower_to_inductor(converted), arguments_of(converted, batch))
+
+
+def _compiled(model: GraphModule, arguments: tuple[list[Any], dict[str, Any]]) -> Callable[[], object]:
     compiled = torch.compile(model)
-    arguments = arguments_of(model, batch)
+    args, kwargs = copied(arguments)  # the model may write to its inputs
+    return lambda: compiled(*args, **kwargs)
 
-    def run() -> None:
-        args, kwargs = copied(arguments)
-        compiled(*args, **kwargs)
 
-    timer = benchmark.Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    try:
-        with torch.no_grad():
-            for _ in range(2):  # the first compiles
-                run()
-            return 1e3 * timer.adaptive_autorange(min_run_time=_SECONDS).median
-    finally:
-        torch.compiler.reset()
+def _device_of(batch: Any) -> torch.device | str:
+    return next((tensor.device for tensor in tensors_in(batch)), "cpu")
+
+
+def _dtype_of(model: GraphModule) -> str:
+    """Return the name of the dtype of the largest float tensor of a model."""
+    floats = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    largest = max(floats, key=Tensor.numel, default=torch.empty(0))
+    return str(largest.dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 import pt2mx
+from pt2mx.pt2e.report.speed import processor_name
 
 _ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
@@ -97,8 +98,5 @@ def _text(value: object) -> str:
 
 
 def hardware() -> str:
-    with open("/proc/cpuinfo") as lines:
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model} ({capability}), {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"
+    return f"{processor_name()}, {torch.get_num_threads()} threads{gpu}, torch {torch.__version__}"

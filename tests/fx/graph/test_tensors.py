@@ -5,7 +5,14 @@ from torch.fx import graph_module
 
 from pt2mx import convert_pt2e, prepare_pt2e
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, map_tensors, move_to_device
+from pt2mx.fx.graph.tensors import (
+    cast_floats,
+    copy_sharing_tensors,
+    floats_in,
+    generate_code,
+    map_tensors,
+    move_to_device,
+)
 from pt2mx.pt2e.program.build_program import program_of
 from tests.subgraph_models import QUANTIZER, Base, Cond
 
@@ -190,3 +197,37 @@ def test_changes_of_torch_cost_time_alone(monkeypatch, generated):
     generated.clear()
     prepared = prepare_pt2e(exported, QUANTIZER)
     assert len(generated) > 1 and generated[-1] == prepared.code
+
+
+class Masked(nn.Module):
+    """Casts, factories, a mask of the smallest number, an integer buffer, and a weight in another float dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("index", torch.arange(4))
+        self.register_buffer("scale", torch.ones(4, dtype=torch.float16))
+
+    def forward(self, x):
+        scores = self.fc(x).float() * torch.full((4,), 2.0) + torch.zeros(4, dtype=torch.float32)
+        scores = scores.masked_fill(self.index > 2, torch.finfo(torch.float32).min) * self.scale.to(torch.float32)
+        return torch.cond(x.sum() > 0, lambda y: y + torch.ones(4), lambda y: y - 1, (scores.softmax(-1),))
+
+
+def test_a_float_model_in_another_dtype_is_the_module_in_it():
+    torch.manual_seed(0)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        model = torch.export.export(Masked(), (x,)).module()
+        expected = model(x)
+        cast = cast_floats(copy_sharing_tensors(model), torch.bfloat16)
+        actual = cast(floats_in(torch.bfloat16, x))
+    assert actual.dtype == torch.bfloat16 and torch.allclose(actual.float(), expected, atol=0.02)
+    assert (cast.fc.weight.dtype, cast.scale.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert cast.index.dtype == torch.int64 and model.fc.weight.dtype == torch.float32
+    for graph in graph_modules(cast):
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            assert not isinstance(value, torch.Tensor) or value.dtype not in (torch.float32, torch.float16), node
+    inputs = floats_in(torch.float32, {"x": x.half(), "ids": [torch.arange(2), 1.5]})
+    assert (inputs["x"].dtype, inputs["ids"][0].dtype, inputs["ids"][1]) == (torch.float32, torch.int64, 1.5)

@@ -1,7 +1,10 @@
 import contextlib
 import io
+import json
 import os
+import shutil
 import threading
+import time
 import zipfile
 
 import numpy as np
@@ -18,6 +21,7 @@ from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.files.archive import add_records
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo
+from pt2mx.pt2e.packages import float_speed
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.program import provenance
@@ -82,7 +86,8 @@ def folder(tmp_path_factory):
 def write_package(path, name, *options):
     """A package of the program, and next to it the output of the command."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["compile", str(path / "net.pt2"), "--output", str(path / name), *options]) == 0
+        command = ["compile", str(path / "net.pt2"), "--output", str(path / name), "--no-benchmark", *options]
+        assert main(command) == 0
     (path / f"{name}.txt").write_text(printed.getvalue())
 
 
@@ -184,6 +189,62 @@ def test_run_prints_and_writes(kind, here, capsys):
         assert torch.equal(torch.load("out.pt"), expected)
 
 
+@pytest.fixture
+def compiled_float(monkeypatch):
+    """(program, inputs, dtype) of the float models that would be compiled; their calls do nothing."""
+    asked = []
+
+    def compiled(program, inputs, dtype, device, folder):
+        asked.append((program, inputs, dtype))
+        return lambda: time.sleep(0.01)
+
+    monkeypatch.setattr(float_speed, "_compiled", compiled)
+    return asked
+
+
+def test_compile_times_the_package_beside_the_program_in_float(here, compiled_float, monkeypatch, capsys):
+    def copied(program, path, *options):
+        shutil.copy("net.aoti.pt2", path)
+
+    monkeypatch.setattr("pt2mx.pt2e.cli.compile.compile_program", copied)
+    assert main(["compile", "net.pt2", "--output", "timed.pt2"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["package", "bfloat16", "float32"]
+    assert "bfloat16 and float32: the model without quantization, compiled in the same way" in out
+    assert [dtype for *_, dtype in compiled_float] == [torch.bfloat16, torch.float32]
+    assert main(["compile", "net.pt2", "--output", "timed.pt2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["speed"]["rows"]
+    assert [row["name"] for row in rows] == ["package", "bfloat16", "float32"]
+    assert main(["compile", "net.pt2", "--output", "timed.pt2", "--no-benchmark", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["speed"] is None and len(compiled_float) == 4
+
+
+def test_run_times_the_package_beside_a_program(here, compiled_float, capsys):
+    args, _ = torch.load("lowered2.pt")
+    torch.save(args, "tuple.pt")
+    options = ["run", "net.aoti.pt2", "--inputs", "tuple.pt", "--benchmark"]
+    assert main(options) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[4].startswith("net.aoti.pt2 ") and " thread" in out.splitlines()[5]
+    assert "does not hold its float model: --float PROGRAM, what was compiled, times it beside" in err
+    assert main([*options, "--float", "net.pt2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)["speed"]["rows"]
+    assert [row["name"] for row in rows] == ["net.aoti.pt2", "bfloat16", "float32"]
+    assert rows[0]["times_as_long"].keys() == {"bfloat16", "float32"} and "does not hold" not in err
+    program, (shown, _), _ = compiled_float[0]
+    assert program.example_inputs is not None and torch.equal(shown[0], args[0])
+
+
+@pytest.mark.compiled
+def test_the_float_models_of_a_program_and_of_a_float_program(here, capsys):
+    torch.export.save(torch.export.export(Net().eval(), inputs(4, 3)), "float.program.pt2")
+    for program in ("net.pt2", "float.program.pt2"):
+        assert main(["run", "net.aoti.pt2", "--benchmark", "--float", program, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["speed"]["rows"]
+        assert all(row["milliseconds"]["low"] > 0 for row in rows) and len(rows) == 3
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -267,6 +328,13 @@ def unfit_files(folder):
         (["run", "net.aoti.pt2", "--inputs", "text.pt2"], "text.pt2 is no batch"),
         (["run", "net.aoti.pt2", "--output", "."], "cannot write '.'"),
         (["run", "bare.pt2"], "'bare.pt2' does not say how to call it"),
+        (["run", "net.onnx", "--inputs", "text.pt", "--benchmark"], "--benchmark is for packages: leave it out"),
+        (["run", "net.aoti.pt2", "--float", "net.pt2"], "--float goes with --benchmark: the program to"),
+        (["run", "net.aoti.pt2", "--benchmark", "--float", "nowhere.pt2"], "no file 'nowhere.pt2'"),
+        (
+            ["run", "net.aoti.pt2", "--benchmark", "--float", "net.aoti.pt2"],
+            "'net.aoti.pt2' is no program, but a package",
+        ),
     ],
 )
 @pytest.mark.usefixtures("here", "unfit_files")

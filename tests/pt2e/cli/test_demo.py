@@ -124,7 +124,10 @@ def test_the_speed_in_words(seconds, speed, folder, monkeypatch, capsys):
     monkeypatch.setattr(demo, "load_package", lambda path: None)
     monkeypatch.setattr(demo, "_timed", lambda model, inputs: (torch.ones(1, 4), next(times)))
     assert compilation.finish() == {"cosine": 1.0, "faster": seconds}
-    assert capsys.readouterr().out == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program\n"
+    assert (
+        capsys.readouterr().out
+        == f"\nmxfp8 compiled: cosine 1.000000 to the program, {speed} the float program in eager mode\n"
+    )
 
 
 @pytest.mark.compiled

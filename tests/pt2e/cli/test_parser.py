@@ -156,7 +156,7 @@ def test_every_option_has_a_help_text():
     [
         ("compare net --recipes a,b", "recipes", "a,b"),
         ("compare net --recipes a b --speed", "recipes", "a,b"),
-        ("compare --recipes a, net b", "recipes", "a,b"),
+        ("compare --recipes a, b net", "recipes", "a,b"),
         ("sensitivity net --formats a b", "formats", "a,b"),
         ("eval net --tasks a b,c", "tasks", "a,b,c"),
         ("perplexity net --text t --recipe a,b c", "recipe", ["a", "b", "c"]),
@@ -166,6 +166,21 @@ def test_every_option_has_a_help_text():
 )
 def test_names_are_separated_by_commas_or_blanks(line, option, value):
     assert getattr(command_parser().parse_args(line.split()), option) == value
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare net --recipes a b",
+        "compare --recipes a b net",
+        "compare --speed --recipes=a b --metric kl net",
+        "compare --recip a,b --speed net",
+        "compare --recipes a --speed b net",
+    ],
+)
+def test_the_model_may_come_after_the_names(line):
+    options = command_parser().parse_args(line.split())
+    assert (options.model, options.recipes) == ("net", "a,b")
 
 
 def test_help_groups_the_commands():

@@ -70,6 +70,17 @@ def test_quality_of_the_comparison_where_none_is_given(full):
         assert contents(full.report, context)["quality"] == expected
 
 
+def test_the_speed_of_the_comparison(shown, full):
+    speed = shown["comparison"]["speed"]
+    assert speed["method"] == full.more["comparison"].speed.method and speed["processor"] == "a processor"
+    assert [(row["name"], row["note"]) for row in speed["rows"]] == [
+        ("bfloat16", ""),
+        ("mxfp4", "1.5x slower than bfloat16"),
+        ("float32", "it does not compile"),
+    ]
+    assert [row["milliseconds"] for row in speed["rows"]][1:] == [{"median": 3.0, "low": 3.0, "high": 3.0}, None]
+
+
 def test_numbers_that_json_has_no_words_for():
     rows = [operator(f"m{i}", sqnr) for i, sqnr in enumerate((math.nan, math.inf, -math.inf, 1 / 3))]
     actual = contents(report_of(*rows), PageContext(quality={"cosine": math.nan}))

@@ -75,6 +75,18 @@ def test_the_answer_and_the_sections(fresh):
     assert fresh.run("document.querySelectorAll('#comparison circle.front').length") == 2, "float has no loss"
 
 
+@pytest.mark.slow_except("390", "1280")
+def test_the_speed_of_recipes(fresh):
+    table = "[...document.querySelectorAll('#comparison > .scroll tbody tr')].map((row) => [...row.children]"
+    assert fresh.run(f"{table}.map((cell) => cell.textContent))") == [
+        ["bfloat16", "2.00", "2.00 to 2.00"],
+        ["mxfp41.5x slower than bfloat16", "3.00", "3.00 to 3.00"],
+        ["float32it does not compile", "\u2013", ""],
+    ]
+    last = fresh.run("document.querySelector('#comparison > .lead:last-child').textContent")
+    assert "the median of 9 rounds in turns" in last and "a processor, 2 threads" in last
+
+
 def test_it_sorts(fresh):
     order = fresh.run(NAMES)
     assert order == [*(f"layers.{i}" for i in range(8)), "head"]

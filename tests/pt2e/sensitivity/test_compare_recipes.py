@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.quantizer import recipe
+from pt2mx.pt2e.report import speed
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS, compare_recipes
 
 pytestmark = pytest.mark.usefixtures("few_objects")
@@ -155,10 +157,77 @@ def test_the_model_stays_as_it_is(net):
     assert all(torch.equal(t, before[name]) for name, t in exported.state_dict().items())
 
 
+def check_speed(actual):
+    """Check that the float model in both dtypes and the recipe were timed, and which time each row shows."""
+    assert list(actual.speed.rounds) == ["bfloat16", "float32", "mxfp8"] and not actual.speed.failures
+    times = {row.name: row.milliseconds for row in actual.rows}
+    assert times == {row: actual.speed.milliseconds(of).median for row, of in (("mxfp8",) * 2, ("float", "float32"))}
+
+
+class Compiled:
+    """Models that `torch.compile` is called for, and what it returns: the model, which moves the clock."""
+
+    def __init__(self):
+        self.models, self.inputs, self.now = [], [], 0.0
+
+    def compile(self, model):
+        self.models.append(model)
+        index = len(self.models)
+
+        def call(*args, **kwargs):
+            self.now += 0.1 * index  # the first is the fastest
+            self.inputs.append((args, kwargs))
+            return model(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    compiled = Compiled()
+    monkeypatch.setattr(torch, "compile", compiled.compile)
+    monkeypatch.setattr(speed.SpeedTest.run, "__defaults__", (lambda: compiled.now,))
+    return compiled
+
+
+def test_recipes_are_timed_beside_the_float_model_in_both_dtypes(net, compiled):
+    exported, batches = net
+    stages = []
+    actual = compare_recipes(exported, batches, ["mxfp8", "mxfp4"], speed=True, stage=stages.append)
+    assert stages == ["float", "mxfp8", "mxfp4", "speed"]
+    dtypes = [{tensor.dtype for tensor in model.parameters()} for model in compiled.models]
+    assert dtypes[:2] == [{torch.bfloat16}, {torch.float32}]
+    assert all("linear_mx" in model.code for model in compiled.models[2:]) and len(compiled.models) == 4
+    assert [args[0].dtype for args, _ in compiled.inputs[-4:]] == [torch.bfloat16, *3 * [torch.float32]]
+    assert {row.name: round(row.milliseconds) for row in actual.rows} == {"mxfp8": 300, "mxfp4": 400, "float": 200}
+    text = str(actual)
+    assert "3.0x slower than bfloat16, 1.5x slower than float32" in text
+    assert "smaller than float; here it is 3.0x slower than bfloat16, 1.5x slower than float32." in text
+    rows = json.loads(actual.to_json())["speed"]["rows"]
+    assert [row["name"] for row in rows] == ["bfloat16", "float32", "mxfp8", "mxfp4"]
+    assert exported(batches[0]).dtype == torch.float32
+
+
+def test_a_model_in_bfloat16_is_the_row_of_its_dtype(compiled):
+    x = torch.randn(8, 64).bfloat16()
+    exported = torch.export.export(nn.Linear(64, 8).bfloat16().eval(), (x,)).module()
+    actual = compare_recipes(exported, [x], ["mxfp8"], speed=True)
+    assert {row.name: round(row.milliseconds) for row in actual.rows} == {"mxfp8": 300, "float": 100}
+
+
+def test_a_recipe_that_does_not_compile_keeps_its_quality(net, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: 1 / 0)
+    actual = compare_recipes(*net, ["mxfp8"], speed=True)
+    row = next(row for row in actual.rows if row.name == "mxfp8")
+    assert row.quality > 0.99 and math.isnan(row.milliseconds) and not row.note
+    assert set(actual.speed.failures) == {"bfloat16", "float32", "mxfp8"}
+    assert "here it is" not in str(actual) and "ZeroDivisionError" in str(actual)
+
+
 @pytest.mark.compiled
 def test_speed(net, compiler):
     actual = compare_recipes(*net, ["mxfp8"], speed=True)
-    assert all(0 < row.milliseconds < 1000 for row in actual.rows)
+    check_speed(actual)
 
 
 @pytest.mark.compiled
@@ -174,8 +243,7 @@ def test_speed_with_inputs_by_name(compiler):
     batch = {"x": torch.randn(4, 64), "mask": torch.ones(4, 8)}
     exported = torch.export.export(Masked().eval(), (batch["x"],), {"mask": batch["mask"]}).module()
     for arguments in (batch, tuple(batch.values())):
-        actual = compare_recipes(exported, [arguments], ["mxfp8"], speed=True)
-        assert all(0 < row.milliseconds < 1000 for row in actual.rows)
+        check_speed(compare_recipes(exported, [arguments], ["mxfp8"], speed=True))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +270,7 @@ def test_speed_with_inputs_by_name(compiler):
         ({"recipes": "mxfp4"}, r"recipes='mxfp4' must be a list of names, or a dict of quantizers"),
         ({"recipes": {"a": "mxfp4"}}, r"the recipe 'a' must be an MXQuantizer, not str"),
         ({"recipes": {"float": pt2mx.MXQuantizer()}}, r"'float' is the float model"),
+        ({"recipes": {"bfloat16": pt2mx.MXQuantizer()}}, r"'bfloat16' is the float model"),
     ],
 )
 def test_errors(net, options, text):
