@@ -154,7 +154,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
         graphs = {name: json.loads(text) for name, text in texts.items()}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
-            return _load(path)
+            return _load(path, path)
         for node in short:
             _write_out(node)
         with tempfile.TemporaryDirectory() as folder:
@@ -166,15 +166,20 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
                     else:
                         with archive.open(name) as record, upgraded.open(name, "w", force_zip64=True) as written:
                             shutil.copyfileobj(record, written)
-            return _load(copy)
+            return _load(copy, path)
 
 
-def _load(path: str | os.PathLike[str]) -> ExportedProgram:
+def _load(file: str | os.PathLike[str], path: object) -> ExportedProgram:
+    """Load a file that holds the program of `path`. Raise an MXError for an element or a scale mode that it names and
+    that nothing registered in this process."""
     with schema_read_once():
-        program = torch.export.load(path)
-    for graph in graph_modules(program.graph_module):
-        for node in filter(is_ours, graph.graph.nodes):
-            specs_of(node)  # raises for an element or a scale mode that nothing registered here
+        program = torch.export.load(file)
+    try:
+        for graph in graph_modules(program.graph_module):
+            for node in filter(is_ours, graph.graph.nodes):
+                specs_of(node)
+    except MXError as error:
+        raise MXError(f"{str(path)!r}: {error}") from None
     return program
 
 

@@ -239,9 +239,30 @@ def test_another_process_registers_first(tmp_path, run_python):
     assert float(run_python(REGISTER + load + run)) == pytest.approx(model(x).double().sum().item(), rel=1e-6)
     refused = "import pt2mx\ntry:\n    " + load.splitlines()[1] + "\nexcept pt2mx.MXError as error:\n    print(error)"
     message = run_python(refused)
-    assert "unknown MX element format 'own_nf4'" in message and "register one of your own before it is named" in message
+    assert "net.pt2': unknown MX element format 'own_nf4'" in message and "register one of your own before it is named" in message
 
 
 def test_learned_rounding_refuses_a_codebook():
     with pytest.raises(MXError, match="own_nf4 is a codebook"):
         LatentWeight(torch.randn(4, 32), None, MXSpec("own_nf4"))
+
+
+def test_algorithms_leave_weights_that_would_change_when_they_are_stored():
+    register_scale_mode("of_mean", of_mean)
+    model, x = torch.nn.Sequential(torch.nn.Linear(128, 64)).eval(), torch.randn(64, 128)
+    exported = torch.export.export(model, (x,)).module()
+    left = {}
+    for recipe in ("own_nf4{64}(bf16)", "mxown_nf4", "mxfp4(of_mean)"):
+        quantizer = pt2mx.MXQuantizer.from_recipe(recipe).set_algorithms("best")
+        report = str(pt2mx.optimization_report(pt2mx.optimize(exported, quantizer, [(x,)])))
+        left[recipe] = "would quantize rounded values to others" in report
+    assert left == {"own_nf4{64}(bf16)": False, "mxown_nf4": True, "mxfp4(of_mean)": True}
+
+
+def test_destinations_refuse_them_before_a_model_is_quantized():
+    register_scale_mode("of_mean", of_mean)
+    for recipe, names in (("own_nf4", "onnx"), ("own_e4m3", "vllm"), ("mxfp4(of_mean)", "openvino")):
+        with pytest.raises(MXError, match=f"{names} does not take the recipe"):
+            pt2mx.for_destinations(recipe, [names])
+    weights = pt2mx.MXQuantizer().set_global(pt2mx.get_default_mx_quantization_config("mxfp4(of_mean)", None))
+    assert pt2mx.for_destinations("own_nf4", ["cpu"]).changes == pt2mx.for_destinations(weights, ["onnx"]).changes == []
