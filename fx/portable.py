@@ -12,7 +12,7 @@ from torch.fx.experimental import _config as config
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.node import is_ours, specs_of
 from pt2mx.fx.graph.qdq import PORTABLE, holds_observers
 from pt2mx.kernels import arithmetic, blocks_in_memory
 from pt2mx.kernels.reference import random_bits
@@ -32,7 +32,8 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
         The portable program.
 
     Raises:
-        MXError: for an object that is no exported program, and for an export of a prepared model.
+        MXError: for an object that is no exported program, for an export of a prepared model, and for a registered
+            element or scale mode.
 
     Example:
         >>> import torch, pt2mx
@@ -100,6 +101,10 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
         )
     if holds_observers(program.state_dict):
         raise MXError("the program is an export of a prepared model: convert it (convert_pt2e), and export that")
+    for graph in graph_modules(program.graph_module):
+        for node in filter(is_ours, graph.graph.nodes):
+            for spec in specs_of(node):
+                spec.check_built_in("programs of aten operators")
     # torch then asks the sizes of the example nothing: each answer would become a guard on the lengths of a call
     with torch.no_grad(), config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it as it runs
         return program.run_decompositions(table)

@@ -12,6 +12,7 @@ from pt2mx.formats import ELEMENTS as ELEMENTS
 from pt2mx.formats import FORMATS as FORMATS
 from pt2mx.formats import ElementFormat as ElementFormat
 from pt2mx.formats import parse_element as parse_element
+from pt2mx.formats import register_element as register_element
 from pt2mx.functional import dequantize_mx as dequantize_mx
 from pt2mx.functional import fake_quantize_mx as fake_quantize_mx
 from pt2mx.functional import quantize_mx as quantize_mx
@@ -19,6 +20,7 @@ from pt2mx.functional import tensor_scale_mx as tensor_scale_mx
 from pt2mx.fx.inductor_pass import LoweringPass as LoweringPass
 from pt2mx.fx.lower import lower_to_inductor as lower_to_inductor
 from pt2mx.fx.portable import make_portable as make_portable
+from pt2mx.modes import register_scale_mode as register_scale_mode
 from pt2mx.nv_scales import mx_to_nv_scales as mx_to_nv_scales
 from pt2mx.nv_scales import nv_to_mx_scales as nv_to_mx_scales
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint as convert_checkpoint

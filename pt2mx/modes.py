@@ -5,16 +5,22 @@ Every kernel reads these tables, or is tested against the reference kernel, whic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import ElementFormat
-from pt2mx.scale_formats import ScaleFormat
+from pt2mx.scale_formats import ScaleFormat, is_scale_format
 
+_NAME = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
+_WIDTHS = re.compile(r"e\d+m\d+", re.ASCII)
+#: (blocks: (..., block) fp32, the element) -> the scale of each block, (...) float
+ScaleFunction = Callable[[Tensor, ElementFormat], Tensor]
 _FP32_MANTISSA = (1 << 23) - 1
 
 
@@ -25,11 +31,13 @@ class ScaleMode:
     It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
     then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over the block;
     of equal ones the first. `elements` names the elements for which the rule is defined; None: every element.
+    `function` of a registered mode gives the scale in their place (`register_scale_mode`).
     """
 
     threshold: Callable[[ElementFormat], int]
     exponent_offsets: tuple[int, ...] = (0,)
     elements: tuple[str, ...] | None = None
+    function: ScaleFunction | None = None
 
     @property
     def searches(self) -> bool:
@@ -64,7 +72,7 @@ SCALE_MODES: dict[str, ScaleMode] = {
     "rceil_v2": ScaleMode(lambda element: _mantissa(7.25, element), elements=("fp4_e2m1",)),
     # up where amax plus half a unit in the last place of the element reaches the next power of two: "even" of torchao's
     # `ScaleCalculationMode` and of Quark
-    "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << (22 - element.mantissa_bits))),
+    "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << 22 >> element.mantissa_bits)),
     # of floor and its two neighbours the one that loses least
     "mse": ScaleMode(_never, exponent_offsets=(0, -1, 1)),
 }
@@ -87,6 +95,7 @@ class FloatScaleMode:
         rounds_up: True takes the next scale where the rounded one is smaller than the quotient.
         factors, code_offsets: the candidates of a search, as multiples of the quotient and as offsets to the code of
             the rounded scale; the one with the smallest squared error over the block is taken, of equal ones the first.
+        function: of a registered mode, gives the scale in place of the quotient (`register_scale_mode`).
     """
 
     least: Callable[[ScaleFormat], float] = lambda scale: scale.min_value
@@ -97,6 +106,7 @@ class FloatScaleMode:
     rounds_up: bool = False
     factors: Callable[[ElementFormat], tuple[float, ...]] = lambda element: (1.0,)
     code_offsets: tuple[int, ...] = (0,)
+    function: ScaleFunction | None = None
 
 
 FLOAT_SCALE_MODES: dict[str, FloatScaleMode] = {
@@ -127,9 +137,10 @@ def scale_modes(
     scale_format: ScaleFormat, element: ElementFormat | None = None
 ) -> Mapping[str, ScaleMode | FloatScaleMode]:
     """Return the scale modes of a scale format, by name; with an element, those that are defined for it."""
-    if not scale_format.is_power_of_two:
-        return FLOAT_SCALE_MODES
-    return {name: mode for name, mode in SCALE_MODES.items() if element is None or mode.is_defined_for(element)}
+    modes = SCALE_MODES if scale_format.is_power_of_two else FLOAT_SCALE_MODES
+    if element is None or not scale_format.is_power_of_two:
+        return modes
+    return {name: mode for name, mode in SCALE_MODES.items() if mode.is_defined_for(element)}
 
 
 def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFormat) -> None:
@@ -138,10 +149,60 @@ def check_scale_mode(name: object, scale_format: ScaleFormat, element: ElementFo
     modes = SCALE_MODES if is_power_of_two else FLOAT_SCALE_MODES
     if not isinstance(name, str) or name not in modes:
         scales = "" if is_power_of_two else f" of {scale_format} scales"
-        raise MXError(f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}")
+        raise MXError(
+            f"unknown scale_mode {name!r}{scales}: {nearest(name, modes)}; register one of your own before it is named "
+            "(pt2mx.register_scale_mode)"
+        )
     if is_power_of_two and not SCALE_MODES[name].is_defined_for(element):
         defined = scale_modes(scale_format, element)
         raise MXError(f"scale_mode {name!r} is not defined for {element}: use one of {', '.join(defined)} for it")
+
+
+def register_scale_mode(name: str, function: ScaleFunction) -> None:
+    """Add a scale mode, for this process, to the modes of every scale format.
+
+    Only the reference kernel computes it, also in compiled programs. A process that loads what names it registers it
+    first.
+
+    Args:
+        name: lower-case letters, digits and `_`; no name of another mode, of a rounding or of a scale format.
+        function: takes blocks (..., block_size) float32, the last of a row filled with zeros, and the element. It
+            returns the scale of each block, (...) float, at least 0. E8M0 takes the power of two at or below it; other
+            scale formats round it to nearest, with a tensor scale in units of that. A block for which it is negative,
+            Inf or NaN becomes NaN, as a block with an Inf or a NaN does. It must treat every block alike and alone,
+            since large tensors are quantized in slices.
+
+    Raises:
+        MXError: for a name that is taken, and another function under a name that is registered.
+
+    Example:
+        >>> import torch, pt2mx
+        >>> def of_mean(blocks, element):
+        ...     return blocks.abs().mean(-1) * 2 / element.max_normal
+        >>> pt2mx.register_scale_mode("of_mean", of_mean)
+        >>> pt2mx.fake_quantize_mx(torch.tensor([1.0, 2.0, 3.0, 50.0]), "int4{4}(of_mean,f32)")
+        tensor([ 0.,  0.,  4., 28.])
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise MXError(f"name={name!r} must be lower-case letters, digits and '_', and begin with a letter")
+    if not callable(function):
+        raise MXError(f"function={function!r} must be a function of blocks and an element")
+    known = SCALE_MODES.get(name) or FLOAT_SCALE_MODES.get(name)
+    taken = known is not None and known.function is None
+    if taken or name in ROUNDINGS or is_scale_format(name) or name == "row" or _WIDTHS.fullmatch(name):
+        raise MXError(f"name={name!r} is a mode, a rounding or a scale format of pt2mx: take another")
+    if known is not None and not _is_same(known.function, function):
+        raise MXError(f"scale_mode {name!r} is registered with another function, {known.function!r}: take another name")
+    SCALE_MODES.setdefault(name, ScaleMode(_never, function=function))
+    FLOAT_SCALE_MODES.setdefault(name, FloatScaleMode(function=function))
+
+
+def _is_same(known: Any, function: Any) -> bool:
+    """Return whether two functions are one, or one that a file without closures or defaults defined twice."""
+    if known is function:
+        return True
+    reads_more = any(getattr(f, "__closure__", None) or getattr(f, "__defaults__", None) for f in (known, function))
+    return not reads_more and getattr(known, "__code__", known) == getattr(function, "__code__", function)
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,33 @@ class MXSpec:
         return (self.scale_exp_bits, self.scale_sig_bits) == (8, 0)
 
     @property
+    def is_registered(self) -> bool:
+        """True if this process registered the element (`register_element`) or the scale mode
+        (`register_scale_mode`)."""
+        mode = scale_modes(self.scale_format)[self.scale_mode]
+        return self.element.is_registered or mode.function is not None
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if other kernels than the reference support the element and the scale mode."""
+        return not (self.element.is_wide or self.is_registered)
+
+    def check_built_in(self, where: str) -> None:
+        """Refuse a registered element or scale mode.
+
+        Args:
+            where: what does not hold it, for the message.
+
+        Raises:
+            MXError: for one.
+        """
+        if self.is_registered:
+            raise MXError(
+                f"{self}: {where} name pt2mx's own elements and scale modes alone, and this process registered one: "
+                "quantize with others"
+            )
+
+    @property
     def has_power_of_two_scale(self) -> bool:
         """True for scales without a significand."""
         return self.scale_format.is_power_of_two

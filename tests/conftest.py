@@ -26,6 +26,7 @@ from pt2mx.kernels.cpu import repeated
 from tests.fresh_process import IMPORTED, run_program
 from tests.left_files import files_of_the_user, temporary_files, use_own_temporary_folder
 from tests.models import exported_encoder
+from tests.own_formats import forgotten
 from tests.patches import patched
 
 use_own_temporary_folder()
@@ -110,6 +111,12 @@ def _leaves_no_temporary_files():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_formats_of_other_tests():
+    with forgotten():
+        yield
 
 
 @pytest.fixture(autouse=True)

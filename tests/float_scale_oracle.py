@@ -99,7 +99,8 @@ def quantize_block(
 ) -> tuple[int, list[int], list[float]]:
     """(code of the scale, codes, dequantized values as float32 holds them) of one block."""
     if not all(math.isfinite(x) for x in block):
-        return f.nan, [0] * len(block), [math.nan] * len(block)
+        zero = element.values.index(0) if element.values else 0
+        return f.nan, [zero] * len(block), [math.nan] * len(block)
     exact, tensor = [Fraction(x) for x in block], Fraction(t)
     unit = power_of_two(2 - element.bits) if element.is_int else Fraction(1)
 
@@ -129,7 +130,10 @@ def quantize_block(
     factor, positive, stored, dequantized = applied(scale_value(code, f), f, tensor), grid(element), [], []
     for (_, p), given in zip(values(code, rounding), block, strict=True):
         negative = math.copysign(1, given) < 0
-        if element.is_int:
+        if element.values:
+            stored.append(element.values.index(float(p)))
+            negative = p < 0
+        elif element.is_int:
             stored.append(int(p / unit) % 2**element.bits)
             negative = negative and p != 0
         else:

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.ops import attention, convolution, decoding, hadamard, linear, quantization, rope
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.ops.operator import Operator
+from pt2mx.spec import MXSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -161,6 +163,17 @@ def written_count(overload: OpOverload) -> int:
 def is_ours(node: Node) -> bool:
     """Return whether a node calls an operator of pt2mx."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "pt2mx"
+
+
+def specs_of(node: Node) -> list[MXSpec]:
+    """Return the specs of a node that calls an operator of pt2mx. Raise MXError for an element or a scale mode that
+    this process does not know."""
+    operator = OPERATORS.get(operator_of(node)._schema.name.removeprefix("pt2mx::"))
+    if operator is None:
+        return []
+    call = operator.from_args(*named_args(node).values())
+    values = [getattr(call, field.name) for field in fields(call)]  # type: ignore[arg-type]  # each is a dataclass
+    return [value for value in values if isinstance(value, MXSpec)]
 
 
 def called(node: Node) -> object:

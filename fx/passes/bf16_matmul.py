@@ -84,7 +84,7 @@ def _in_bfloat16(model: GraphModule, x: Node, alone: bool) -> Node:
 def is_quantized(x: Node) -> bool:
     """Return whether bfloat16 represents the values of a node."""
     quantization = _quantization(x)
-    return quantization is not None and quantization.spec.has_plain_scale and not quantization.spec.element.is_wide
+    return quantization is not None and quantization.spec.has_plain_scale and quantization.spec.has_kernels
 
 
 def _quantization(x: Node) -> FakeQuantize | RotatedFakeQuantize | Dequantize | None:
@@ -164,6 +164,6 @@ def _is_exact_in_bf16(call: _Matmul, codes: Tensor, scale: Tensor) -> bool:
 
 def _runs_on_tensor_cores(node: Node, call: _Matmul) -> bool:
     value = value_of(node)
-    if value is None or value.dtype != torch.float32 or call.spec.element.is_wide or not call.spec.has_plain_scale:
+    if value is None or value.dtype != torch.float32 or not call.spec.has_kernels or not call.spec.has_plain_scale:
         return False
     return supports("multiply x and weights rounded to bfloat16", value)

@@ -148,7 +148,7 @@ def _fusible_quantization(node: Node) -> FakeQuantize | RotatedFakeQuantize | No
     else:
         is_random = ROUNDINGS[call.spec.rounding].random
         stays = call.spec.axis not in (-1, len(shape) - 1) or call.ste != "identity" or is_random
-    if stays or call.spec.element.is_wide or not call.spec.has_plain_scale:
+    if stays or not call.spec.has_plain_scale:
         return None
     if order_in_memory(value) != contiguous_order(value):  # a quantization keeps this order, a fused call does not
         return None

@@ -198,6 +198,8 @@ def refusals(form: Form, destination: Destination) -> list[str]:
         reasons.append(f"its cache is in {quantizer.kv_cache}")
     if destination.layouts:
         reasons += _misfits(quantizer, form.layouts[destination.name], destination.engine)
+    elif destination.command:
+        reasons += [f"{spec} is registered in this process alone" for spec in _registered(quantizer)]
     return reasons
 
 
@@ -235,6 +237,19 @@ def needs(quantizer: MXQuantizer) -> list[str]:
     if quantizer.kv_cache is not None:
         lines.append(f"quantize the cache to {quantizer.kv_cache}")
     return lines
+
+
+def _registered(quantizer: MXQuantizer) -> dict[MXSpec, None]:
+    """Return the formats that a graph of a quantizer's models names, and that this process registered. A graph does not
+    say how the scales of a weight were chosen."""
+    configs = [config for _, _, config in quantizer.settings if config is not None]
+    specs: dict[MXSpec, None] = {}
+    for config in configs:
+        others = config.activation, config.output, config.bias, *dict(config.operands).values()
+        specs |= {spec: None for spec in others if spec is not None and spec.is_registered}
+        if config.weight is not None and config.weight.element.is_registered:
+            specs[config.weight] = None
+    return specs
 
 
 def _transforms(quantizer: MXQuantizer) -> list[Algorithm]:

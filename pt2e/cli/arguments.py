@@ -72,8 +72,24 @@ COMMON = (
     flag("--traceback", "print the whole traceback of an error"),
 )
 
+#: how images of --calibration become inputs
+_IMAGES = (
+    argument(
+        "--image-size",
+        metavar="N",
+        help="for a folder of images: resize and crop them to NxN, or to HxW (default: the size of the example)",
+    ),
+    several("--mean", "for images: the mean of values in [0, 1] of each channel, or one (default: 0)", metavar=NAMES),
+    several("--std", "for images: their standard deviation, likewise (default: 1)", metavar=NAMES),
+)
 _ALLOW_NAN = flag("--allow-nan", "warn of NaN or Inf in weights or batches and go on; by default they are an error")
 _DTYPE = argument("--dtype", choices=DTYPES, help="for a checkpoint: the dtype to load it in (default: its own)")
+_IMPORT = repeated(
+    "--import",
+    "run this file first: it defines custom operators, or formats; several times for several",
+    metavar="FILE.py",
+    dest="imports",
+)
 _CHECKPOINT = (
     argument("--part", metavar="NAME", help="for a checkpoint: the module to keep whole; others may be left out"),
     flag(
@@ -89,6 +105,8 @@ _EVALUATED_MODEL = (
         help="a folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav) (default: the model's "
         "built-in sample)",
     ),
+    *_IMAGES,
+    _IMPORT,
     argument(
         "--metric",
         choices=METRICS,
@@ -105,12 +123,6 @@ _REPORT = argument("--report", help="the report to write; its name ends in .json
 _FULL = flag("--full", f"print all operators, not only the {WORST_OPERATORS} with the lowest SQNR")
 _QUANTIZED_HEAD = flag(
     "--quantized-head", "quantize the head in a layout, too, of which no engine is known to load one (quark)"
-)
-_IMPORT = repeated(
-    "--import",
-    "run this file first: it defines custom operators; several times for several",
-    metavar="FILE.py",
-    dest="imports",
 )
 _PROGRAM = argument("program", help="a file that `pt2mx quantize` or torch.export.save wrote")
 
@@ -138,6 +150,8 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             help="a folder of .pt/.npz batches, of images (.png, .jpg) or of recordings (.wav); for a language model a "
             "text; or none (default: the model's built-in sample)",
         ),
+        *_IMAGES,
+        _IMPORT,
         argument(
             "--optimize",
             choices=(*PRESETS, "none"),

@@ -7,7 +7,9 @@ checks before its work by the functions at the end.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,22 @@ from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
 from pt2mx.pt2e.language.ranges import fault_of
-from pt2mx.pt2e.models.names import check_checkpoint, check_model, input_files, source_file
+from pt2mx.pt2e.models.names import (
+    IMAGES,
+    KINDS,
+    Normalization,
+    check_checkpoint,
+    check_model,
+    input_files,
+    source_file,
+)
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 
 #: options for loading a checkpoint
 _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
+#: options that prepare images
+_OF_IMAGES = ("image_size", "mean", "std")
+_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII)
 #: options of `quantize` -> their values that ask for nothing: not for an ONNX file; for a language model alone
 _FOR_TORCH = {
     **dict.fromkeys(("optimize", "anchor", "distill", "text_length")),
@@ -105,7 +118,8 @@ def check_usage(options: argparse.Namespace) -> None:
         _check_existing(getattr(options, name), advice)
     for path in getattr(options, "imports", None) or ():
         if not path.endswith(".py") or not os.path.isfile(path):
-            raise MXError(f"--import {path!r} is no Python file: give a file.py that defines custom operators")
+            raise MXError(f"--import {path!r} is no Python file: give a file.py that defines operators or formats")
+    normalization_of(options)
     if getattr(options, "float", None) is not None:
         check_checkpoint(options.float)
 
@@ -123,10 +137,57 @@ def _check_destinations(options: argparse.Namespace) -> None:
             raise MXError(f"--for {name!r} is no destination: {nearest(name, DESTINATIONS)}")
 
 
+def _check_recipe(source: str, options: argparse.Namespace) -> None:
+    """Check a recipe, unless files are still to be imported that may register its formats."""
+    if not options.imports:
+        check_source(source)
+
+
+def normalization_of(options: argparse.Namespace) -> Normalization | None:
+    """Return how `--image-size`, `--mean` and `--std` prepare images; None without these options.
+
+    Raises:
+        MXError: for a wrong value, and for images that are not there.
+    """
+    given = {name: value for name in _OF_IMAGES if (value := getattr(options, name, None))}
+    if not given:
+        return None
+    option, folder = option_of(next(iter(given))), options.calibration
+    if folder in (None, "none") or IMAGES not in {KINDS[file.suffix.lower()] for file in input_files(folder)}:
+        instead = f", not {folder!r}" * (folder is not None)
+        raise MXError(f"{option} prepares images: give --calibration a folder of .png or .jpg images{instead}")
+    if options.command == "quantize" and writes_folder(options):
+        raise MXError(f"{option} is for a program: give --output a name that ends in .pt2, or leave it out")
+    return Normalization(_size_of(options.image_size), _numbers("mean", options, 0.0), _numbers("std", options, 1.0))
+
+
+def _size_of(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise MXError(f"--image-size {text!r} must be a number of pixels such as 224, or HEIGHTxWIDTH such as 240x320")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def _numbers(name: str, options: argparse.Namespace, default: float) -> list[float]:
+    """Return the numbers of an option, for each channel; those of `std` are positive."""
+    try:
+        numbers = [float(text) for text in getattr(options, name)] or [default]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(math.isfinite(n) and (name == "mean" or n > 0) for n in numbers):
+        positive = " above 0" * (name == "std")
+        raise MXError(
+            f"--{name} {','.join(getattr(options, name))} must be numbers{positive}, such as 0.485,0.456,0.406"
+        )
+    return numbers
+
+
 def _check_quantize(options: argparse.Namespace) -> None:
     _check_float_model(options)
     if options.recipe is not None:
-        check_source(options.recipe)
+        _check_recipe(options.recipe, options)
     elif not options.model.startswith("hf:"):
         chosen_recipe(options)
     if writes_folder(options):
@@ -155,7 +216,7 @@ def _check_onnx_model(options: argparse.Namespace, path: str) -> None:
 
 
 def _check_slice(options: argparse.Namespace) -> None:
-    check_source(options.recipe)
+    _check_recipe(options.recipe, options)
     _check_report(options)
     if not Path(options.program).is_dir():
         check_program_name(options.output)
@@ -219,7 +280,7 @@ def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _check_perplexity(options: argparse.Namespace) -> None:
     for recipe in options.recipe:
-        check_source(recipe)
+        _check_recipe(recipe, options)
 
 
 def _check_eval(options: argparse.Namespace) -> None:

@@ -13,13 +13,16 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.pt2e.cli.checks import normalization_of
 from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, quiet_export, user_errors
 from pt2mx.pt2e.flow.weights import listed, nonfinite_parameters
 from pt2mx.pt2e.models.coverage import Coverage, tensors_read
 from pt2mx.pt2e.models.float_models import Batch, DynamicShapes, LoadedModel, load_model
-from pt2mx.pt2e.models.input_files import load_batches
+from pt2mx.pt2e.models.image_files import normalizing_reader
+from pt2mx.pt2e.models.input_files import Reader, load_batches
+from pt2mx.pt2e.models.names import IMAGES, Normalization
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program.program import export_program
 
@@ -50,13 +53,14 @@ def load_eval_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[
     Raises:
         MXError: for batches that the model does not take; for batches that hold a NaN, without `--allow-nan`.
     """
-    if options.calibration is None:
-        batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
-    elif options.calibration == "none":
+    if options.calibration == "none":
         return {}
+    given = _given_batches(loaded, options)
+    if given is None:
+        batches = {f"built-in batch {i}": batch for i, batch in enumerate(loaded.batches)}
     else:
         batches = {}
-        for source, batch in load_batches(options.calibration, loaded.readers).items():
+        for source, batch in given.items():
             # the exported program takes no other form than the example's
             args, kwargs = conform(batch, signature_of(loaded), source, note)
             batches[source] = kwargs if isinstance(loaded.example, dict) else args
@@ -64,6 +68,34 @@ def load_eval_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[
     for source, batch in batches.items():
         refuse_nan(f"{source}: the inputs", _nonfinite_inputs(loaded, batch), options)
     return batches
+
+
+def _given_batches(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, object] | None:
+    """Return the batches of the user's files or else of the model's code, by their sources; None for neither."""
+    if options.calibration is not None:
+        how = normalization_of(options)
+        readers = loaded.readers if how is None else {IMAGES: _image_reader(loaded, how)}
+        return load_batches(options.calibration, readers)
+    if loaded.calibration is None:
+        return None
+    with user_errors("make the calibration batches"):
+        batches = {f"calibration batch {i}": batch for i, batch in enumerate(loaded.calibration)}
+    if not batches:
+        raise MXError(f"the calibration of {options.model} holds no batch: return some, or give --calibration a folder")
+    return batches
+
+
+def _image_reader(loaded: LoadedModel, how: Normalization) -> Reader:
+    """Return what makes inputs of images for a model whose only tensor is (N, C, H, W)."""
+    tensors = [(name, example) for name, example, _ in signature_of(loaded).inputs if isinstance(example, Tensor)]
+    if len(tensors) != 1:
+        names = ", ".join(name for name, _ in tensors)
+        raise MXError(
+            f"--image-size, --mean and --std are for models of one tensor, and this one takes {names}: give "
+            "--calibration a folder of .pt or .npz batches, or a factory that returns a transform"
+        )
+    ((name, example),) = tensors
+    return normalizing_reader(how, name, example.shape, example.dtype)
 
 
 def export(module: nn.Module, batch: Batch, dynamic_shapes: DynamicShapes = None) -> ExportedProgram:

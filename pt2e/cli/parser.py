@@ -33,6 +33,10 @@ EXAMPLES = {
             "--model net.py:make --recipe mxfp4 --calibration batches",
         ),
         (
+            "quantize your own CNN, with a folder of images",
+            "--model net.py:make --recipe mxfp8 --calibration photos --image-size 32 --mean 0.5 --std 0.5",
+        ),
+        (
             "quantize a language model to 4 bits",
             "--model hf:HuggingFaceTB/SmolLM2-135M-Instruct --recipe mxfp4_decoder --output smollm2",
         ),

@@ -19,7 +19,7 @@ from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.checks import check_compiler, check_device, chosen_recipe, writes_folder
+from pt2mx.pt2e.cli.checks import check_compiler, check_device, chosen_recipe, normalization_of, writes_folder
 from pt2mx.pt2e.cli.destinations import form_of, with_next_steps
 from pt2mx.pt2e.cli.float_model import export, exported_module, load_eval_batches, load_float_model, refuse_nan
 from pt2mx.pt2e.cli.inputs import arrays_by_name
@@ -30,7 +30,9 @@ from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_pt2e
 from pt2mx.pt2e.flow.weights import nonfinite_operands
 from pt2mx.pt2e.models.float_models import Batch, LoadedModel, call
-from pt2mx.pt2e.models.input_files import load_batches
+from pt2mx.pt2e.models.image_files import normalizing_reader
+from pt2mx.pt2e.models.input_files import Reader, load_batches
+from pt2mx.pt2e.models.names import IMAGES
 from pt2mx.pt2e.optimize.calibrate import named_padding_mask
 from pt2mx.pt2e.optimize.optimize import checked_anchor, optimize
 from pt2mx.pt2e.optimize.report import optimization_report
@@ -93,10 +95,19 @@ def _onnx_batches(options: argparse.Namespace, path: str) -> list[dict[str, np.n
 
     if options.calibration in (None, "none"):
         return None
+    onnx = import_extra("onnx", "onnx")
     with user_errors(f"read {path!r}"):
-        graph = import_extra("onnx", "onnx").load(path, load_external_data=False).graph
-    names = [value.name for value in inputs_of(graph)]
-    return [arrays_by_name(batch, names, file) for file, batch in load_batches(options.calibration, {}).items()]
+        graph = onnx.load(path, load_external_data=False).graph
+    inputs = inputs_of(graph)
+    names = [value.name for value in inputs]
+    readers: dict[str, Reader] = {}
+    if (how := normalization_of(options)) is not None:
+        if len(names) != 1:
+            raise MXError(f"--image-size, --mean and --std are for models of one input, and this one takes {names}")
+        tensor = inputs[0].type.tensor_type
+        dtype = torch.from_numpy(np.empty(0, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type))).dtype
+        readers[IMAGES] = normalizing_reader(how, names[0], [dim.dim_value or None for dim in tensor.shape.dim], dtype)
+    return [arrays_by_name(batch, names, file) for file, batch in load_batches(options.calibration, readers).items()]
 
 
 def _quantize_program(options: argparse.Namespace, quantizer: MXQuantizer) -> Result:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.python_file import import_file
 from pt2mx.pt2e.models.coverage import CheckpointValues
 from pt2mx.pt2e.models.example_inputs import CheckpointInputs
-from pt2mx.pt2e.models.input_files import Reader, groups, read_image
+from pt2mx.pt2e.models.image_files import image_reader
+from pt2mx.pt2e.models.input_files import Reader
 from pt2mx.pt2e.models.names import IMAGES, check_model, source_file
 from pt2mx.pt2e.models.packaged import load_minilm
 from pt2mx.pt2e.models.pretrained import checkpoint_values, load_pretrained
@@ -30,6 +30,9 @@ DynamicShapes = dict[str, Any] | tuple[Any, ...] | list[Any] | None
 
 #: built-in images in a batch, and their shape where the weights state none
 _BATCH, _SHAPE = 2, (3, 224, 224)
+#: what a factory returns: the first two or three as a tuple, or these keys of a dict, of which the first two must be
+#: there. `calibration`: an iterable of batches; `transform`: an image of Pillow -> the inputs of one row
+_OF_FACTORIES = ("model", "example_inputs", "dynamic_shapes", "calibration", "transform")
 #: arguments by which torchvision downloads weights
 _PRETRAINED = ("weights", "weights_backbone")
 
@@ -45,6 +48,7 @@ class LoadedModel:
         batches: the built-in calibration sample, in the form of `example`.
         readers: kind of files -> the function that makes batches of them, as `load_batches` takes it.
         values: the values of the checkpoint that the model was loaded from; None: code made the model.
+        calibration: batches of code in place of `batches`, each as a file of a batch holds it; None for none.
     """
 
     module: nn.Module
@@ -53,6 +57,7 @@ class LoadedModel:
     batches: Sequence[Batch] = ()
     readers: Mapping[str, Reader] = field(default_factory=dict)
     values: CheckpointValues | None = None
+    calibration: Iterable[object] | None = None
 
     def to(self, device: str) -> LoadedModel:
         """Move the model and its inputs to a device."""
@@ -71,7 +76,7 @@ def load_model(source: str, dtype: str | None = None) -> LoadedModel:
 
     Args:
         source: `minilm`, `torchvision:NAME`, `hf:DIRECTORY_OR_NAME` or `module.py:factory`. A factory returns the
-            model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes.
+            model, its example inputs (a tuple or a dict) and, optionally, dynamic shapes, or a dict of `_OF_FACTORIES`.
         dtype: for a checkpoint: the dtype to load it in, such as "bfloat16"; None: its own.
     """
     if source == "minilm":
@@ -130,16 +135,8 @@ def _transform(models: Any, name: str, module: nn.Module) -> Callable[[Any], Ten
 
 def _image_reader(transform: Callable[[Any], Tensor], size: list[int]) -> Reader:
     crop = import_extra("torchvision.transforms.functional", "vision").center_crop
-
-    def read(files: list[Path]) -> dict[str, object]:
-        batches: dict[str, object] = {}
-        for group in groups(files, _BATCH):
-            # some transforms keep an image's proportions, and images of several shapes make no batch
-            images = [crop(transform(read_image(file)), size) for file in group]
-            batches[", ".join(map(str, group))] = (torch.stack(images),)
-        return batches
-
-    return read
+    # some transforms keep an image's proportions, and images of several shapes make no batch
+    return image_reader(lambda image: crop(transform(image), size), _BATCH)
 
 
 def _hugging_face(name: str, dtype: str | None) -> LoadedModel:
@@ -158,9 +155,24 @@ def _from_factory(path: str, factory: str) -> LoadedModel:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise MXError(f"{path} has no function {factory!r}: {nearest(factory, names)}")
     result = function()
-    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        raise MXError(f"{factory} must return (model, example_inputs) or (model, example_inputs, dynamic_shapes)")
-    model, example, *dynamic_shapes = result
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        result = dict(zip(_OF_FACTORIES, result, strict=False))
+    if not isinstance(result, dict) or not isinstance(result.get("model"), nn.Module) or "example_inputs" not in result:
+        raise MXError(
+            f"{factory} must return (model, example_inputs), (model, example_inputs, dynamic_shapes), or a dict of "
+            "'model', 'example_inputs' and, optionally, 'dynamic_shapes', 'calibration' and 'transform'"
+        )
+    for name in result:
+        if name not in _OF_FACTORIES:
+            raise MXError(f"{factory} returns {name!r}, which has no meaning: {nearest(name, _OF_FACTORIES)}")
+    example, calibration, transform = (result.get(name) for name in ("example_inputs", "calibration", "transform"))
     if not isinstance(example, dict):
         example = tuple(example) if isinstance(example, list | tuple) else (example,)
-    return LoadedModel(model.eval(), example, dynamic_shapes[0] if dynamic_shapes else None, [example])
+    if calibration is not None and (isinstance(calibration, Tensor | dict) or not isinstance(calibration, Iterable)):
+        raise MXError(f"{factory}: calibration must be an iterable of batches, not {type(calibration).__name__}")
+    if transform is not None and not callable(transform):
+        raise MXError(f"{factory}: transform must be a function of an image, not {type(transform).__name__}")
+    rows = [leaf.shape[0] for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()]
+    readers = {} if transform is None else {IMAGES: image_reader(transform, rows[0] if rows else 1)}
+    shapes = result.get("dynamic_shapes")
+    return LoadedModel(result["model"].eval(), example, shapes, [example], readers, calibration=calibration)

@@ -67,7 +67,8 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
         contents = f", this one holds {_names(others)}" if others else ""
         raise MXError(
             f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files, or, for a model "
-            f"with a processor, images ({_suffixes(IMAGES)}) or recordings ({_suffixes(RECORDINGS)}){contents}"
+            f"with a processor, a transform or --image-size, images ({_suffixes(IMAGES)}) or recordings "
+            f"({_suffixes(RECORDINGS)}){contents}"
         )
     if len(kinds) > 1:
         raise MXError(f"{str(folder)!r} holds {' and '.join(kinds)}: give a folder of one kind")
@@ -80,8 +81,10 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
         )
     if kind not in readers:
         allowed = f"folder of {' or '.join(readers)}, or of " if readers else "folder of "
+        by_options = "; --image-size, --mean and --std make inputs of images" * (kind == IMAGES)
         raise MXError(
             f"{str(folder)!r} holds {kind}, which cannot be made inputs of this model: give a {allowed}batches"
+            f"{by_options}"
         )
     return readers[kind](files)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from pt2mx.errors import MXError, nearest
 
@@ -23,6 +24,19 @@ KINDS = {
     ".jpeg": IMAGES,
     ".wav": RECORDINGS,
 }
+
+
+class Normalization(NamedTuple):
+    """How images become the input of a model.
+
+    Args:
+        size: their height and width; None for those of the input.
+        mean, std: one number, or one of each channel, of values in [0, 1].
+    """
+
+    size: tuple[int, int] | None
+    mean: list[float]
+    std: list[float]
 
 
 def check_model(source: str) -> None:

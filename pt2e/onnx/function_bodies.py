@@ -101,6 +101,7 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
         dtype, shape: the `TensorProto.DataType` of the values; the shape of the codes, None for what is unknown.
     """
     element, blocks = spec.element, Blocks.of(spec, length, None if spec.block_rows > 1 else shape)
+    spec.check_built_in("ONNX files")
     if element.is_wide:
         raise MXError(f"codes of {element} take two bytes, which ONNX files do not hold: take an element of 8 bits")
     if spec.block_rows > 1 and spec.axis != -1:
@@ -163,6 +164,7 @@ def add_bodies(model: Any) -> Any:
 
 
 def _check(spec: MXSpec) -> None:
+    spec.check_built_in("ONNX files")
     spec.check_operators()
     if spec.block_rows > 1:
         raise MXError(f"{spec}: ONNX files hold activations in blocks of one row; quantize activations with those")

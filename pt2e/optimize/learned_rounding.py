@@ -212,7 +212,8 @@ class _Training:
 
 def _is_learnable(target: WeightTarget, nodes: set[Node]) -> bool:
     local = all(consumer.node in nodes and consumer.matmul is not None for consumer in target.consumers)
-    return local and not reason_not_rounded(target)
+    is_codebook = any(consumer.spec.element.values for consumer in target.consumers)  # without steps to learn
+    return local and not is_codebook and not reason_not_rounded(target)
 
 
 def _with_weights(

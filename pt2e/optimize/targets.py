@@ -20,6 +20,7 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, ho
 from pt2mx.fx.graph.node import named_args, register_buffer
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, replace_tensor
+from pt2mx.modes import SCALE_MODES
 from pt2mx.pt2e.flow.shared_scales import connected, sibling_key
 from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.observer import ROUNDING_KEY
@@ -206,6 +207,8 @@ def reason_not_rounded(target: WeightTarget) -> str:
     for mode in (spec.scale_mode, spec.rounding):
         if mode in _UNSTABLE:
             return f"{mode} would quantize rounded values to others"
+    if spec.has_power_of_two_scale and (spec.element.values or SCALE_MODES[spec.scale_mode].function):
+        return f"{spec} would quantize rounded values to others"
     if not target.value.numel():
         return "it is empty"
     if not target.value.isfinite().all():

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import write_out_arguments
+from pt2mx.fx.graph.node import is_ours, specs_of, write_out_arguments
 from pt2mx.ops.contract import OPERATORS, schema_of
 from pt2mx.patches.program_schema import schema_read_once
 from pt2mx.pt2e.files.archive import check_kind
@@ -98,7 +98,8 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         The program; its `module()` can be called, compiled and lowered.
 
     Raises:
-        MXError: where the file is no exported program, is damaged, or this torch does not load it.
+        MXError: where the file is no exported program, is damaged, or this torch does not load it; for an element or a
+            scale mode that this process registers first (`register_element`).
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -153,7 +154,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
         graphs = {name: json.loads(text) for name, text in texts.items()}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
-            return _load(path)
+            return _load(path, path)
         for node in short:
             _write_out(node)
         with tempfile.TemporaryDirectory() as folder:
@@ -165,12 +166,21 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
                     else:
                         with archive.open(name) as record, upgraded.open(name, "w", force_zip64=True) as written:
                             shutil.copyfileobj(record, written)
-            return _load(copy)
+            return _load(copy, path)
 
 
-def _load(path: str | os.PathLike[str]) -> ExportedProgram:
+def _load(file: str | os.PathLike[str], path: object) -> ExportedProgram:
+    """Load a file that holds the program of `path`. Raise an MXError for an element or a scale mode that it names and
+    that nothing registered in this process."""
     with schema_read_once():
-        return torch.export.load(path)
+        program = torch.export.load(file)
+    try:
+        for graph in graph_modules(program.graph_module):
+            for node in filter(is_ours, graph.graph.nodes):
+                specs_of(node)
+    except MXError as error:
+        raise MXError(f"{str(path)!r}: {error}") from None
+    return program
 
 
 def _check_operators(path: object, graphs: Iterable[bytes]) -> None:

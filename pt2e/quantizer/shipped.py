@@ -9,7 +9,7 @@ from importlib import resources
 from typing import TypedDict
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.formats import NV_SPELLINGS, SPELLINGS, is_element
+from pt2mx.formats import NV_SPELLINGS, REGISTERED, SPELLINGS, is_element
 
 
 def names() -> list[str]:
@@ -23,7 +23,7 @@ def check_source(source: str) -> None:
     element = re.split(r"[{(]", source.lower())[0].strip()
     is_format = is_element(element.removeprefix("nv")) or element.startswith("bfp")
     if not (is_format or source.lower() in names() or os.path.isfile(source)):
-        allowed = dict.fromkeys([*names(), *SPELLINGS, *NV_SPELLINGS])
+        allowed = dict.fromkeys([*names(), *SPELLINGS, *NV_SPELLINGS, *REGISTERED])
         raise MXError(f"no recipe {source!r}: no file, shipped recipe or format: {nearest(source, allowed)}")
 
 

@@ -41,6 +41,8 @@ class LatentWeight:
     def __init__(self, weight: Tensor, rounded: Tensor | None, spec: MXSpec, scale: Tensor | None = None) -> None:
         if spec.rounding == "stochastic":
             raise MXError("learned rounding rounds to nearest: give a spec without stochastic rounding")
+        if spec.element.values:
+            raise MXError(f"learned rounding moves values by steps of a number, and {spec.element} is a codebook")
         if rounded is None:
             rounded = fake_quantize_mx(weight.detach().float(), spec)
         if weight.shape != rounded.shape:

@@ -70,9 +70,8 @@ def supports_epilogue(quantization: MXSpec, n: object, product_dtype: torch.dtyp
     block at a time."""
     if not quantization.has_plain_scale:
         return False
-    element = quantization.element
     whole = isinstance(n, int) and n % BLOCK == 0 and min(quantization.block_size, n) == BLOCK
-    blockwise = quantization.rounding == "even" and not quantization.searches and not element.is_wide
+    blockwise = quantization.rounding == "even" and not quantization.searches and quantization.has_kernels
     return whole and blockwise and product_dtype in (torch.float32, torch.bfloat16)
 
 
@@ -89,5 +88,5 @@ def supports_bf16x2(spec: MXSpec, length: object, *dtypes: torch.dtype) -> bool:
         return False
     element = spec.element
     whole = isinstance(length, int) and length % BLOCK == 0 and length <= _LONGEST_ROW and spec.block_size == BLOCK
-    in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and not element.is_wide
+    in_pairs = element.mantissa_bits <= 6 and element.lowest == -element.max_normal and spec.has_kernels
     return whole and in_pairs and spec.rounding == "even" and not spec.searches and set(dtypes) == {torch.bfloat16}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pt2mx.formats import ElementFormat
+from pt2mx.kernels import codebooks
 from pt2mx.kernels.packing import trim_axis
 from pt2mx.modes import ROUNDINGS
 
@@ -70,6 +71,8 @@ def from_blocks(blocks: Tensor, axis: int, length: int) -> Tensor:
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:
     """v: fp32 in units of the block's scale -> a neighbouring value of the element, saturated (step 4)."""
+    if element.values:
+        return codebooks.round_to_value(v, element, rounding, random)
     lowest, highest = ((e + BIAS) << 23 for e in (element.emin, element.emax))
     binade = (v.view(torch.int32) & _INF).clamp(lowest)  # bits of 2**floor(log2 |v|)
     if element.mantissa_bits == 0:  # the reciprocal of 2**127 would be subnormal
@@ -85,6 +88,8 @@ def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: T
 
 def encode(p: Tensor, element: ElementFormat) -> Tensor:
     """p: fp32 values of the element -> codes, int32 in [0, 2**bits)."""
+    if element.values:
+        return codebooks.encode(p, element)
     m = element.mantissa_bits
     normal = ((p.view(torch.int32) & 0x7FFFFFFF) >> (23 - m)) - ((BIAS - element.bias) << m)
     subnormal = (p.abs() * 2.0 ** (m - element.emin)).to(torch.int32)
@@ -107,6 +112,8 @@ def decode(
     codes: Tensor, element: ElementFormat, finite: Callable[[Tensor, ElementFormat], Tensor] = finite_magnitude
 ) -> Tensor:
     """codes: int32 in [0, 2**bits) -> their values in fp32."""
+    if element.values:
+        return codebooks.decode(codes, element)
     sign_bit = 1 << (element.bits - 1)
     if element.is_int:
         return ((codes ^ sign_bit) - sign_bit).to(torch.float32) * 2.0 ** (element.emin - element.mantissa_bits)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.kernels import elements
 from pt2mx.kernels.elements import BIAS, Prims, pow2, times_pow2
-from pt2mx.kernels.scale_search import least_squares
+from pt2mx.kernels.scale_search import least_squares, scale_by_function
 from pt2mx.modes import SCALE_MODES
 from pt2mx.spec import MXSpec
 
@@ -38,6 +38,9 @@ class ExponentScale:
 
 def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> ExponentScale:
     """Return the scales of blocks; these have no tensor scale."""
+    if SCALE_MODES[spec.scale_mode].function:
+        scale, finite = scale_by_function(blocks, spec)
+        return ExponentScale(_clamp((scale.view(torch.int32) >> 23) - BIAS, spec), finite, prims)
     return ExponentScale(*shared_exponent(blocks, spec, prims), prims)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pt2mx.kernels import elements
 from pt2mx.kernels.elements import Prims, decode, divide, encode, round_to_element
-from pt2mx.kernels.scale_search import least_squares
+from pt2mx.kernels.scale_search import least_squares, scale_by_function
 from pt2mx.modes import FLOAT_SCALE_MODES
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from pt2mx.spec import MXSpec
@@ -124,6 +124,9 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     of_element = _constant(spec.element.max_normal / spec.element.unit, amax)
     steps = steps_of(spec)
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, of_element, t, prims.divide)
+    if mode.function:
+        scale, has_scale = scale_by_function(blocks, spec)
+        quotient, finite = steps.quotient(scale * spec.element.unit, _one(t), t, prims.divide), finite & has_scale
     codes = [_round(quotient if f == 1 else quotient * f, spec) for f in mode.factors(spec.element)]
     codes = [
         (code + offset).clamp(*code_range(spec)) if offset else code for code in codes for offset in mode.code_offsets

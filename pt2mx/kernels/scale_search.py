@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pt2mx.errors import MXError
 from pt2mx.kernels.elements import Prims
-from pt2mx.modes import ROUNDINGS
+from pt2mx.modes import ROUNDINGS, scale_modes
 from pt2mx.spec import MXSpec
 
 _SIGN = -0x80000000
@@ -40,6 +41,24 @@ def in_units(scale: BlockScale, blocks: Tensor, rounding: str) -> Tensor:
         return v
     smallest = (blocks.view(torch.int32) & _SIGN | 1 << 23).view(torch.float32)  # +-2**-126
     return torch.where((v.abs() < 2.0**-126) & (blocks != 0), smallest, v)
+
+
+def scale_by_function(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+    """Return what the function of a registered scale mode gives for blocks, (..., blocks, 1, ...) fp32, and whether
+    that is a scale of a finite block."""
+    function, at = scale_modes(spec.scale_format)[spec.scale_mode].function, spec.axis + 1
+    assert function is not None
+    rows = blocks.movedim(at, -1)
+    scale = function(rows, spec.element)
+    if not isinstance(scale, Tensor) or scale.shape != rows.shape[:-1] or not scale.is_floating_point():
+        given = f"{scale.dtype} {tuple(scale.shape)}" if isinstance(scale, Tensor) else type(scale).__name__
+        raise MXError(
+            f"the function of scale_mode {spec.scale_mode!r} gives {given} for blocks {tuple(rows.shape)}: return a "
+            f"float tensor {tuple(rows.shape[:-1])}, the scale of each block"
+        )
+    scale = scale.to(torch.float32).unsqueeze(-1).movedim(-1, at)
+    finite = (blocks.abs().amax(at, keepdim=True) < torch.inf) & (scale >= 0) & (scale < torch.inf)
+    return scale, finite
 
 
 def squared_error_bits(block_size: int) -> int:

@@ -159,7 +159,7 @@ def run_step(step: str, *args: Any) -> Any:
     definition, kernel = STEPS[step]
     tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
     result = None
-    if _device_of(tensors) == "cpu" and not any(isinstance(arg, MXSpec) and arg.element.is_wide for arg in args):
+    if _device_of(tensors) == "cpu" and all(arg.has_kernels for arg in args if isinstance(arg, MXSpec)):
         result = _function(kernel)(*args)
     return _function(definition)(*args) if result is None else result
 
@@ -172,7 +172,7 @@ def supports(use: str, value: object, *facts: Any) -> bool:
         value: the tensor, also a fake one, that they compute; None where it is unknown, and nothing supports it.
         facts: what the functions of the use take.
     """
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or not all(fact.has_kernels for fact in facts if isinstance(fact, MXSpec)):
         return False
     function = USES[use].get(value.device.type)
     if function is None or not _RUNS[value.device.type](value.device):
@@ -181,10 +181,10 @@ def supports(use: str, value: object, *facts: Any) -> bool:
 
 
 def _takes(kernel: Kernel, checked: tuple[Any, ...]) -> bool:
-    """Return whether a kernel takes the specs of a call: elements of at most 8 bits, and its scales."""
+    """Return whether a kernel takes the specs of a call: elements of at most 8 bits, nothing registered, its scales."""
     for spec in checked:
         if isinstance(spec, MXSpec):
-            if spec.element.is_wide or not (kernel.any_scales or spec.has_plain_scale):
+            if not spec.has_kernels or not (kernel.any_scales or spec.has_plain_scale):
                 return False
     return True
 

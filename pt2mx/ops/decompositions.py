@@ -24,6 +24,7 @@ from pt2mx.ops.memory_format import (
     order_in_memory,
     strides_in_order,
 )
+from pt2mx.ops.operator import Operator
 from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize, scale_of_tensor
 from pt2mx.ops.stochastic import seed_of
 from pt2mx.ops.tensor_scale import TensorScale
@@ -49,13 +50,20 @@ def decompositions(
         fake_quantize: a function for `pt2mx.kernels.reference.fake_quantize` that gives the same bits.
     """
     by = _Decompositions(random_bits, prims_for, dense, fake_quantize)
-    return {
-        Quantize.overload: Quantize.function(by.quantize),
-        Dequantize.overload: Dequantize.function(by.dequantize),
-        FakeQuantize.overload: FakeQuantize.function(by.fake_quantize),
-        ClipGradient.overload: ClipGradient.function(by.clip_gradient),
-        TensorScale.overload: TensorScale.function(by.tensor_scale),
+    of_operator: dict[type[Operator], Callable[..., Any]] = {
+        Quantize: by.quantize,
+        Dequantize: by.dequantize,
+        FakeQuantize: by.fake_quantize,
+        ClipGradient: by.clip_gradient,
+        TensorScale: by.tensor_scale,
     }
+    return {operator.overload: operator.function(_unless_registered(f)) for operator, f in of_operator.items()}
+
+
+def _unless_registered(decompose: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decomposition that leaves calls of registered elements and scale modes: compiled code may be kept for
+    another process, which may register other numbers under the same name."""
+    return lambda call: NotImplemented if call.spec.is_registered else decompose(call)
 
 
 @dataclass(frozen=True)

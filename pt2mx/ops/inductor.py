@@ -26,8 +26,10 @@ from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import LinearMX
 from pt2mx.ops.operator import Operator
+from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
 from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize, LinearFakeQuantize
 from pt2mx.ops.stochastic import random_bits
+from pt2mx.ops.tensor_scale import TensorScale
 
 #: computes nothing: for tracing the values are contiguous, in memory they may lie as Inductor wants, cut from a tensor
 #: with filled blocks for example
@@ -134,7 +136,8 @@ def register_lowerings() -> None:
 
     lowering.register_lowering(torch.ops.pt2mx.dense, type_promotion_kind=None)(lambda x: x)
     lowering.register_lowering(torch.ops.pt2mx.stored, type_promotion_kind=None)(_realized)
-    for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS):
+    quantizing = Quantize, Dequantize, FakeQuantize, ClipGradient, TensorScale
+    for cls in (AttentionBfloat16, LinearFakeQuantize, Conv2dFakeQuantize, *_ACTIVATIONS, *quantizing):
         lowering.make_fallback(cls.overload, warn=False, override_decomp=True)
     lowering.make_fallback(LinearMX.overload, lowering.constrain_to_fx_strides, warn=False, override_decomp=True)
     for overload in (AttentionMX.overload, DecodingAttention.overload):

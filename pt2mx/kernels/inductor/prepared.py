@@ -118,7 +118,7 @@ def _of_one_slot(query: Box, cache: Sequence[Box], mask: Box | None) -> list[Any
 
 
 def _is_plain(call: LinearMX[Box] | ActivationFakeQuantize[Box] | AttentionMX[Box]) -> bool:
-    return call.spec.has_plain_scale and not call.spec.element.is_wide
+    return call.spec.has_plain_scale and call.spec.has_kernels
 
 
 def _shapes(*tensors: Box) -> list[Shape] | None:

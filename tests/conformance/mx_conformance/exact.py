@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -58,8 +58,11 @@ def ceil_log2(x: Fraction) -> int:
 @functools.cache
 def grid(element: ElementFormat) -> list[Fraction]:
     """Return the non-negative values of an element, ascending, from its definition."""
+    if element.values:
+        return sorted(Fraction(v) for v in element.values if v >= 0)
     if element.is_int:
-        return [Fraction(i, 2 ** (element.bits - 2)) for i in range(2 ** (element.bits - 1))]
+        values = [Fraction(i, 2 ** (element.bits - 2)) for i in range(2 ** (element.bits - 1))]
+        return [v for v in values if v <= Fraction(element.max_normal)]
     step = Fraction(1, 2**element.mantissa_bits)
     values = [i * step * power_of_two(1 - element.bias) for i in range(2**element.mantissa_bits)]
     for exponent in range(1, 2**element.exponent_bits):
@@ -71,6 +74,8 @@ def grid(element: ElementFormat) -> list[Fraction]:
 def code_values(element: ElementFormat) -> tuple[float, ...]:
     """Return the value of every code of an element of at most 8 bits, in the order of codes; -0.0, Inf and NaN too."""
     half = 2 ** (element.bits - 1)
+    if element.values:
+        return element.values + (math.nan,) * (2 * half - len(element.values))
     if element.is_int:
         return tuple((code - 2 * half if code >= half else code) / 2 ** (element.bits - 2) for code in range(2 * half))
     values = [float(v) for v in grid(element)]
@@ -101,6 +106,8 @@ ROUNDINGS: dict[str, Callable[[Fraction, int, bool], bool]] = {
 
 def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Fraction | None = None) -> Fraction:
     """Round v to a value of the element, saturated."""
+    if element.values:
+        return _round_in_codebook(v, element, rounding, number)
     step = quantum(abs(v), element)
     if number is not None:  # stochastic
         magnitude = (abs(v) / step) % 1
@@ -111,6 +118,22 @@ def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Frac
         rounded = step * (below + ROUNDINGS[rounding](v / step - below, below, v > 0))
     lowest = -Fraction(2) if element.full_range else -Fraction(element.max_normal)
     return max(lowest, min(Fraction(element.max_normal), rounded))
+
+
+def _round_in_codebook(v: Fraction, element: ElementFormat, rounding: str, number: Fraction | None) -> Fraction:
+    """Round v to a value of a codebook; a rounding counts its values from 0."""
+    values = sorted(map(Fraction, element.values))
+    v = max(values[0], min(values[-1], v))
+    at = min(bisect_right(values, v), len(values) - 1)
+    low, high, below = values[at - 1], values[at], at - 1 - values.index(Fraction(0))
+    above = (v - low) / (high - low)
+    if above == 1:
+        return high
+    if number is not None:
+        magnitude = above if v > 0 else 1 - above
+        away = number < Fraction(math.floor(magnitude * 2**31), 2**31)
+        return high if away == (v > 0) else low
+    return high if ROUNDINGS[rounding](above, below, v > 0) else low
 
 
 def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rounding: str, scale_exp_bits: int) -> int:
@@ -163,9 +186,10 @@ def quantize_block(
     scale_exp_bits: int = 8,
 ) -> tuple[int, list[int], list[float]]:
     """Return (scale byte, codes, dequantized values in fp64) of one block of floats that begins at `index` of its
-    tensor; NaN values and 0 codes if one of them is not finite."""
+    tensor; NaN values and the code of 0 if one of them is not finite."""
     if not all(math.isfinite(x) for x in block):
-        return 0xFF, [0] * len(block), [math.nan] * len(block)
+        zero = element.values.index(0) if element.values else 0
+        return 0xFF, [zero] * len(block), [math.nan] * len(block)
     exact = [Fraction(x) for x in block]
     e = exponent(exact, element, scale_mode, rounding, scale_exp_bits)
     values, codes, dequantized = grid(element), [], []
@@ -173,7 +197,10 @@ def quantize_block(
         number = random_number(index + i, seed) if rounding == "stochastic" else None
         value = round_value(x / power_of_two(e), element, rounding, number)
         negative = math.copysign(1, given) < 0
-        if element.is_int:
+        if element.values:
+            codes.append(element.values.index(float(value)))
+            negative = value < 0
+        elif element.is_int:
             codes.append(int(value * 2 ** (element.bits - 2)) % 2**element.bits)
             negative = negative and value != 0
         else:

@@ -185,7 +185,9 @@ def test_no_folder_and_a_model_of_batches_alone(tmp_path):
     with pytest.raises(MXError, match=r"no calibration batches: .* must be a folder"):
         load_batches(tmp_path / "none", {})
     touch(tmp_path, "a.png")
-    with pytest.raises(MXError, match=r"cannot be made inputs of this model: give a folder of batches$"):
+    with pytest.raises(
+        MXError, match=r"cannot be made inputs of this model: give a folder of batches; --image-size, .*"
+    ):
         load_batches(tmp_path, {})
 
 

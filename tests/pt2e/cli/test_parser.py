@@ -205,7 +205,8 @@ def test_words_that_belong_to_no_list_are_refused(refused):
     assert "unrecognized arguments: b" in refused("sensitivity net b")
 
 
-def test_every_command_that_loads_a_program_imports_custom_operators():
+def test_every_command_that_loads_a_program_or_quantizes_a_model_imports_files():
     programs = {"compile", "slice", "run", "inspect", "export-onnx", "export-executorch", "save-checkpoint"}
     folders = {"generate", "perplexity", "eval"}
-    assert {name for name, leaf in LEAVES.items() if "--import" in options_of(leaf)} == programs | folders
+    models = {"quantize", "compare", "sensitivity"}
+    assert {name for name, leaf in LEAVES.items() if "--import" in options_of(leaf)} == programs | folders | models

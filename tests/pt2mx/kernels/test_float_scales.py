@@ -14,8 +14,15 @@ from pt2mx.kernels.float_scales import codes_of
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from tests.float_scale_oracle import quantize_block
+from tests.own_formats import registered
 
 FLOATS = [name for name, f in SCALE_FORMATS.items() if not f.is_power_of_two]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_elements():
+    with registered():
+        yield
 
 
 def float32(pattern: int) -> float:
@@ -46,7 +53,7 @@ def adversarial_blocks(element, largest: float, seed: int, count: int) -> list[l
 @pytest.mark.parametrize("scale_format", FLOATS)
 def test_equals_arithmetic_in_fractions(scale_format, mode):
     f = SCALE_FORMATS[scale_format]
-    cases = itertools.product(("fp4_e2m1", "fp8_e4m3", "int4", "int8_full"), ROUNDINGS)
+    cases = itertools.product(("fp4_e2m1", "fp8_e4m3", "int4", "int8_full", "own_nf4", "own_int6"), ROUNDINGS)
     for seed, (name, rounding) in enumerate(cases):
         element = ELEMENTS[name]
         spec = MXSpec(name, 4, 1, mode, rounding, scale_format=f)
