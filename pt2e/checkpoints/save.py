@@ -197,7 +197,8 @@ def _holds(layout: Layout, user: WeightUser) -> bool:
 def _takes(layout: Layout, user: WeightUser) -> bool:
     """Return whether a layout has a format with the values of a weight, and says what happens to its inputs."""
     inputs = user.inputs is None or layout.takes_inputs(user.inputs)
-    return _has_format(layout, user) and inputs and (user.pre_scale is None or bool(layout.pre_scale))
+    changes = (user.pre_scale is None or bool(layout.pre_scale)) and (not user.rotated or layout.transforms)
+    return _has_format(layout, user) and inputs and changes
 
 
 def _has_format(layout: Layout, user: WeightUser) -> bool:
