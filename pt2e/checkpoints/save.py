@@ -93,7 +93,8 @@ def save_checkpoint(
 
     Raises:
         MXError: for anything that the layout or the libraries that load it do not support, before anything is written:
-            other formats, blocks and axes, scale modes of inputs, dtypes of the model, a quantized cache.
+            other formats, blocks and axes, scale modes of inputs, dtypes of the model, a quantized cache, rotations
+            of queries and keys, and of inputs in another layout than "compressed-tensors".
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
