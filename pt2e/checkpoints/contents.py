@@ -136,9 +136,11 @@ def build_tensors(
     stored = {name: _in_layout(name, kept, layout, dtype) for name in kept}
     changes += _changed_inputs(kept, stored, layout)
     _check_factors(stored, layout)
-    _check_rotations(stored, kinds := weights_of(model), layout)
+    kinds = weights_of(model)
     for name, user in stored.items():
         _check(name, kinds[name], user, layout)
+        if user.rotated:
+            _check_rotation(name, kinds[name], layout)
     tensors = {**_float_values(graph, users, model, prefix, set(packed)), **values}
     modules = with_head(_modules(model, kinds, stored), model)
     check_compatibility(layout, modules, model)
@@ -234,16 +236,16 @@ def _check_factors(packed: dict[str, WeightUser], layout: Layout) -> None:
         )
 
 
-def _check_rotations(packed: dict[str, WeightUser], kinds: dict[str, str], layout: Layout) -> None:
-    """Raise an `MXError` where inputs are rotated as the model runs, and the layout has no place for it."""
-    for name, user in packed.items():
-        if user.rotated and not (layout.transforms and kinds[name] == LINEAR):
-            able = ", ".join(other.name for other in LAYOUTS.values() if other.transforms)
-            raise MXError(
-                f"{name.rpartition('.')[0]} rotates its inputs, which {layout.name} has no place for: give the layout "
-                f"{able}, which has one for linear layers, or optimize without Rotation, as preset='fast' does, or "
-                "with Rotation(online=False)"
-            )
+def _check_rotation(name: str, kind: str, layout: Layout) -> None:
+    """Raise an `MXError` where the layout has no place for a rotation of the inputs of a weight."""
+    if layout.transforms and kind == LINEAR:
+        return
+    able = ", ".join(other.name for other in LAYOUTS.values() if other.transforms)
+    raise MXError(
+        f"{name.rpartition('.')[0]} rotates its inputs, for which only linear layers of {able} have a place: "
+        + "give this layout, or " * (kind == LINEAR)
+        + "optimize without Rotation, as preset='fast' does, or with Rotation(online=False)"
+    )
 
 
 def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:

@@ -18,7 +18,6 @@ from pt2mx.ops.hadamard import hadamard
 from pt2mx.pt2e.models.checkpoint_names import stored_parts
 from pt2mx.pt2e.models.layouts import Layout
 from pt2mx.pt2e.models.module_schemes import (
-    EMBEDDING,
     EXPERTS,
     LINEAR,
     Matches,
@@ -138,16 +137,13 @@ def _group(size: int) -> str:
 
 
 def _written(size: int, modules: Mapping[str, Module]) -> dict[str, Any]:
-    others = [name for name, module in modules.items() if module.rotated != size and module.kind != EMBEDDING]
-    where = {"targets": [LINEAR], "ignore": others}
-    return {
-        "type": "random-hadamard",
-        "head_dim": size,
-        "apply": [
-            {**where, "location": "input", "inverse": False},
-            {**where, "location": "weight_input", "inverse": True},
-        ],
-    }
+    """Write a group by the names of its modules: engines have linear layers that the configuration does not name."""
+    targets = [name for name, module in modules.items() if module.rotated == size]
+    applied = [
+        {"targets": targets, "location": location, "inverse": inverse}
+        for location, inverse in (("input", False), ("weight_input", True))
+    ]
+    return {"type": "random-hadamard", "head_dim": size, "apply": applied}
 
 
 def _transform(group: str, fields: Mapping[str, Any], where: Mapping[str, Any]) -> Transform:

@@ -181,16 +181,29 @@ def test_a_config_without_groups():
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "options", "text"),
+    ("family", "layout", "modules", "options", "text"),
     [
-        ("quark", {".*q_proj": (FP4, None)}, {}, f"{Q} rotates its inputs, which quark has no place for: give the"),
-        ("gguf", {".*q_proj": (FP4, None)}, {}, f"{Q} rotates its inputs, which gguf has no place for: give the"),
-        (None, {".*_proj": (FP4, None)}, {"unpack": [".*q_proj"]}, f"unpack: inputs of {Q}.weight are rotated, which"),
+        ("llama", "quark", "q_proj", {}, f"{Q} rotates its inputs, for which only linear layers of compressed-tensors"),
+        (
+            "llama",
+            "gguf",
+            "q_proj",
+            {},
+            f"{Q} rotates its inputs, for which only .* have a place: give this layout, or",
+        ),
+        (
+            "gpt_oss",
+            None,
+            "experts",
+            {},
+            "experts rotates its inputs, for which only .* have a place: optimize without",
+        ),
+        ("llama", None, "q_proj", {"unpack": [".*q_proj"]}, f"unpack: inputs of {Q}.weight are rotated, which a"),
     ],
 )
-def test_what_cannot_be_written(rotated, tmp_path, layout, settings, options, text):
-    converted, model = rotated(settings)
-    with pytest.raises(MXError, match=re.escape(text)):
+def test_what_cannot_be_written(rotated, tmp_path, family, layout, modules, options, text):
+    converted, model = rotated({f".*{modules}": (FP4, None)}, family)
+    with pytest.raises(MXError, match=text):
         save_checkpoint(converted, model, tmp_path / ("out.gguf" if layout == "gguf" else "out"), layout, **options)
 
 
