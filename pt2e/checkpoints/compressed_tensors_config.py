@@ -7,15 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.checkpoints import transform_config
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.models.module_schemes import (
     EMBEDDING,
     EXPERTS,
     LINEAR,
-    Matches,
     Module,
     Rules,
     Scheme,
+    by_class,
+    by_name,
     most_common,
     unquantized,
 )
@@ -71,6 +73,7 @@ def write(modules: Mapping[str, Module]) -> dict[str, Any]:
         "ignore": [*unquantized(modules), *_ignored_experts(modules)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
+        **transform_config.write(modules),
     }
 
 
@@ -78,19 +81,17 @@ def read(config: Mapping[str, Any]) -> Rules:
     """Read the rules in the precedence of compressed-tensors: ignored modules, then names, patterns and classes."""
     if config.get("kv_cache_scheme"):
         raise MXError("the checkpoint quantizes its cache (kv_cache_scheme), which is not read: take the entry out")
-    if config.get("transform_config"):
-        raise MXError("the checkpoint transforms inputs (transform_config), which is not read: give one without")
     ignored: Rules = []
     for pattern in config.get("ignore") or ():
-        ignored += [(_by_name(pattern), None), (_by_class(pattern), None)]
+        ignored += [(by_name(pattern), None), (by_class(pattern), None)]
     targets = {
         target: _scheme(name, group, config)
         for name, group in (config.get("config_groups") or {}).items()
         for target in group["targets"]
     }
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
-    named: Rules = [(_by_name(target), targets[target]) for target in ordered]
-    return [*ignored, *named, *((_by_class(target), targets[target]) for target in ordered)]
+    named: Rules = [(by_name(target), targets[target]) for target in ordered]
+    return [*ignored, *named, *((by_class(target), targets[target]) for target in ordered)]
 
 
 def _ignored_experts(modules: Mapping[str, Module]) -> list[str]:
@@ -142,14 +143,3 @@ def _form(name: str, what: str, arguments: Mapping[str, Any] | None, inputs: boo
             f"{', '.join(map(str, _MX_BITS))} bits in groups of {BLOCK} with scale_dtype torch.uint8, or NVFP4"
         )
     return form
-
-
-def _by_name(target: str) -> Matches:
-    if target.startswith("re:"):
-        pattern = re.compile(target[3:])
-        return lambda name, kind: pattern.match(name) is not None
-    return lambda name, kind: name == target
-
-
-def _by_class(target: str) -> Matches:
-    return lambda name, kind: kind == target

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.checkpoints import compressed_tensors_config, modelopt_config, quark_config, read_only_configs
+from pt2mx.pt2e.checkpoints import (
+    compressed_tensors_config,
+    modelopt_config,
+    quark_config,
+    read_only_configs,
+    transform_config,
+)
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
 from pt2mx.pt2e.models.module_schemes import (
@@ -168,7 +174,8 @@ def read_config(config: Mapping[str, Any]) -> Schemes:
         raise MXError(f"quant_method {config.get('quant_method')!r} of the checkpoint is none of {', '.join(_METHODS)}")
     with user_errors(f"read the quantization_config of {method}"):
         known = _METHODS[method]
-        return Schemes(known.layout, known.read(config), _block_of(config, known.block))
+        block = _block_of(config, known.block)
+        return Schemes(known.layout, known.read(config), block, transform_config.read(config))
 
 
 def is_known(config: Mapping[str, Any]) -> bool:

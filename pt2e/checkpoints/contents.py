@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize
 from pt2mx.kernels.float_scales import has_each
+from pt2mx.pt2e.checkpoints import transform_config
 from pt2mx.pt2e.checkpoints.configs import write_config
 from pt2mx.pt2e.checkpoints.engines import HEAD, engines_that_load, is_refused
 from pt2mx.pt2e.checkpoints.merge_parts import rows_of_scales
@@ -138,6 +139,8 @@ def build_tensors(
     kinds = weights_of(model)
     for name, user in stored.items():
         _check(name, kinds[name], user, layout)
+        if user.rotated:
+            _check_rotation(name, kinds[name], layout)
     tensors = {**_float_values(graph, users, model, prefix, set(packed)), **values}
     modules = with_head(_modules(model, kinds, stored), model)
     check_compatibility(layout, modules, model)
@@ -187,7 +190,7 @@ def _refused_head(packed: dict[str, WeightUser], model: PreTrainedModel, layout:
     """Return the head if no engine is known to load its codes, and values can replace them: its inputs are floats."""
     head = head_of(model)
     user = packed.get(f"{head}.weight")
-    if user is None or user.inputs is not None or not is_refused(layout.name, HEAD, user.form):
+    if user is None or user.inputs is not None or user.rotated or not is_refused(layout.name, HEAD, user.form):
         return None
     return head
 
@@ -231,6 +234,18 @@ def _check_factors(packed: dict[str, WeightUser], layout: Layout) -> None:
             f"{factors[0].rpartition('.')[0]} multiplies its inputs by factors (pre_quant_scale), which {layout.name} "
             f"has no place for: give the layout {able}"
         )
+
+
+def _check_rotation(name: str, kind: str, layout: Layout) -> None:
+    """Raise an `MXError` where the layout has no place for a rotation of the inputs of a weight."""
+    if layout.transforms and kind == LINEAR:
+        return
+    able = ", ".join(other.name for other in LAYOUTS.values() if other.transforms)
+    raise MXError(
+        f"{name.rpartition('.')[0]} rotates its inputs, for which only linear layers of {able} have a place: "
+        + "give this layout, or " * (kind == LINEAR)
+        + "optimize without Rotation, as preset='fast' does, or with Rotation(online=False)"
+    )
 
 
 def _check(name: str, kind: str, user: WeightUser, layout: Layout) -> None:
@@ -302,7 +317,9 @@ def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, We
     for name, kind in kinds.items():
         path, user = name.rpartition(".")[0], packed.get(name)
         scheme = None if user is None else Scheme(user.form, user.inputs)
-        module = Module(kind, scheme, pre_scaled=user is not None and user.pre_scale is not None)
+        module = Module(kind, scheme)
+        if user is not None:
+            module = Module(kind, scheme, pre_scaled=user.pre_scale is not None, rotated=user.rotated)
         if modules.setdefault(path, module).scheme != scheme:
             raise MXError(f"the weights of {path} are quantized in different ways: a checkpoint says it once a module")
     return modules
@@ -349,4 +366,6 @@ def _packed_tensors(model: PreTrainedModel, packed: dict[str, WeightUser], layou
                 tensors[f"{module}.{layout.input_scale}"] = user.input_scale.reshape(shape)
             if user.pre_scale is not None:
                 tensors[f"{module}.{layout.pre_scale}"] = user.pre_scale
+            if user.rotated:
+                tensors |= transform_config.tensors(module, user.rotated)
     return tensors

@@ -68,9 +68,10 @@ class Reading:
 
 #: parts of a model that engines treat differently, next to the kinds of modules: the head; a head that vLLM builds in
 #: high precision, of gpt-oss and of others; experts that a model has in one tensor and a checkpoint as linear layers;
-#: experts whose tensor scale is 1
+#: experts whose tensor scale is 1; what inputs are rotated for as the model runs (`transform_config`)
 HEAD, GPT_OSS_HEAD, FLOAT_HEAD = "Head", "Head of gpt-oss", "Head in high precision"
 SPLIT, UNIT = "Split experts", "Experts with tensor scale 1"
+ROTATED, ROTATED_HEAD = "Rotated inputs", "Rotated inputs of the head"
 _PARTS = {
     LINEAR: "linear layers",
     HEAD: "the head",
@@ -80,6 +81,8 @@ _PARTS = {
     EXPERTS: "experts",
     UNIT: "experts with a tensor scale of 1",
     SPLIT: "experts of gpt-oss as linear layers",
+    ROTATED: "linear layers with rotated inputs",
+    ROTATED_HEAD: "the head with rotated inputs",
 }
 #: `model_type` -> its head: gpt-oss ran, of the others vLLM's code was read
 _HEADS = {
@@ -94,6 +97,9 @@ _FLOAT_HEAD = Reading(None, "its code has heads in high precision alone")
 _GPT_OSS_HEAD = Reading(False, "it has this head in high precision")
 _READ_HEAD = Reading(None, "its code has this head in high precision")
 _EXPERTS = Reading(True, "Marlin experts")
+_UNROTATED = Reading(False, "it leaves `transform_config` out, so that values are wrong")
+_READ_ROTATION = Reading(None, "its code rotates them on one GPU, for layers without a bias")
+_READ_ROTATED_HEAD = Reading(False, "its code rotates no inputs of heads")
 
 
 def _marlin(kernel: str) -> Reading:
@@ -139,6 +145,8 @@ READINGS = (
     Row(_CT, UNIT, (NVFP4_DIVISOR,), (_NOT_RUN, _YES)),
     Row(_CT, SPLIT, (_FP4,), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
     Row(_CT, SPLIT, (_FP6, _FP8, NVFP4_DIVISOR), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
+    Row(_CT, ROTATED, (_FP4, _FP6, _FP8, NVFP4_DIVISOR), (_READ_ROTATION, _UNROTATED)),
+    Row(_CT, ROTATED_HEAD, (_FP4, _FP6, _FP8, NVFP4_DIVISOR), (_READ_ROTATED_HEAD, _UNROTATED)),
     Row("mxfp4", EXPERTS, (_FP4,), (Reading(True, "Triton experts"), _YES)),
     Row("quark", LINEAR, (_FP4, _FP6), (Reading(True, "emulated, with amd-quark"), _NOT_RUN)),
     Row("quark", LINEAR, (_FP8,), (Reading(False, "it has no scheme for them"), _NOT_RUN)),
@@ -206,6 +214,11 @@ def engines_that_load(
         (_part(layout, module, model, weight, unit_scales), module.scheme.form): None
         for weight, module in of_weights.items()
         if module is not None and module.scheme is not None
+    }
+    parts |= {
+        (ROTATED_HEAD if module.is_head else ROTATED, module.scheme.form): None
+        for module in modules.values()
+        if module.scheme is not None and module.rotated
     }
     any_inputs = not layout.inputs or any(scheme and scheme.inputs for scheme in schemes.values())
     mixed, family = _fused_in_several(schemes), model.config.model_type

@@ -15,9 +15,17 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.checkpoints.configs import is_known, read_config
 from pt2mx.pt2e.checkpoints.merge_parts import merge
-from pt2mx.pt2e.checkpoints.packed_modules import DATA, Inputs, fold_transposes, placeholder, replace_parameter
+from pt2mx.pt2e.checkpoints.packed_modules import (
+    DATA,
+    Inputs,
+    fold_transposes,
+    multiply,
+    placeholder,
+    replace_parameter,
+)
 from pt2mx.pt2e.checkpoints.regroup import Regrouping, divide
 from pt2mx.pt2e.checkpoints.select_weights import as_matrix
+from pt2mx.pt2e.checkpoints.transform_config import matrices
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.build_model import check_counts, skeleton_of, with_tensors
 from pt2mx.pt2e.models.checkpoint_files import (
@@ -181,6 +189,7 @@ def _load_packed(
     skeleton, schemes, tensors, entries = _of_folder(folder) if file is None else packed_gguf(file)
     layout, dtype = schemes.layout, skeleton.dtype
     packed = packed_weights(skeleton, schemes, tensors)
+    transforms = matrices(skeleton, schemes, tensors)
     if not packed:
         raise MXError(
             f"{str(folder)!r} holds no codes of a {type(skeleton).__name__}, although its quantization_config is of "
@@ -188,6 +197,8 @@ def _load_packed(
         )
     biases = _linear_biases(skeleton, packed)
     not_floats = _packed_names(packed, layout, tensors) | {source for bias in biases for source in bias.sources}
+    ends = tuple(f".{one.name}" for one in schemes.transforms)
+    not_floats |= {name for name in tensors if name.rpartition(".")[0].endswith(ends)}
     floats = {name: entry for name, entry in entries.items() if name not in not_floats}
     shapes = {name: skeleton.get_parameter(name).shape for name in (*packed, *(bias.name for bias in biases))}
     values = CheckpointValues(skeleton, {**floats, **{name: Entry(dtype, (*shape,)) for name, shape in shapes.items()}})
@@ -205,6 +216,8 @@ def _load_packed(
             path, _, attribute = alias.rpartition(".")
             transposed = is_transposed(skeleton, alias)
             replace_parameter(model.get_submodule(path), attribute, codes, inputs, transposed)
+    for path, location, matrix in transforms:
+        multiply(model.get_submodule(path), location, matrix)
     return model, values
 
 

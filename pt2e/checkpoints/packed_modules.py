@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph import node as nodes
-from pt2mx.fx.graph.node import args_of, attribute_of, set_value, tensor_of
+from pt2mx.fx.graph.node import args_of, attribute_of, free_name, set_value, tensor_of
 from pt2mx.fx.graph.tensors import replace_tensor
 from pt2mx.ops.checks import from_front
+from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.quantization import Dequantize, Quantize
+from pt2mx.pt2e.checkpoints.transform_config import matrix_of
 from pt2mx.pt2e.models.weight_formats import PackedTensors
 from pt2mx.spec import MXSpec
 
@@ -90,6 +92,32 @@ def _with_computed(kind: type[nn.Module], name: str) -> type[nn.Module]:
     return type(kind.__name__, (kind,), namespace)
 
 
+def multiply(module: nn.Module, location: str, matrix: Tensor) -> None:
+    """Multiply the inputs of a module by a matrix before all that happens to them so far, or its outputs after it.
+
+    Args:
+        module: the module to change.
+        location: "input" or "output".
+        matrix: (size, size) float32, which multiplies each block of rows in float32.
+    """
+    size, name = len(matrix), free_name(module, f"{location}_matrix")
+    is_ours = matrix.equal(matrix_of(size) * size**-0.5)
+    if not is_ours:
+        module.register_buffer(name, matrix)
+
+    def product(module: nn.Module, x: Tensor) -> Tensor:
+        return hadamard(x, size, -1) if is_ours else _in_blocks(x.float(), getattr(module, name)).to(x.dtype)
+
+    if location == "input":
+        module.register_forward_pre_hook(lambda module, args: (product(module, args[0]), *args[1:]), prepend=True)
+    else:
+        module.register_forward_hook(lambda module, args, output: product(module, output))
+
+
+def _in_blocks(x: Tensor, matrix: Tensor) -> Tensor:
+    return (x.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
+
+
 def _multiply_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
     return x * getattr(module, PRE_SCALE), *others
@@ -97,8 +125,7 @@ def _multiply_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 def _rotate_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     x, *others = args
-    rotation = getattr(module, _ROTATION).to(x.dtype)
-    return (x.unflatten(-1, (-1, rotation.shape[0])) @ rotation).flatten(-2), *others
+    return _in_blocks(x, getattr(module, _ROTATION).to(x.dtype)), *others
 
 
 def _quantize_input(spec: MXSpec, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -93,7 +93,8 @@ def save_checkpoint(
 
     Raises:
         MXError: for anything that the layout or the libraries that load it do not support, before anything is written:
-            other formats, blocks and axes, scale modes of inputs, dtypes of the model, a quantized cache.
+            other formats, blocks and axes, scale modes of inputs, dtypes of the model, a quantized cache, rotations
+            of queries and keys, and of inputs in another layout than "compressed-tensors".
 
     Example:
         >>> import tempfile, torch, transformers, pt2mx
@@ -197,7 +198,8 @@ def _holds(layout: Layout, user: WeightUser) -> bool:
 def _takes(layout: Layout, user: WeightUser) -> bool:
     """Return whether a layout has a format with the values of a weight, and says what happens to its inputs."""
     inputs = user.inputs is None or layout.takes_inputs(user.inputs)
-    return _has_format(layout, user) and inputs and (user.pre_scale is None or bool(layout.pre_scale))
+    changes = (user.pre_scale is None or bool(layout.pre_scale)) and (not user.rotated or layout.transforms)
+    return _has_format(layout, user) and inputs and changes
 
 
 def _has_format(layout: Layout, user: WeightUser) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.models.build_model import model_on_meta
@@ -116,6 +117,11 @@ def read_source(path: Path, layout: Layout, keep_codes: bool) -> Source:
         return _gguf_source(file, layout, keep_codes and has_codes(file))
     config, quantization = read_json(path / CONFIG), quantization_of(path)
     schemes = read_config(quantization) if quantization else None
+    if schemes is not None and schemes.transforms:
+        raise MXError(
+            f"{str(path)!r} multiplies inputs or outputs as the model runs (transform_config), which a conversion from "
+            "file to file does not keep: load it with `pt2mx quantize`, and save it with `pt2mx save-checkpoint`"
+        )
     tensors = CheckpointTensors(path)
     shapes = [entry.shape for entry in tensors.entries.values()]
     model = model_on_meta(path, {**config, "quantization_config": None} if quantization else config, shapes)

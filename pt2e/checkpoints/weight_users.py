@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.errors import MXError
 from pt2mx.functional import dequantize_mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, parameter_of, tensor_of
+from pt2mx.fx.graph.node import Dequantize, args_of, is_ours, name_of, node_arg, parameter_of, shape_of, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.ops.hadamard import hadamard
@@ -44,6 +44,7 @@ class WeightUser:
         inputs: the spec of the inputs that the module multiplies with it; None: high precision.
         input_scale: their tensor scale, () float32, for a scale format with one.
         pre_scale: (K,) float, by which the module multiplies inputs first; None: nothing.
+        rotated: the number of values of inputs that `hadamard` rotates together first; 0: it rotates none.
     """
 
     module: str
@@ -55,6 +56,7 @@ class WeightUser:
     inputs: MXSpec | None
     input_scale: Tensor | None = None
     pre_scale: Tensor | None = None
+    rotated: int = 0
 
     @property
     def form(self) -> str:
@@ -75,6 +77,7 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
     """
     inner = [node for graph in graph_modules(model)[:-1] for node in graph.graph.nodes if is_ours(node)]
     users, explained = [], set()
+    rotations: dict[Node, set[Node]] = {}
     for node in quantizable_operators(model.graph):
         weights: list[Node] = []
         inputs: list[Node] = []
@@ -95,7 +98,11 @@ def weight_users(model: GraphModule) -> list[WeightUser]:
             explained |= {*weights, *inputs, *quantized}
             user = _weight_user(model, node, weights[0], inputs)
             sources = [*floats, *map(node_arg, quantized)]
+            if sources and (size := _rotated(sources[0])):
+                rotations.setdefault(sources[0], set()).update((node, *quantized))
+                user = dataclasses.replace(user, rotated=size)
             users.append(dataclasses.replace(user, pre_scale=_pre_scale(model, sources[0]) if sources else None))
+    explained |= {rotation for rotation, readers in rotations.items() if readers >= set(rotation.users)}
     for node in (*inner, *(node for node in model.graph.nodes if is_ours(node) and node not in explained)):
         rotates = node.target is hadamard
         raise MXError(
@@ -123,6 +130,15 @@ def _weight_user(model: GraphModule, node: Node, weight: Node, inputs: list[Node
         return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, None)
     input_scale = _tensor_scale(model, inputs[0])
     return WeightUser(module_name(node), name, spec, data, scale, tensor_scale, specs[0], input_scale)
+
+
+def _rotated(inputs: Node) -> int:
+    """Return the number of values that a rotation of inputs along their last dimension rotates together; 0 for another
+    node."""
+    if inputs.target is not hadamard:
+        return 0
+    x, size, axis = args_of(inputs)
+    return size if axis in (-1, len(shape_of(x) or ()) - 1) else 0
 
 
 def _pre_scale(model: GraphModule, inputs: Node) -> Tensor | None:
@@ -193,6 +209,8 @@ def dequantized_values(
                 raise MXError(f"unpack: inputs of {name} are quantized, which a checkpoint states only with codes")
             if user.pre_scale is not None:
                 raise MXError(f"unpack: inputs of {name} are multiplied by factors, which only codes have")
+            if user.rotated:
+                raise MXError(f"unpack: inputs of {name} are rotated, which a checkpoint states only with codes")
             values[name] = _values(name, user, model, dtype)
     return values
 

@@ -60,6 +60,7 @@ class Layout:
         input_scale, pre_scale, rotation: names of the tensor scale of a module's inputs, of their factors, (K,), and
             of the orthogonal matrix that multiplies them in groups.
         unused: the names of other tensors of a module.
+        transforms: True where the configuration may state rotations of inputs.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Layout:
     pre_scale: str = ""
     rotation: str = ""
     unused: tuple[str, ...] = ()
+    transforms: bool = False
 
     def names(self, weight: str, form: str) -> tuple[str, ...]:
         """Return the names of the codes and scales of a weight in one of `stored`, and of its tensor scale if any."""
@@ -239,6 +241,7 @@ LAYOUTS: dict[str, Layout] = {
             embeddings=("fp8_e4m3",),
             linear_experts=True,
             input_scale="input_global_scale",
+            transforms=True,
         ),
         Layout(
             "mxfp4",

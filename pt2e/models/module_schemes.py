@@ -45,12 +45,14 @@ class Module:
         kind: "Linear", "Embedding", or "Experts" for several weights in one tensor.
         scheme: its quantization; None: it is in high precision.
         pre_scaled: True where the checkpoint holds factors of its inputs, as AWQ computes them.
+        rotated: the number of values of its inputs that `hadamard` rotates together; 0: it rotates none.
         is_head: True for the module whose outputs are the logits of tokens, which engines build of a class of its own.
     """
 
     kind: str
     scheme: Scheme | None
     pre_scaled: bool = False
+    rotated: int = 0
     is_head: bool = False
 
 
@@ -61,6 +63,40 @@ Rules = list[tuple[Matches, Scheme | None]]
 
 
 @dataclass(frozen=True)
+class Transform:
+    """An orthogonal matrix that multiplies inputs or outputs of modules in blocks, as the model runs.
+
+    Args:
+        group: the name of its group in the configuration.
+        location: "input" or "output".
+        targets, ignored: the modules that it changes, and those of them that it leaves as they are.
+        size: the values of a block; None: all of a row.
+        inverse: True where the transpose multiplies values.
+        is_stored: True where the checkpoint holds the matrix; otherwise it is Sylvester's Hadamard matrix.
+    """
+
+    group: str
+    location: str
+    targets: tuple[Matches, ...]
+    ignored: tuple[Matches, ...]
+    size: int | None
+    inverse: bool
+    is_stored: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the module of its tensors within the module that it changes."""
+        return f"{self.group}_{self.location}"
+
+    def changes(self, names: Iterable[tuple[str, str]]) -> bool:
+        """Return whether it changes a module, by each of its names with the name of a class."""
+        is_target, is_ignored = (
+            any(matches(*name) for name in names for matches in rules) for rules in (self.targets, self.ignored)
+        )
+        return is_target and not is_ignored
+
+
+@dataclass(frozen=True)
 class Schemes:
     """The schemes that a checkpoint states for its modules.
 
@@ -68,11 +104,13 @@ class Schemes:
         layout: the layout of its tensors.
         rules: the rules of its configuration.
         block: the rows and columns of a block, of a layout whose scales decide the format.
+        transforms: what multiplies inputs and outputs of modules as the model runs, in the order of the configuration.
     """
 
     layout: Layout
     rules: Rules
     block: tuple[int, int] = (1, BLOCK)
+    transforms: tuple[Transform, ...] = ()
 
     def of(self, name: str, kind: str = "Linear") -> Scheme | None:
         """Return the scheme of a module by its qualified name and the name of its class; None: it is in high
@@ -92,6 +130,19 @@ def most_common(modules: Iterable[Module]) -> list[Scheme]:
 def unquantized(modules: Mapping[str, Module]) -> list[str]:
     """Return the names of modules in high precision, except embeddings: configs for linear layers do not cover them."""
     return [name for name, module in modules.items() if module.scheme is None and module.kind != EMBEDDING]
+
+
+def by_name(target: str) -> Matches:
+    """Return the predicate of a name, or of names that begin with a match of a regular expression after "re:"."""
+    if target.startswith("re:"):
+        pattern = re.compile(target[3:])
+        return lambda name, kind: pattern.match(name) is not None
+    return lambda name, kind: name == target
+
+
+def by_class(target: str) -> Matches:
+    """Return the predicate of modules of a class."""
+    return lambda name, kind: kind == target
 
 
 def by_wildcard(pattern: str) -> Matches:

@@ -114,7 +114,6 @@ def test_modelopt_and_fp8_and_gpt_oss():
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "has no quantized_layers"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers":
           {"l.q": {"quant_algo": "W4A8_AWQ", "group_size": 128}}}, "'W4A8_AWQ' of l.q in groups of 128"),
-        ({"transform_config": {"config_groups": {"u": {}}}}, "transforms inputs (transform_config)"),
         ({"quant_method": "quark", "algo_config": [{"name": "rotation", "r3": True}]}, "rotates inputs (r3 of"),
         ({"config_groups": {"MXFP4": ["Linear"]}}, "could not read the quantization_config of compressed-tensors"),
         ({"ignore": ["re:["]}, "quantization_config of compressed-tensors: error: unterminated character set"),
