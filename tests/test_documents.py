@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pt2mx
 from pt2mx import compat
 from pt2mx.fx import lower
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
+from pt2mx.pt2e.checkpoints import destinations
 from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
@@ -198,8 +200,23 @@ def test_tables_of_options(heading, commands, capsys):
     assert table == options
 
 
-def test_the_picture_is_of_the_measured_figures():
-    assert read("configs/measured.svg") == picture(tasks())
+def test_the_picture_is_of_the_peers_in_the_readme():
+    assert read("configs/measured.svg") == picture(), "python -m tests.benchmarks.picture"
+    assert all(f">{loss}</text>" in picture() for loss in (".1135", "1.3462", ".0354"))
+
+
+def test_the_matrix_of_the_readme():
+    table = read("README.md").partition("| recipes |")[2].partition("\n\n")[0]
+    heads, _, *families = [line.strip("|").split("|") for line in table.splitlines()]
+    assert ",".join(heads).replace(" ", "") == ",".join(destinations.DESTINATIONS)
+    in_rows = []
+    for family, *written in families:
+        recipes = [name for name in recipe.names() if any(fnmatch(name, pattern) for pattern in named([family]))]
+        for head, text in zip(heads, written, strict=True):
+            found = {destinations.cell(name, place.strip()) for name in recipes for place in head.split(",")}
+            assert text.strip() == " or ".join(c for c in ("yes", "form", "no") if c in found), (family, head)
+        in_rows += recipes
+    assert sorted(in_rows) == recipe.names()
 
 
 @pytest.mark.parametrize("task", ["encoder", "cnn", "decoder"])

@@ -1,83 +1,69 @@
-"""The picture of README.md: size against loss of recipes, `configs/measured.json` as SVG.
+"""The picture of README.md: the table of peers there as bars, `configs/measured.svg`.
 
-Each task has a panel. Its points are recipes that round to nearest, and the task's own recipes.
+    python -m tests.benchmarks.picture
+
+It is 560 pixels wide, so that its text can be read where a page is 390 pixels wide.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator
 from html import escape
-from typing import Any
+from pathlib import Path
 
-#: recipe -> label of those that round to nearest; a task's own are NAME_smallest, NAME_balanced and NAME_best
-NEAREST = {
-    "mxfp4": "FP4",
-    "mxfp4_weight_only": "FP4, weights only",
-    "mxfp6": "FP6",
-    "mxfp8": "FP8",
-    "mxint8": "INT8",
+ROOT = Path(__file__).parents[2]
+PICTURE = ROOT / "configs" / "measured.svg"
+#: column of the table -> title of its panel
+_PANELS = {
+    2: "SmolLM2-135M, FP4 weights: KL divergence",
+    3: "SmolLM2-135M, FP4 weights and activations",
+    4: "EfficientNet-Lite0, 8 bits: 1 - cosine",
 }
-OWN = ("smallest", "balanced", "best")
-_LOSS = {"cosine": "1 - cosine", "perplexity": "rise of log-perplexity"}
-_TITLES = {"encoder": "Sentence encoder", "cnn": "CNN", "decoder": "Language model"}
-#: pixels: a panel, its margins, the picture's height
-_WIDTH, _LEFT, _TOP, _BOTTOM, _HEIGHT = 320, 56, 62, 46, 330
-_BITS, _GREY, _BLUE = (3.7, 11.7), "#8b949e", "#0969da"
+#: pixels: the picture, the begin and the longest of the bars, a row, a panel's title
+_WIDTH, _LEFT, _LONGEST, _ROW, _TITLE = 560, 190, 294, 26, 44
+_GREY, _BLUE = "#8b949e", "#0969da"
+_LOSS = re.compile(r"\d?\.\d+")
 
 
-def picture(tasks: dict[str, Any]) -> str:
-    """Return the SVG.
-
-    Args:
-        tasks: what `configs/measured.json` holds.
-    """
-    width = _WIDTH * len(tasks)
-    parts = [part for i, (name, task) in enumerate(tasks.items()) for part in _panel(i * _WIDTH, name, task)]
-    legend = [
-        f'<circle cx="{_LEFT}" cy="14" r="4" fill="{_GREY}"/>{_text(_LEFT + 9, 18, "rounded to nearest")}',
-        f'<circle cx="{_LEFT + 130}" cy="14" r="4" fill="{_BLUE}"/>{_text(_LEFT + 139, 18, "recipe of the task")}',
-    ]
-    style = "font-family:system-ui,sans-serif;font-size:11px;fill:#1f2328"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_HEIGHT}" style="{style}">'
-    background = f'<rect width="{width}" height="{_HEIGHT}" rx="6" fill="#fff"/>'
-    return "\n".join([head, background, *legend, *parts, "</svg>", ""])
+def picture() -> str:
+    """Return the SVG."""
+    rows = _table((ROOT / "README.md").read_text())
+    parts = [_text(8, 26, "Loss, less is better", size=17)]
+    top = 30
+    for column, title in _PANELS.items():
+        losses = {row[0].strip("*"): float(loss[0]) for row in rows if (loss := _LOSS.search(row[column]))}
+        parts += _panel(top, title, losses)
+        top += _TITLE + _ROW * len(losses)
+    style = "font-family:system-ui,sans-serif;fill:#1f2328"
+    size = f'width="{_WIDTH}" height="{top + 12}" viewBox="0 0 {_WIDTH} {top + 12}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}">'
+    background = '<rect width="100%" height="100%" rx="6" fill="#fff"/>'
+    return "\n".join([head, background, *parts, "</svg>", ""])
 
 
-def _panel(left: int, name: str, task: dict[str, Any]) -> Iterator[str]:
-    recipes = task["recipes"]
-    labels = {**NEAREST, **{f"{name}_{size}": f"{name}_{size}" for size in OWN}}
-    points = {label: recipes[recipe] for recipe, label in labels.items()}
-    losses = [point["loss"] for point in points.values()]
-    low, high = math.floor(math.log10(min(losses))), math.ceil(math.log10(max(losses)))
-    right, bottom = left + _WIDTH - 12, _HEIGHT - _BOTTOM
-
-    def x(bits: float) -> float:
-        return left + _LEFT + (bits - _BITS[0]) / (_BITS[1] - _BITS[0]) * (right - left - _LEFT)
-
-    def y(loss: float) -> float:
-        return bottom - (math.log10(loss) - low) / (high - low) * (bottom - _TOP)
-
-    yield _text(left + _LEFT, 40, f"{_TITLES[name]}: {task['model']}", weight=600)
-    yield _text(left + _LEFT, 54, f"loss, {_LOSS[task['metric']]}")
-    for power in range(low, high + 1):
-        yield f'<path d="M{left + _LEFT} {y(10**power):.1f}H{right}" stroke="#d1d9e0"/>'
-        yield _text(left + _LEFT - 6, y(10**power) + 4, f"{10**power:g}", anchor="end")
-    for bits in range(4, 10):
-        yield _text(x(bits), bottom + 16, str(bits), anchor="middle")
-    yield _text((left + _LEFT + right) / 2, bottom + 34, "bits per value", anchor="middle")
-    for label, point in points.items():
-        color = _GREY if label in NEAREST.values() else _BLUE
-        yield f'<circle cx="{x(point["bits"]):.1f}" cy="{y(point["loss"]):.1f}" r="4" fill="{color}"/>'
-    taken: list[tuple[float, float, float]] = []  # left, right and height of each label
-    for label, point in sorted(points.items(), key=lambda item: item[1]["loss"]):
-        begin, height = x(point["bits"]) + 8, y(point["loss"]) + 4
-        end = begin + 6 * len(label)
-        while any(abs(height - other) < 12 and begin < right and end > left for left, right, other in taken):
-            height -= 1  # above the labels of smaller losses
-        taken.append((begin, end, height))
-        yield _text(begin, height, label)
+def _table(text: str) -> list[list[str]]:
+    """Return the cells of the table whose first row is of pt2mx."""
+    lines = text[text.index("| **pt2mx** |") :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", weight: int = 400) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+def _panel(top: int, title: str, losses: dict[str, float]) -> Iterator[str]:
+    """Draw a panel: a bar for each tool, the smallest loss first."""
+    yield _text(8, top + 32, title, weight=600)
+    largest = max(losses.values())
+    for i, (tool, loss) in enumerate(sorted(losses.items(), key=lambda item: item[1])):
+        y, width = top + _TITLE + i * _ROW, _LONGEST * loss / largest
+        color = _BLUE if tool == "pt2mx" else _GREY
+        yield _text(_LEFT - 8, y + 17, tool, anchor="end")
+        yield f'<rect x="{_LEFT}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 8}" fill="{color}"/>'
+        yield _text(_LEFT + width + 8, y + 17, f"{loss:.4f}".removeprefix("0"))
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", weight: int = 400, size: int = 17) -> str:
+    place = f'x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
+    return f"<text {place}>{escape(text)}</text>"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())

@@ -24,7 +24,6 @@ from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table, timed
-from tests.benchmarks.picture import picture
 
 #: task -> the model of `accuracy/`, its name, the metric
 TASKS = {
@@ -33,7 +32,7 @@ TASKS = {
     "decoder": ("smollm2", "SmolLM2-135M-Instruct", "perplexity"),
 }
 CONFIGS = Path(__file__).parents[2] / "configs"
-MEASURED, PICTURE = CONFIGS / "measured.json", CONFIGS / "measured.svg"
+MEASURED = CONFIGS / "measured.json"
 _COMMENT = "# Measured: "
 
 
@@ -72,9 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--recipes", nargs="+", help="names or files; by default those that were measured before")
-    parser.add_argument(
-        "--write", action="store_true", help="update configs/measured.json, the picture of it, and comments"
-    )
+    parser.add_argument("--write", action="store_true", help="update configs/measured.json and the comments of recipes")
     parser.add_argument(
         "--tables", action="store_true", help="print the tables of configs/README.md, and measure nothing"
     )
@@ -107,7 +104,6 @@ def _keep(task: str, name: str, figures: dict[str, Any], exact: str) -> None:
     _, model, metric = TASKS[task]
     content[task] = {"model": model, "metric": metric, "float": exact, "recipes": dict(sorted(rows.items()))}
     MEASURED.write_text(json.dumps({task: content[task] for task in TASKS if task in content}, indent=1) + "\n")
-    PICTURE.write_text(picture(tasks()))
     comment(name)
 
 
