@@ -103,10 +103,14 @@ def _words(options: argparse.Namespace) -> Iterator[str]:
         value = getattr(options, field)
         if field in _ASIDE or value in (settings.get("default"), None, False):
             continue
-        if names[0].startswith("--"):
-            yield names[0]
-        if value is not True:
-            yield from (shlex.quote(_shown(word)) for word in (value if isinstance(value, list) else [value]))
+        values = value if isinstance(value, list) else [value]
+        words = [] if value is True else [shlex.quote(_shown(one)) for one in values]
+        if not names[0].startswith("--"):
+            yield from words
+        elif settings.get("action") == "append":
+            yield from (f"{names[0]} {word}" for word in words)
+        else:
+            yield " ".join([names[0], *words])
 
 
 def _shown(value: Any) -> str:

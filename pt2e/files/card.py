@@ -121,6 +121,11 @@ def card(folder: Folder, metadata: dict[str, Any], name: str | None = None, repo
         metadata=metadata,
         own={"version": __version__, **metadata.get(OWN, {})},
     )
+    if not facts.is_program and facts.layout is None:
+        raise MXError(
+            f"{str(folder)!r} holds no quantized model: give a folder that `pt2mx quantize` or `pt2mx save-checkpoint` "
+            "wrote"
+        )
     sections = (section(facts) for section in (_about, _use, _figures, _measured, _made, _terms))
     return "\n\n".join([f"{head_of(facts.completed())}\n# {facts.name}", *filter(None, sections)]) + "\n"
 
@@ -168,11 +173,12 @@ class _Facts:
     @property
     def task(self) -> str | None:
         """The task on the Hub."""
-        if "vision_config" in self.config:
-            return _IMAGES if (self.folder / "encoder.pt2").is_file() else "text-generation"
+        if "vision_config" in self.config and (self.folder / "encoder.pt2").is_file():
+            return _IMAGES
         names = [str(self.config.get("model_type")), *map(str, self.config.get("architectures") or ())]
         known = (task for end, task in _TASKS.items() if any(name.endswith(end) for name in names))
-        return next(known, self.metadata.get("pipeline_tag"))
+        is_decoder = self.is_program and not self.config.get("is_encoder_decoder")
+        return next(known, "text-generation" if is_decoder else self.metadata.get("pipeline_tag"))
 
     @property
     def continues_text(self) -> bool:
@@ -219,7 +225,8 @@ def _about(facts: _Facts) -> str:
     for role, name in _ROLES.items():
         if formats := facts.formats(role):
             parts.append(f"{name} in {', '.join(formats).upper()}")
-    text = f"{base}{' with ' if parts else ''}{' and '.join(parts)}, quantized by pt2mx {facts.own['version']}."
+    text = f"{base} with {' and '.join(parts)}" if parts else base
+    text += f", quantized by pt2mx {facts.own['version']}."
     if facts.is_program:
         return f"{text} The folder holds a program of PyTorch, with its weights as codes and scales, that pt2mx runs."
     engines = "; ".join(f"{engine} {does}" for engine, does in facts.engines.items())
@@ -306,9 +313,12 @@ def _recipe_in(folder: Path) -> str | None:
     if (folder / RECIPE).is_file():
         return (folder / RECIPE).read_text(encoding="utf-8")
     for program in sorted(folder.glob(_PROGRAMS)):
-        record = json.loads(read_record(program, "extra/pt2mx.json") or "{}")
-        if recipe := record.get("recipe"):
-            return str(recipe)
+        record = read_record(program, "extra/pt2mx.json") or b"{}"
+        try:
+            recipe: str | None = json.loads(record).get("recipe")
+        except (ValueError, AttributeError):  # a broken record, as `inspect` says
+            return None
+        return recipe
     return None
 
 

@@ -21,6 +21,7 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CACHED = re.compile(r"models--([^/]+)/snapshots/\w+")
 #: the files of a quantized model; a repository of floats has larger ones
 _FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.pt2", "*.txt", "*.yaml", *TERMS)
+_LOG_IN = "log in by `hf auth login`, or give token="
 _CLIENT = {"library_name": "pt2mx", "library_version": __version__}
 
 
@@ -29,21 +30,21 @@ def is_repository(name: object) -> bool:
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not os.path.exists(name)
 
 
-def fetch(name: str, **options: Any) -> Path:
-    """Return the folder in the cache of the Hub with the files of a quantized model, which are fetched where it lacks
-    them.
+def fetch(name: str, revision: str | None = None, **options: Any) -> Path:
+    """Return the folder in the cache of the Hub with the files of a quantized model; fetch those that it lacks.
 
     Args:
         name: the repository.
-        **options: `revision`, `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
+        revision: its branch, tag or commit; None: the main branch.
+        **options: `token`, `cache_dir` and `local_files_only` of `huggingface_hub.snapshot_download`.
 
     Raises:
         MXError: for a repository or a revision that is not there, or that the token does not open; without a
             connection, for one that is not in the cache.
     """
-    with _errors_of_hub(name, f"no folder {name!r}, and no repository of the Hub that could be fetched"):
+    with _errors_of_hub(name, f"could not fetch the repository {name!r} of the Hub"):
         hub = import_extra("huggingface_hub", "hf")
-        return Path(hub.snapshot_download(name, allow_patterns=_FILES, **_CLIENT, **options))
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=_FILES, **_CLIENT, **options))
 
 
 def upload(
@@ -52,7 +53,7 @@ def upload(
     """Upload the files of a folder to a repository, which is made where it is missing; return the commit.
 
     Raises:
-        MXError: where the Hub cannot be reached or refuses it.
+        MXError: where the Hub cannot be reached, or refuses the name or the token.
     """
     with _errors_of_hub(name, f"could not upload to the repository {name!r} of the Hub"):
         api = import_extra("huggingface_hub", "hf").HfApi(token=token, **_CLIENT)
@@ -64,21 +65,24 @@ def upload(
 
 @contextmanager
 def _errors_of_hub(name: str, what: str) -> Iterator[None]:
+    """Raise an `MXError` for any exception of the block; `what` is the message where none of its own is known."""
     errors = import_extra("huggingface_hub.errors", "hf")
-    advice = {
-        errors.GatedRepoError: "ask for access on its page, and log in by `hf auth login`",
-        errors.RepositoryNotFoundError: "check the name; for a private one log in by `hf auth login`, or give token=",
-        errors.RevisionNotFoundError: "check revision=",
-        errors.LocalEntryNotFoundError: f"`hf download {name}` fetches it online; or give a folder",
-        errors.OfflineModeIsEnabled: "unset HF_HUB_OFFLINE",
+    known = {
+        errors.GatedRepoError: f"the repository {name!r} of the Hub is gated: ask on its page for access; {_LOG_IN}",
+        errors.RepositoryNotFoundError: f"there is no folder {name!r}, and no repository of the Hub that this token "
+        f"opens: check the name; for a private one {_LOG_IN}",
+        errors.RevisionNotFoundError: f"the repository {name!r} of the Hub has no such revision: give one of its "
+        "branches, tags or commits",
+        errors.LocalEntryNotFoundError: f"there is no folder {name!r}, and no such repository in the cache of the Hub, "
+        f"which cannot be reached: `hf download {name}` fetches it where it can, or give a folder",
     }
     try:
         yield
     except MXError:
         raise
     except Exception as error:  # also of the connection
-        hint = next((text for kind, text in advice.items() if isinstance(error, kind)), one_line(error))
-        raise MXError(f"{what}: {hint}") from error
+        texts = (text for kind, text in known.items() if isinstance(error, kind))
+        raise MXError(next(texts, f"{what}: {one_line(error)}; {_LOG_IN} for one that is yours")) from error
 
 
 def origin_of(name: str | os.PathLike[str]) -> Origin | None:
