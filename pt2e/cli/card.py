@@ -24,7 +24,7 @@ _OF_TEXTS = {
     "agreement": "share of tokens with the same most likely next one",
 }
 #: options that change nothing in the output
-_ASIDE = ("report", "full", "max_shard_size", "jobs")
+_ASIDE = ("report", "full")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -74,19 +74,17 @@ def _of_tasks(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {"what": metric, "on": on, "here": value}
 
 
-def describe_output(options: argparse.Namespace, *names: str, engines: Mapping[str, str] | None = None) -> None:
+def describe_output(options: argparse.Namespace, *names: str, **known: Any) -> None:
     """Write the card of the folder `options.output`, with the command that made it.
 
     Args:
         options: the options of the command.
         names: the folders or names on the Hub of what it was made of, the float model first.
-        engines: engine -> what it is known to do with the checkpoint.
+        **known: what else is known, as `write_card` takes it.
     """
     from pt2mx.pt2e.models.hub import origin_of  # imports torch
 
-    report = getattr(options, "report", None)
-    origins = [origin_of(name) for name in names]
-    write_card(options.output, origins, command=command_line(options), engines=engines, report=report)
+    write_card(options.output, map(origin_of, names), command=command_line(options), **known)
 
 
 def command_line(options: argparse.Namespace) -> str:

@@ -109,8 +109,12 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
                 reports.append(_write_rank(model, result, quantizer, options, progress, values))
         progress.end()
         ranks.wait()
+    if not ranks.is_first():
+        return None
+    with user_errors(f"write {options.output!r}"):
+        describe_output(options, name, report=options.report)
     report, coverage = reports[0]
-    return quantized_result(report, options, progress, coverage=coverage) if ranks.is_first() else None
+    return quantized_result(report, options, progress, coverage=coverage)
 
 
 def _write_rank(
@@ -134,7 +138,6 @@ def _write_rank(
             FeatureExtractor(options.model.removeprefix("hf:"), model.config).save(options.output)
         if ranks.is_first():
             report.to_json(options.report or Path(options.output) / REPORT)
-            describe_output(options, options.model.removeprefix("hf:"))
     return report, coverage
 
 
@@ -196,7 +199,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)
             report.to_json(options.report or Path(options.output) / REPORT)
-            describe_output(options, name)
+            describe_output(options, name, report=options.report)
     return quantized_result(report, options, progress, coverage=loaded.coverage)
 
 

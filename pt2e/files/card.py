@@ -126,8 +126,15 @@ def card(folder: Folder, metadata: dict[str, Any], name: str | None = None, repo
             f"{str(folder)!r} holds no quantized model: give a folder that `pt2mx quantize` or `pt2mx save-checkpoint` "
             "wrote"
         )
-    sections = (section(facts) for section in (_about, _use, _figures, _measured, _made, _terms))
-    return "\n\n".join([f"{head_of(facts.completed())}\n# {facts.name}", *filter(None, sections)]) + "\n"
+    try:
+        sections = [section(facts) for section in (_about, _use, _figures, _measured, _made, _terms)]
+        head = head_of(facts.completed())
+    except (AttributeError, KeyError, TypeError) as error:
+        raise MXError(
+            f"the metadata of the card of {str(folder)!r}, or the report, are not those that pt2mx writes: "
+            f"{type(error).__name__}: {error}; mend {README}, or remove it"
+        ) from None
+    return "\n\n".join([f"{head}\n# {facts.name}", *filter(None, sections)]) + "\n"
 
 
 @dataclass(frozen=True)
@@ -161,8 +168,13 @@ class _Facts:
         return self.metadata.get("base_model") or self.own.get("base")
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks that run a program; 0 for a checkpoint."""
+        return len([*self.folder.glob(_PROGRAMS)])
+
+    @property
     def is_program(self) -> bool:
-        return any(self.folder.glob(_PROGRAMS))
+        return self.ranks > 0
 
     @property
     def layout(self) -> str | None:
@@ -239,7 +251,7 @@ def _use(facts: _Facts) -> str:
     if "/" in facts.name:
         commands.insert(1, f"hf download {facts.name} --local-dir {facts.local}")
     texts = ["## Use", _block("bash", commands)]
-    if facts.continues_text:
+    if facts.continues_text and facts.ranks < 2:
         code = _PROGRAM_CODE if facts.is_program else _CHECKPOINT_CODE
         texts.append(_block("python", [code.format(name=facts.name)]))
     return "\n\n".join(texts)
@@ -247,10 +259,11 @@ def _use(facts: _Facts) -> str:
 
 def _program_commands(facts: _Facts) -> Iterator[str]:
     yield "pip install 'pt2mx[hf]'"
+    pt2mx = "pt2mx" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks} -m pt2mx"
     chat = "--chat " if (facts.folder / "chat_template.jinja").is_file() else ""
     if facts.continues_text or facts.task in _GENERATE:
-        yield f"pt2mx generate {facts.local} {_GENERATE.get(facts.task or '', chat + _PROMPT)}"
-    if facts.continues_text:
+        yield f"{pt2mx} generate {facts.local} {_GENERATE.get(facts.task or '', chat + _PROMPT)}"
+    if facts.continues_text and facts.ranks == 1:
         yield f"pt2mx perplexity {facts.local} --text book.txt" + (f" --float {facts.base}" if facts.base else "")
 
 
@@ -266,7 +279,7 @@ def _figures(facts: _Facts) -> str:
     size = sum(file.stat().st_size for pattern in _WEIGHTS for file in facts.folder.glob(pattern))
     rows = [["files with weights, bytes", "", f"{size:,}"]]
     report = facts.report
-    if report and facts.is_program:  # a checkpoint may hold some of the weights as values
+    if report and facts.ranks == 1:  # a checkpoint may hold weights as values, and a report of ranks is of the first
         before, after = report["bytes_before"], report["bytes_after"]
         rows.append(["parameters, bytes", f"{before:,}", f"{after:,}"])
         bits = [f"{8 * nbytes / report['values']:.2f}" for nbytes in (before, after)]

@@ -177,8 +177,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
                 is neither in the cache nor can be fetched.
         """
         if is_repository(folder):
-            of_hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
-            folder = fetch(str(folder), local_files_only=local_files_only, **of_hub)
+            of_hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+            folder = fetch(str(folder), revision, **of_hub)
         model = cls(*load_folder(folder))
         model._folder = Path(folder)
         if device is not None:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.card_metadata import README, TERMS, Origin
@@ -96,15 +98,21 @@ def origin_of(name: str | os.PathLike[str]) -> Origin | None:
         cached = _CACHED.search(path.as_posix())
         known = cached[1].replace("--", "/") if cached else path.name
         return Origin(known, cached is not None, path if path.is_dir() else path.parent)
-    if not text or os.path.isabs(text) or text.count("/") > 1:
-        return None
-    folder = _documents(text)
-    return Origin(text, "/" in text or folder is not None, folder)
+    if is_repository(text):
+        return Origin(text, True, _documents(text))
+    return Origin(text, False, None) if text and "/" not in text else None
+
+
+class _Silent(tqdm):
+    """A progress bar that prints nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
 
 
 def _documents(name: str) -> Path | None:
     hub = import_extra("huggingface_hub", "hf")
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=[README, *TERMS], **_CLIENT))
+        return Path(hub.snapshot_download(name, allow_patterns=[README, *TERMS], tqdm_class=_Silent, **_CLIENT))
     except Exception:  # of the connection, or of a name that is none: the model was loaded, and the card says less
         return None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from zipfile import ZipFile
 
@@ -14,6 +15,7 @@ from pt2mx.pt2e.files.card import card, write_card
 from pt2mx.pt2e.files.card_metadata import Origin, known_metadata, metadata_of
 
 BASE = "org/Base-1B"
+READS_SOURCE = {"is_encoder_decoder": True}
 LICENSE = "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: org/ancestor\ntags:\n- chat\n---\n# Base\n"
 
 
@@ -158,6 +160,48 @@ def test_a_checkpoint_takes_over_what_its_program_knows(base, folder, checkpoint
     assert copied <= {file.name for file in checkpoint.iterdir()}
     write_card(checkpoint, origins, engines={"vLLM 0.26.0": "does not load it: it takes 8 bits alone"})
     assert "vllm serve" not in (checkpoint / "README.md").read_text()
+
+
+def test_programs_of_ranks(folder):
+    """A report is of the first rank, and Python runs in each."""
+    for rank in range(2):
+        (folder / f"program.rank{rank}of2.pt2").write_bytes(bytes(1000))
+    (folder / "program.pt2").unlink()
+    text = card(folder, {})
+    assert "torchrun --nproc-per-node 2 -m pt2mx generate base-mxfp4 --prompt" in text
+    assert "| files with weights, bytes |  | 2,000 |" in text
+    assert not any(absent in text for absent in ("parameters, bytes", "perplexity", "generate("))
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "task", "command"),
+    [
+        ({"vision_config": {}}, ["encoder.pt2"], "image-text-to-text", "--image photo.jpg --prompt"),
+        ({"vision_config": {}}, [], "text-generation", '--prompt "What is'),
+        (
+            {"model_type": "whisper", "is_encoder_decoder": True},
+            [],
+            "automatic-speech-recognition",
+            "--audio speech.wav",
+        ),
+        ({"model_type": "t5", "is_encoder_decoder": True}, [], "translation", None),
+        ({"model_type": "llama"}, ["chat_template.jinja"], "text-generation", '--chat --prompt "What is'),
+    ],
+)
+def test_each_task_has_its_example(folder, config, files, task, command):
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in files:
+        (folder / name).touch()
+    text = card(folder, {"pipeline_tag": "translation"})
+    assert f"pipeline_tag: {task}\n" in text
+    example = re.search("pt2mx generate base-mxfp4 (.*)", text)
+    assert example[1].startswith(command) if command else not example
+
+
+@pytest.mark.parametrize("own", [{"commands": 5}, {"measured": [{}]}, {"engines": ["vLLM"]}])
+def test_metadata_that_were_changed_to_others(checkpoint, own):
+    with pytest.raises(MXError, match=r"are not those that pt2mx writes: \w+Error: .*; mend README\.md, or remove it$"):
+        card(checkpoint, {"pt2mx": own})
 
 
 def test_a_readme_of_another_hand_stays(base, folder):
