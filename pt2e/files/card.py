@@ -33,11 +33,11 @@ from pt2mx.version import __version__
 _PROGRAMS = "program*.pt2"
 #: the files with weights
 _WEIGHTS = ("*.safetensors", _PROGRAMS, "encoder.pt2")
-_IMAGES, _SPEECH = "image-text-to-text", "automatic-speech-recognition"
+_TEXT, _IMAGES, _SPEECH = "text-generation", "image-text-to-text", "automatic-speech-recognition"
 #: end of an architecture's name, or type of a model -> its task on the Hub
 _TASKS = {
-    "ForCausalLM": "text-generation",
-    "LMHeadModel": "text-generation",
+    "ForCausalLM": _TEXT,
+    "LMHeadModel": _TEXT,
     "whisper": _SPEECH,
     "moonshine": _SPEECH,
 }
@@ -190,13 +190,13 @@ class _Facts:
         names = [str(self.config.get("model_type")), *map(str, self.config.get("architectures") or ())]
         known = (task for end, task in _TASKS.items() if any(name.endswith(end) for name in names))
         is_decoder = self.is_program and not self.config.get("is_encoder_decoder")
-        return next(known, "text-generation" if is_decoder else self.metadata.get("pipeline_tag"))
+        return next(known, _TEXT if is_decoder else self.metadata.get("pipeline_tag"))
 
     @property
     def continues_text(self) -> bool:
         """True where it takes a text, and continues it."""
         has_tokenizer = (self.folder / "tokenizer_config.json").is_file()
-        return has_tokenizer and not self.config.get("is_encoder_decoder") and self.task != _IMAGES
+        return has_tokenizer and self.task == _TEXT and not self.config.get("is_encoder_decoder")
 
     @property
     def engines(self) -> Mapping[str, str]:

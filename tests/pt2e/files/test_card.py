@@ -143,6 +143,14 @@ def test_the_recipe_of_a_program_without_a_file(folder, record, is_known):
     assert ("```yaml\nglobal: {weight: mxfp4}\n```" in card(folder, {})) == is_known
 
 
+def test_an_encoder_has_no_example_of_a_text(checkpoint):
+    config = {"architectures": ["BertModel"], "quantization_config": {"quant_method": "quark"}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    text = card(checkpoint, {})
+    assert "pipeline_tag" not in text and "ForCausalLM" not in text and "layout quark." in text
+
+
 def test_a_checkpoint_takes_over_what_its_program_knows(base, folder, checkpoint):
     write_card(folder, [Origin(BASE, True, base)], command="pt2mx quantize")
     engines = {"vLLM 0.26.0": "loads it", "transformers 5.24.0": "does not load it: it has no such format"}
