@@ -121,7 +121,8 @@ def read_documents(folder: Folder) -> dict[str, bytes]:
     """Return the files in a model's folder that `save_folder` does not write: its card, recipe, report and terms, and
     what a processor needs."""
     patterns = (README, RECIPE, REPORT, *TERMS, *PROCESSOR)
-    return {file.name: file.read_bytes() for pattern in patterns for file in Path(folder).glob(pattern)}
+    files = [file for pattern in patterns for file in Path(folder).glob(pattern)]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def write_documents(

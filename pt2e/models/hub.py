@@ -23,6 +23,8 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _CACHED = re.compile(r"models--([^/]+)/snapshots/\w+")
 #: the files of a quantized model; a repository of floats has larger ones
 _FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.pt2", "*.txt", "*.yaml", *TERMS)
+#: machine code for the processors of another machine
+_PACKAGES = "*.aoti.pt2"
 _LOG_IN = "log in by `hf auth login`, or give token="
 _CLIENT = {"library_name": "pt2mx", "library_version": __version__}
 
@@ -46,7 +48,8 @@ def fetch(name: str, revision: str | None = None, **options: Any) -> Path:
     """
     with _errors_of_hub(name, f"could not fetch the repository {name!r} of the Hub"):
         hub = import_extra("huggingface_hub", "hf")
-        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=_FILES, **_CLIENT, **options))
+        files = {"allow_patterns": _FILES, "ignore_patterns": _PACKAGES}
+        return Path(hub.snapshot_download(name, revision=revision, **files, **_CLIENT, **options))
 
 
 def upload(

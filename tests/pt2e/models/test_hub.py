@@ -48,10 +48,12 @@ def test_a_model_goes_to_the_hub_and_back(hub, model, cache):
     assert f"# {NAME}\n" in text and f"hf download {NAME} --local-dir tiny-mxfp4\n" in text
 
 
-def test_a_loaded_model_is_pushed_with_its_documents(pushed, monkeypatch):
+def test_a_loaded_model_is_pushed_with_its_documents(pushed):
     """Its card, which may have been written by hand, and its recipe, also in the program."""
     pushed.add(NAME, "main", {"README.md": b"of the user", "LICENSE.txt": b"terms", "report.json": b"{}"})
-    LanguageModel.from_pretrained(NAME).push_to_hub("org/again", revision="next")
+    loaded = LanguageModel.from_pretrained(NAME)
+    (loaded._folder / "LICENSES").mkdir()
+    loaded.push_to_hub("org/again", revision="next")
     repository = pushed.repositories["org/again"]
     files = repository["next"]
     assert not repository["main"] and files["README.md"] == b"of the user"
@@ -90,12 +92,19 @@ def test_the_cache_is_read_without_a_connection(pushed, monkeypatch):
 
 
 def test_only_files_of_quantized_models_are_fetched(hub):
-    """A repository of floats is large."""
-    files = {"config.json": b"{}", "model.safetensors": b"many", "pytorch_model.bin": b"many"}
+    """A repository of floats is large, and a package has the machine code of another machine."""
+    files = {"config.json": b"{}", "model.safetensors": b"many", "pytorch_model.bin": b"many", "prompt.aoti.pt2": b""}
     hub.add("org/float", "main", files)
     with pytest.raises(MXError, match=r"holds no program\.pt2: give the folder that `pt2mx quantize` wrote"):
         LanguageModel.from_pretrained("org/float")
-    assert not [line for line in hub.requests if line.endswith(("safetensors", "bin"))]
+    assert [line for line in hub.requests if "/resolve/" in line and not line.endswith("/config.json")] == []
+
+
+def test_a_model_of_ranks_is_not_pushed(hub, model, monkeypatch):
+    monkeypatch.setattr("pt2mx.pt2e.language.language_model.is_shard", lambda program: True)
+    with pytest.raises(MXError, match=r"^each rank has a part of the model: call save_pretrained on each, then"):
+        model.push_to_hub(NAME)
+    assert not hub.repositories
 
 
 def test_names_and_paths(tmp_path, monkeypatch):
