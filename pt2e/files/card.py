@@ -165,7 +165,8 @@ class _Facts:
     @property
     def base(self) -> str | None:
         """The name of the float model."""
-        return self.metadata.get("base_model") or self.own.get("base")
+        base = self.metadata.get("base_model") or self.own.get("base")
+        return base[0] if isinstance(base, list) else base
 
     @property
     def ranks(self) -> int:
@@ -226,7 +227,7 @@ class _Facts:
             "tags": [tag for tag in dict.fromkeys(tags) if tag],
             OWN: self.own,
         }
-        return {key: value for key, value in result.items() if value}
+        return {key: value for key, value in result.items() if value is not None}
 
 
 def _about(facts: _Facts) -> str:
@@ -307,7 +308,7 @@ def _measured(facts: _Facts) -> str:
     rows = []
     for row in facts.own.get("measured", ()):
         compared = f"{row['float']:.4g}" if "float" in row else ""
-        rows.append([row["what"], row["on"], compared, f"{row['here']:.4g}"])
+        rows.append([row["what"], row["on"].replace("|", "\\|"), compared, f"{row['here']:.4g}"])
     return "## Measured\n\n" + _table(["", "on", "float model", "here"], rows) if rows else ""
 
 

@@ -25,9 +25,19 @@ OWN = "pt2mx"
 _OF_BASE = ("license", "license_name", "license_link", "language", "pipeline_tag")
 #: the order of metadata in a card; others follow, and pt2mx's own are the last
 _ORDER = (*_OF_BASE[:-1], "base_model", "base_model_relation", "library_name", "pipeline_tag", "tags")
-_BLOCK = re.compile(r"\A---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
+_BLOCK = re.compile(r"\A---\n(.*?)\n---(?:\n|\Z)", re.DOTALL)
 
 Folder = str | os.PathLike[str]
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes `no` for a text, as the Hub does: it is Norwegian."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [row for row in rows if row[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class Origin(NamedTuple):
@@ -48,7 +58,7 @@ def metadata_of(folder: Folder) -> dict[str, Any]:
     """Return the metadata in the README.md of a folder; empty where there are none that can be read."""
     try:
         block = _BLOCK.match((Path(folder) / README).read_text(encoding="utf-8"))
-        content = yaml.safe_load(block[1]) if block else None
+        content = yaml.load(block[1], _Loader) if block else None
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

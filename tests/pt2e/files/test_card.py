@@ -227,6 +227,14 @@ def test_metadata_of_the_user_stay(folder):
     assert again["datasets"] == ["org/data"] and again["tags"] == ["mine", "pt2mx", "mxfp4", "mxfp8"]
 
 
+def test_metadata_are_read_as_the_hub_reads_them(folder):
+    """`no` is Norwegian, other words of truth are not; a block may end the file."""
+    lines = ("---", "language: [no, en]", "inference: false", "base_model: [org/a, org/b]", "pt2mx: {}", "---")
+    (folder / "README.md").write_text("\n".join(lines))
+    text = card(folder, known_metadata(folder))
+    assert "- 'no'\n" in text and "\ninference: false\n" in text and "--float org/a\n" in text
+
+
 @pytest.mark.parametrize("text", ["no metadata", "---\n: [\n---\n", "---\n- a list\n---\n", "---\npt2mx: text\n---\n"])
 def test_broken_metadata_are_none(folder, text):
     (folder / "README.md").write_text(text)
