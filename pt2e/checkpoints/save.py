@@ -129,8 +129,9 @@ def save_checkpoint(
         _write_configs(contents, generation, target)
         if tokenizer is not None:
             save_part(tokenizer, target)
-        sources = (model.config._name_or_path, getattr(converted, "_folder", None) or "")
-        write_card(target, map(origin_of, sources), name=Path(os.path.abspath(folder)).name, engines=contents.engines)
+        codes, name = getattr(converted, "_folder", None), Path(os.path.abspath(folder)).name
+        origins = map(origin_of, (model.config._name_or_path, codes or ""))
+        write_card(target, origins, name=name, engines=contents.engines, codes=codes)
     return SaveReport(contents.changes, contents.engines)
 
 

@@ -199,7 +199,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)
             report.to_json(options.report or Path(options.output) / REPORT)
-            describe_output(options, name, report=options.report)
+            describe_output(options, name, report=options.report, codes=name)
     return quantized_result(report, options, progress, coverage=loaded.coverage)
 
 

@@ -24,8 +24,10 @@ from pt2mx.pt2e.files.card_metadata import (
     Origin,
     copy_documents,
     head_of,
+    is_own,
     made_of,
     may_write_card,
+    metadata_of,
 )
 from pt2mx.pt2e.files.output import write_text
 from pt2mx.version import __version__
@@ -67,6 +69,7 @@ def write_card(
     command: str | None = None,
     engines: Mapping[str, str] | None = None,
     report: Folder | None = None,
+    codes: Folder | None = None,
 ) -> None:
     """Write the card of a folder, and copy the terms of the models that it was made of.
 
@@ -79,13 +82,17 @@ def write_card(
         command: the command that made it of the last one.
         engines: engine -> what it is known to do with the checkpoint.
         report: a report in JSON; None: the one in the folder.
+        codes: the folder of a model with the same codes, whose recipe and report are copied; None: there is none.
 
     Raises:
         MXError: where no file can be written there.
     """
     path, known = Path(folder), [origin for origin in origins if origin is not None]
     for origin in known:
-        copy_documents(origin, path)
+        if origin.folder is not None:
+            copy_documents(origin.folder, path)
+    if codes is not None and is_own(metadata_of(codes)):
+        copy_documents(codes, path, [name for name in (RECIPE, REPORT) if not (path / name).exists()])
     if not may_write_card(path):
         return
     metadata = made_of(known)

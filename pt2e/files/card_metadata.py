@@ -86,8 +86,11 @@ def made_of(origins: Iterable[Origin]) -> dict[str, Any]:
     for origin in origins:
         known = {} if origin.folder is None else metadata_of(origin.folder)
         metadata |= _selected(known, _OF_BASE)
-        if is_own(known):
-            metadata |= _selected(known, ("base_model", OWN))
+        if is_own(known):  # what was measured of it does not hold for another
+            metadata |= {
+                **_selected(known, ("base_model",)),
+                OWN: _selected(known[OWN], ("version", "base", "commands")),
+            }
         elif origin.on_hub:
             metadata["base_model"] = origin.name
         else:
@@ -95,15 +98,13 @@ def made_of(origins: Iterable[Origin]) -> dict[str, Any]:
     return metadata
 
 
-def copy_documents(origin: Origin, folder: Path) -> None:
-    """Copy the terms of a model to a folder; of a quantized model also the recipe and the report that it lacks."""
-    if origin.folder is None or origin.folder.resolve() == folder.resolve():
+def copy_documents(source: Folder, folder: Folder, patterns: Iterable[str] = TERMS) -> None:
+    """Copy files to another folder, by default those with the terms of a model."""
+    if Path(source).resolve() == Path(folder).resolve():
         return
-    files = [file for pattern in TERMS for file in origin.folder.glob(pattern)]
-    if is_own(metadata_of(origin.folder)):
-        files += [origin.folder / name for name in (RECIPE, REPORT) if not (folder / name).exists()]
+    files = [file for pattern in patterns for file in Path(source).glob(pattern)]
     for file in filter(Path.is_file, files):
-        with whole_file(folder / file.name) as copy:
+        with whole_file(Path(folder) / file.name) as copy:
             copy.write(file.read_bytes())
 
 

@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from pt2mx import LanguageModel, MXQuantizer, slice_language_model
 from pt2mx.pt2e.cli.card import command_line
 from pt2mx.pt2e.cli.command import command_parser, main
 from pt2mx.pt2e.files.card_metadata import metadata_of
@@ -54,6 +55,21 @@ def test_each_folder_has_a_card(place, name, commands, form):
     before = os.umask(0o022)
     os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in (place / name).iterdir()} == {0o666 & ~before}
+
+
+def test_a_slice_in_python_takes_over_no_figures(place, tmp_path):
+    quantizer = MXQuantizer.from_recipe("mxfp4_weight_only")
+    slice_language_model(LanguageModel.from_pretrained(place / "quantized"), quantizer).save_pretrained(tmp_path)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert "LICENSE" in names and not names & {"report.json", "recipe.yaml"}
+    assert metadata_of(tmp_path)["pt2mx"]["commands"] == COMMANDS[:1]
+
+
+def test_the_codes_of_a_checkpoint_come_back_with_their_recipe(run, place):
+    assert run("quantize", "--model", "hf:saved", "--output", "again")[0] == 0
+    assert (place / "again" / "recipe.yaml").read_text() == (place / "narrow" / "recipe.yaml").read_text()
+    commands = metadata_of(place / "again")["pt2mx"]["commands"]
+    assert commands == [*COMMANDS, "pt2mx quantize --model hf:saved --output again"]
 
 
 def test_what_is_known_of_engines(place):

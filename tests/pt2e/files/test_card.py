@@ -153,15 +153,19 @@ def test_an_encoder_has_no_example_of_a_text(checkpoint):
 
 def test_a_checkpoint_takes_over_what_its_program_knows(base, folder, checkpoint):
     write_card(folder, [Origin(BASE, True, base)], command="pt2mx quantize")
+    text = (folder / "README.md").read_text()
+    measured = "  measured:\n  - {what: perplexity, on: a text, here: 12.5}\n"
+    (folder / "README.md").write_text(text.replace("---\n\n#", f"{measured}---\n\n#"))
     engines = {"vLLM 0.26.0": "loads it", "transformers 5.24.0": "does not load it: it has no such format"}
     origins = [Origin("Base", False, base), Origin("base-mxfp4", False, folder)]
-    write_card(checkpoint, origins, command="pt2mx save-checkpoint", engines=engines)
+    write_card(checkpoint, origins, command="pt2mx save-checkpoint", engines=engines, codes=folder)
     data = metadata_of(checkpoint)
     assert (data["library_name"], data["base_model"], data["license"]) == ("transformers", BASE, "apache-2.0")
     assert data["tags"] == ["pt2mx", "mxfp4", "mxfp8", "compressed-tensors"]
     assert data["pt2mx"]["commands"] == ["pt2mx quantize", "pt2mx save-checkpoint"]
     text = (checkpoint / "README.md").read_text()
     assert "compressed-tensors: vLLM 0.26.0 loads it; transformers 5.24.0 does not load it: it has no such" in text
+    assert "12.5" in card(folder, known_metadata(folder)) and "12.5" not in text
     assert "vllm serve base-vllm\n" in text and "pip install transformers compressed-tensors\n" in text
     assert "| files with weights, bytes |  | 2,345 |" in text and "parameters, bytes" not in text
     copied = {"LICENSE.txt", "NOTICE", "recipe.yaml", "report.json"}
