@@ -23,6 +23,8 @@ TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 OWN = "pt2mx"
 #: metadata of a float model that also hold for a quantized one
 _OF_BASE = ("license", "license_name", "license_link", "language", "pipeline_tag")
+#: pt2mx's own metadata that a model takes over from the one that it was made of: nothing that was measured
+_INHERITED = ("version", "base", "commands")
 #: the order of metadata in a card; others follow, and pt2mx's own are the last
 _ORDER = (*_OF_BASE[:-1], "base_model", "base_model_relation", "library_name", "pipeline_tag", "tags")
 _BLOCK = re.compile(r"\A---\n(.*?)\n---(?:\n|\Z)", re.DOTALL)
@@ -86,11 +88,9 @@ def made_of(origins: Iterable[Origin]) -> dict[str, Any]:
     for origin in origins:
         known = {} if origin.folder is None else metadata_of(origin.folder)
         metadata |= _selected(known, _OF_BASE)
-        if is_own(known):  # what was measured of it does not hold for another
-            metadata |= {
-                **_selected(known, ("base_model",)),
-                OWN: _selected(known[OWN], ("version", "base", "commands")),
-            }
+        if is_own(known):
+            metadata |= _selected(known, ("base_model",))
+            metadata[OWN] = _selected(known[OWN], _INHERITED)
         elif origin.on_hub:
             metadata["base_model"] = origin.name
         else:
