@@ -31,9 +31,11 @@ def run(options: argparse.Namespace) -> Result:
     metadata = known_metadata(options.folder)
     given = {"base_model": options.base_model, "license": options.license}
     metadata |= {key: value for key, value in given.items() if value is not None}
+    own = metadata.setdefault(OWN, {})
+    if options.name is not None:
+        own["name"] = options.name
     measured = [row for path in options.measured for row in _measured_in(path)]
     if measured:
-        own = metadata.setdefault(OWN, {})
         rows = {(row["what"], row["on"]): row for row in (*own.get("measured", ()), *measured)}
         own["measured"] = list(rows.values())
     text = card(options.folder, metadata, report=options.report)

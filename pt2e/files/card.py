@@ -110,7 +110,7 @@ def card(folder: Folder, metadata: dict[str, Any], name: str | None = None, repo
     Args:
         folder: a folder that `save_pretrained` or `save_checkpoint` wrote.
         metadata: what is known of it, as `known_metadata` returns it.
-        name: its name in the card; None: the name of the folder.
+        name: its name in the card; None: the one in the metadata, or of the folder.
         report: a report in JSON; None: the one in the folder, if it has any.
 
     Raises:
@@ -121,7 +121,7 @@ def card(folder: Folder, metadata: dict[str, Any], name: str | None = None, repo
     if report is None and (path / REPORT).is_file():
         report = path / REPORT
     facts = _Facts(
-        name=name or Path(os.path.abspath(path)).name,
+        name=name or metadata.get(OWN, {}).get("name") or Path(os.path.abspath(path)).name,
         folder=path,
         config=config,
         report={} if report is None else _read_report(report),

@@ -90,6 +90,13 @@ def test_names_for_the_hub(run):
     assert "[org/Base](https://huggingface.co/org/Base) with weights in MXINT8" in text
 
 
+def test_the_name_of_the_repository_stays(run, place):
+    assert run("card", "saved", "--name", "me/tiny", "--output", "saved/README.md")[0] == 0
+    _, text, _ = run("card", "saved")
+    assert text == (place / "saved" / "README.md").read_text() and "# me/tiny\n" in text
+    assert "hf download me/tiny --local-dir tiny\n" in text and "vllm serve me/tiny\n" in text
+
+
 def test_measured_figures_are_added(run, place, tmp_path):
     """They stay in the card, and a new figure takes the place of an old one."""
     (place / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 10)
