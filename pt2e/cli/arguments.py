@@ -344,9 +344,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "card": (
         argument("folder", help="a folder that `pt2mx quantize` or `pt2mx save-checkpoint` wrote"),
-        argument(
-            "--name", help="the repository of the Hub that it goes to, such as my-name/smollm2 (default: its folder)"
-        ),
+        argument("--name", help="the repository it goes to, such as my-name/smollm2 (default: the folder's name)"),
         argument("--base-model", metavar="NAME", help="the float model's name on the Hub (default: as the card says)"),
         argument("--license", metavar="NAME", help="its license, such as apache-2.0 (default: as the card says)"),
         argument("--report", metavar="FILE", help="a report in JSON (default: report.json in the folder)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.arguments import ARGUMENTS
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.files.card import card, read_object, write_card
-from pt2mx.pt2e.files.card_metadata import OWN, known_metadata
+from pt2mx.pt2e.files.card_metadata import OWN, README, known_metadata
 from pt2mx.pt2e.files.output import write_text
 
 _MEASURED = "what `pt2mx perplexity --json` printed, or `pt2mx eval --output` wrote"
@@ -34,14 +34,21 @@ def run(options: argparse.Namespace) -> Result:
     own = metadata.setdefault(OWN, {})
     if options.name is not None:
         own["name"] = options.name
-    measured = [row for path in options.measured for row in _measured_in(path)]
-    if measured:
-        rows = {(row["what"], row["on"]): row for row in (*own.get("measured", ()), *measured)}
-        own["measured"] = list(rows.values())
+    if options.measured:
+        own["measured"] = _merged(own.get("measured", ()), options.measured)
     text = card(options.folder, metadata, report=options.report)
     write_text(text, options.output)
     printed = text.rstrip() if options.output is None else f"{options.output}: {len(text.encode()):,} bytes"
     return Result(printed, {"card": text, "output": options.output})
+
+
+def _merged(known: Iterable[dict[str, Any]], paths: Iterable[str]) -> list[dict[str, Any]]:
+    """Return the figures of a card with those in files, which replace figures of the same text or task."""
+    rows = [row for path in paths for row in _measured_in(path)]
+    try:
+        return list({(row["what"], row["on"]): row for row in (*known, *rows)}.values())
+    except (KeyError, TypeError):
+        raise MXError(f"the figures in the metadata of {README} are not those that pt2mx writes: remove them") from None
 
 
 def _measured_in(path: str) -> list[dict[str, Any]]:

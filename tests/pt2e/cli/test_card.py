@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import stat
 
 import pytest
@@ -134,6 +135,15 @@ def test_other_files_are_refused(run, tmp_path, content, fault):
     (tmp_path / "m.json").write_text(content)
     status, out, err = run("card", "quantized", "--measured", str(tmp_path / "m.json"))
     assert (status, out) == (2, "") and re.search(fault, err)
+
+
+def test_figures_that_were_changed_to_others(run, place, tmp_path):
+    (tmp_path / "m.json").write_text('{"results": {}}')
+    shutil.copytree(place / "narrow", tmp_path / "changed")
+    for figures in ("5", "[5]", "[{}]"):
+        (tmp_path / "changed/README.md").write_text(f"---\npt2mx: {{measured: {figures}}}\n---\n")
+        status, _, err = run("card", str(tmp_path / "changed"), "--measured", str(tmp_path / "m.json"))
+        assert status == 2 and "figures in the metadata of README.md are not those that pt2mx writes" in err
 
 
 def test_a_command_is_told_without_places():
