@@ -22,7 +22,7 @@ from pt2mx.pt2e.files.card_metadata import (
     TERMS,
     Folder,
     Origin,
-    copy_documents,
+    copy_files,
     head_of,
     is_own,
     made_of,
@@ -90,9 +90,9 @@ def write_card(
     path, known = Path(folder), [origin for origin in origins if origin is not None]
     for origin in known:
         if origin.folder is not None:
-            copy_documents(origin.folder, path)
+            copy_files(origin.folder, path, TERMS, replace=True)
     if codes is not None and is_own(metadata_of(codes)):
-        copy_documents(codes, path, [name for name in (RECIPE, REPORT) if not (path / name).exists()])
+        copy_files(codes, path, (RECIPE, REPORT), replace=False)
     if not may_write_card(path):
         return
     metadata = made_of(known)

@@ -98,14 +98,16 @@ def made_of(origins: Iterable[Origin]) -> dict[str, Any]:
     return metadata
 
 
-def copy_documents(source: Folder, folder: Folder, patterns: Iterable[str] = TERMS) -> None:
-    """Copy files to another folder, by default those with the terms of a model."""
+def copy_files(source: Folder, folder: Folder, patterns: Iterable[str], *, replace: bool) -> None:
+    """Copy the files that patterns match to another folder; without `replace` only those that it lacks."""
     if Path(source).resolve() == Path(folder).resolve():
         return
     files = [file for pattern in patterns for file in Path(source).glob(pattern)]
     for file in filter(Path.is_file, files):
-        with whole_file(Path(folder) / file.name) as copy:
-            copy.write(file.read_bytes())
+        target = Path(folder) / file.name
+        if replace or not target.exists():
+            with whole_file(target) as copy:
+                copy.write(file.read_bytes())
 
 
 def head_of(metadata: dict[str, Any]) -> str:
