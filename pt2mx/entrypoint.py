@@ -18,7 +18,7 @@ import traceback
 from pt2mx.sigint import is_command  # first: it handles Ctrl-C
 
 #: commands that run without torch, which may be missing
-_WITHOUT_TORCH = ("doctor", "completion")
+_WITHOUT_TORCH = ("card", "completion", "doctor")
 #: commands that announce no stage
 _SHORT = ("formats",)
 #: when the garbage collector runs (`gc.set_threshold`): graphs are millions of objects that stay, and with Python's own

@@ -25,11 +25,13 @@ from pt2mx.pt2e.checkpoints.gguf_contents import TensorsInMemory, file_tensors
 from pt2mx.pt2e.checkpoints.gguf_write import header_of, write_tensors
 from pt2mx.pt2e.checkpoints.recode import alike_form
 from pt2mx.pt2e.checkpoints.weight_users import WeightUser, weight_users
+from pt2mx.pt2e.files.card import write_card
 from pt2mx.pt2e.files.output import check_output, folder_errors, whole_file, write_text
 from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.models.checkpoint_files import INDEX, MODELOPT
 from pt2mx.pt2e.models.gguf_file import SUFFIX
 from pt2mx.pt2e.models.gguf_tensors import GGUF
+from pt2mx.pt2e.models.hub import origin_of
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout, layout_named
 from pt2mx.pt2e.models.module_schemes import is_transposed, weights_of
 from pt2mx.pt2e.models.safetensors_shards import Entry, ShardWriter
@@ -128,6 +130,9 @@ def save_checkpoint(
         _write_configs(contents, generation, target)
         if tokenizer is not None:
             save_part(tokenizer, target)
+        codes, name = getattr(converted, "_folder", None), Path(os.path.abspath(folder)).name
+        origins = map(origin_of, (model.config._name_or_path, codes or ""))
+        write_card(target, origins, name=name, engines=contents.engines, codes=codes)
     return SaveReport(contents.changes, contents.engines)
 
 

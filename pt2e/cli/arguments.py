@@ -368,6 +368,19 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--statistics", help="a file of save_statistics: GPTQ rounds with its statistics of inputs"),
         argument("--jobs", type=int, default=1, help="the number of shards to convert at a time (default: 1)"),
     ),
+    "card": (
+        argument("folder", help="a folder that `pt2mx quantize` or `pt2mx save-checkpoint` wrote"),
+        argument("--name", help="the repository it goes to, such as my-name/smollm2 (default: the folder's name)"),
+        argument("--base-model", metavar="NAME", help="the float model's name on the Hub (default: as the card says)"),
+        argument("--license", metavar="NAME", help="its license, such as apache-2.0 (default: as the card says)"),
+        argument("--report", metavar="FILE", help="a report in JSON (default: report.json in the folder)"),
+        several(
+            "--measured",
+            "files with figures to add: what `pt2mx perplexity --json` printed, or `pt2mx eval --output` wrote",
+            metavar="FILE",
+        ),
+        argument("--output", metavar="FILE", help="the file to write, such as FOLDER/README.md (default: print)"),
+    ),
     "conformance": (
         several("--implementation", "the implementations to check (default: all that are installed)", metavar=NAMES),
         several("--format", "the formats to check, such as mxfp4 (default: all six)", metavar=NAMES),

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.engines import sentence
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
+from pt2mx.pt2e.cli.card import describe_output
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.result import Result, size_of
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -43,6 +44,8 @@ def run_save(options: argparse.Namespace) -> Result:
                 tokenizer=file and GGUFFile(file),  # transformers does not keep all that a file says of its tokenizer
                 max_shard_size=options.max_shard_size,
             )
+            if options.layout != "gguf":
+                describe_output(options, options.float, options.folder, engines=report.engines)
     for line in report.changes:
         note(line)
     size = size_of(options.output)

@@ -67,6 +67,7 @@ _OUTPUTS = {
     "export-onnx": (".onnx",),
     "export-executorch": (".pte",),
     "conformance": (".json", ".md"),
+    "card": (".md",),
 }
 _WRITTEN_FOLDER, _TEXT = "the folder that `pt2mx quantize` wrote", "a text file, or a folder of .txt files"
 _BATCHES = "a folder of batches, images or recordings, or for a language model a text"
@@ -86,6 +87,11 @@ _EXISTING = {
     "run": {"inputs": "a .pt or .npz batch"},
     "inspect": {"file": "a program, a package, an ONNX file, or the folder of a language model"},
     "save-checkpoint": {"folder": _WRITTEN_FOLDER},
+    "card": {
+        "folder": _WRITTEN_FOLDER,
+        "report": "a report in JSON",
+        "measured": "a file with the output of `pt2mx perplexity --json` or `pt2mx eval --json`",
+    },
     "convert-checkpoint": {
         "source": "the folder of a checkpoint, or a GGUF file",
         "statistics": "a file of save_statistics",

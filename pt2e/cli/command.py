@@ -32,6 +32,7 @@ COMMANDS = {
     "export-executorch": ("pt2mx.pt2e.cli.executorch:run", "write an exported program as an ExecuTorch file"),
     "save-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_save", "write a checkpoint that transformers loads"),
     "convert-checkpoint": ("pt2mx.pt2e.cli.checkpoints:run_convert", "quantize a checkpoint file by file"),
+    "card": ("pt2mx.pt2e.cli.card:run", "print or write the model card of a folder, for the Hub"),
     "recipes": ("pt2mx.pt2e.cli.recipes:run", "list, show and check recipes"),
     "formats": ("pt2mx.pt2e.cli.formats:run", "print the table of element formats"),
     "conformance": ("pt2mx.pt2e.cli.conformance:run", "check implementations of the formats, exactly"),

@@ -15,15 +15,16 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.configs import read_config
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
+from pt2mx.pt2e.cli.card import describe_output
 from pt2mx.pt2e.cli.checks import check_folder_name, option_of
 from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from pt2mx.pt2e.cli.result import Result, quantized_result
+from pt2mx.pt2e.files.card_metadata import REPORT
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
-from pt2mx.pt2e.language.folder import REPORT
 from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.signature import example_inputs
@@ -108,8 +109,12 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
                 reports.append(_write_rank(model, result, quantizer, options, progress, values))
         progress.end()
         ranks.wait()
+    if not ranks.is_first():
+        return None
+    with user_errors(f"write {options.output!r}"):
+        describe_output(options, name, report=options.report)
     report, coverage = reports[0]
-    return quantized_result(report, options, progress, coverage=coverage) if ranks.is_first() else None
+    return quantized_result(report, options, progress, coverage=coverage)
 
 
 def _write_rank(
@@ -194,6 +199,7 @@ def load_to_folder(options: argparse.Namespace) -> Result:
         with user_errors(f"write {options.output!r}"):
             loaded.save_pretrained(options.output)
             report.to_json(options.report or Path(options.output) / REPORT)
+            describe_output(options, name, report=options.report, codes=name)
     return quantized_result(report, options, progress, coverage=loaded.coverage)
 
 

@@ -109,6 +109,14 @@ EXAMPLES = {
         ("use another recipe, and convert two shards at a time", "Qwen3-8B Qwen3-8B-mxfp8 --recipe mxfp8 --jobs 2"),
         ("keep the codes of MXFP4 as NVFP4", "Qwen3-8B-mxfp4 Qwen3-8B-nvfp4 --layout modelopt"),
     ),
+    "card": (
+        ("print the card of a folder", "smollm2"),
+        (
+            "add a perplexity that `pt2mx perplexity --json` printed",
+            "smollm2 --measured perplexity.json --output smollm2/README.md",
+        ),
+        ("name the float model, for the Hub", "smollm2 --base-model HuggingFaceTB/SmolLM2-135M-Instruct"),
+    ),
     "recipes": (
         ("list the shipped recipes", ""),
         ("print one to start your own from", "show mxfp4_decoder"),

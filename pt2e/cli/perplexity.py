@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> Result:
         lines.append(_row(name, f"{row.perplexity:.2f}", *compared))
     lines.append(f"{tokens} tokens, predicted in blocks of {BLOCK}")
     models = [{"model": name, **asdict(row)} for name, row in measured]
-    data = {"tokens": tokens, "block": BLOCK, "models": models, "seconds": progress.times()}
-    return Result("\n".join(lines), data)
+    on = {"text": Path(options.text).name, "tokens": tokens, "block": BLOCK}
+    return Result("\n".join(lines), {**on, "models": models, "seconds": progress.times()})
 
 
 def _check(options: argparse.Namespace, quantized: bool) -> None:

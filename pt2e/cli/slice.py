@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pt2mx.pt2e.cli.card import describe_output
 from pt2mx.pt2e.cli.programs import load_folder, load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result, quantized_result, write_report
+from pt2mx.pt2e.files.card_metadata import REPORT, copy_files
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.optimize.slice import slice_program
 from pt2mx.pt2e.program.program import save_program
@@ -37,9 +39,8 @@ def _slice_file(options: argparse.Namespace, quantizer: MXQuantizer, progress: P
 
 
 def _slice_folder(options: argparse.Namespace, quantizer: MXQuantizer, progress: Progress) -> QuantizationReport:
-    from pt2mx.pt2e.language.folder import REPORT  # they import transformers
-    from pt2mx.pt2e.language.slice import slice_language_model
-    from pt2mx.pt2e.models.tokenizers import copy_processor
+    from pt2mx.pt2e.language.slice import slice_language_model  # they import transformers
+    from pt2mx.pt2e.models.tokenizers import PROCESSOR
 
     model = load_folder(options.program)
     progress.begin("slice")
@@ -49,6 +50,7 @@ def _slice_folder(options: argparse.Namespace, quantizer: MXQuantizer, progress:
     progress.begin("save")
     with user_errors(f"write {options.output!r}"):
         sliced.save_pretrained(options.output, quantizer)
-        copy_processor(options.program, options.output)
+        copy_files(options.program, options.output, PROCESSOR, replace=False)  # a model does not load all of it
         report.to_json(Path(options.output) / REPORT)
+        describe_output(options, options.program)
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.files.card import write_card
+from pt2mx.pt2e.files.card_metadata import README, RECIPE, REPORT, TERMS, may_write_card
+from pt2mx.pt2e.files.output import whole_file, write_text
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import is_shard
+from pt2mx.pt2e.models.hub import origin_of
 from pt2mx.pt2e.models.tokenizers import (
     GENERATION,
     PROCESSOR,
@@ -25,13 +30,11 @@ from pt2mx.pt2e.models.tokenizers import (
     save_part,
 )
 from pt2mx.pt2e.program.program import load_program, save_program
+from pt2mx.pt2e.program.provenance import Provenance
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
-#: in the folder, next to the files that transformers writes
-REPORT = "report.json"
-
 #: files that the folder of a model may lack
-_OPTIONAL = (REPORT, ranks.ENCODER, GENERATION, *TOKENIZER, *PROCESSOR)
+_OPTIONAL = (RECIPE, REPORT, ranks.ENCODER, GENERATION, *TOKENIZER, *PROCESSOR)
 
 
 def is_quantized(folder: Folder) -> bool:
@@ -112,6 +115,36 @@ def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, Exporte
     generation = load_generation_config(folder)
     tokenizer = None if encoder is None else load_processor(folder)
     return program, config, generation, tokenizer or load_tokenizer(folder), encoder
+
+
+def read_documents(folder: Folder) -> dict[str, bytes]:
+    """Return the files in a model's folder that `save_folder` does not write: its card, recipe, report and terms, and
+    what a processor needs."""
+    patterns = (README, RECIPE, REPORT, *TERMS, *PROCESSOR)
+    files = [file for pattern in patterns for file in Path(folder).glob(pattern)]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def write_documents(
+    folder: Folder, kept: Mapping[str, bytes], recipe: MXQuantizer | str | None, base: str, name: str | None
+) -> None:
+    """Write the documents of a model to its folder.
+
+    Args:
+        folder: the folder, complete but for them.
+        kept: the documents of the folder that the model was loaded from; empty for a model that was quantized here.
+        recipe: the quantizer of the model, or its YAML.
+        base: the folder of the float model, or its name on the Hub; "" if it is not known.
+        name: the name of the model in its card; None: the name of the folder.
+    """
+    for file, content in kept.items():
+        if file != README or may_write_card(folder):
+            with whole_file(Path(folder) / file) as opened:
+                opened.write(content)
+    if recipe is not None:
+        write_text(str(Provenance.here(recipe).recipe), Path(folder) / RECIPE)
+    if README not in kept:
+        write_card(folder, [origin_of(base)], name=name)
 
 
 def _read_program(folder: Folder, name: str) -> ExportedProgram:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -29,17 +30,28 @@ from pt2mx.pt2e.language.arguments import (
 )
 from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
 from pt2mx.pt2e.language.encoder import Encoder
-from pt2mx.pt2e.language.folder import Folder, check_holds_program, load_folder, save_folder
+from pt2mx.pt2e.language.folder import (
+    Folder,
+    check_holds_program,
+    load_folder,
+    read_documents,
+    save_folder,
+    write_documents,
+)
 from pt2mx.pt2e.language.images import check_number, inputs_of_next_tokens, read_images
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ROWS, ImageInputs
 from pt2mx.pt2e.language.positions import check_positions, positions_of
+from pt2mx.pt2e.language.ranks import is_first, program_file
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, Stopping, choose_tokens
+from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.language.vision import IMAGES, tower_of
 from pt2mx.pt2e.models.coverage import Coverage
+from pt2mx.pt2e.models.hub import fetch, is_repository, upload
+from pt2mx.pt2e.program.provenance import recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 _generation = import_extra("transformers.generation.utils", "hf")
@@ -136,19 +148,37 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return positions_of(self.program)
 
     @classmethod
-    def from_pretrained(cls, folder: Folder, device: str | None = None) -> LanguageModel:
+    def from_pretrained(
+        cls,
+        folder: Folder,
+        device: str | None = None,
+        *,
+        revision: str | None = None,
+        token: bool | str | None = None,
+        cache_dir: Folder | None = None,
+        local_files_only: bool = False,
+    ) -> LanguageModel:
         """Load a folder that `save_pretrained` or `pt2mx quantize` wrote; of a sharded model this rank's program.
 
         Args:
-            folder: the folder with the program, the configuration and, optionally, the tokenizer.
+            folder: the folder with the program, the configuration and, optionally, the tokenizer; or the name of a
+                repository of the Hub, `owner/name`, which is fetched to its cache. The other arguments are for a name.
             device: the device to run on; None: the device of the export.
+            revision: the branch, tag or commit; None: the main branch.
+            token: a token of the Hub; None or True: the one that `hf auth login` stored; False: none.
+            cache_dir: the folder of the cache; None: the one of the Hub.
+            local_files_only: True: take what is in the cache, and do not connect.
 
         Returns:
             The model, not compiled.
 
         Raises:
-            MXError: where the folder holds no such program, or one for another number of ranks.
+            MXError: where the folder holds no such program, or one for another number of ranks; for a repository that
+                is neither in the cache nor can be fetched.
         """
+        if is_repository(folder):
+            of_hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+            folder = fetch(str(folder), revision, **of_hub)
         model = cls(*load_folder(folder))
         model._folder = Path(folder)
         if device is not None:
@@ -175,18 +205,68 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         return write_packages(self.decoder, self.layers, self._images, self.device, Path(folder))
 
     def save_pretrained(self, folder: Folder, recipe: MXQuantizer | str | None = None) -> None:
-        """Write the program, the configurations and the tokenizer to a folder.
+        """Write the program, the configurations, the tokenizer and the model card to a folder.
+
+        A README.md that pt2mx did not write stays. The files with the license of the float model are copied.
 
         Args:
             folder: the folder to write, which is made where it is missing.
-            recipe: the quantizer of the model, or its YAML.
+            recipe: the quantizer of the model, or its YAML; None: the one of the folder that the model was loaded from.
 
         Raises:
             MXError: where no file can be written there.
         """
+        self._save(folder, recipe)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        recipe: MXQuantizer | str | None = None,
+        commit_message: str = "Upload a model quantized by pt2mx",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> Any:
+        """Upload the files that `save_pretrained` writes to a repository of the Hub, which is made where it is missing.
+
+        Args:
+            repo_id: the repository, `owner/name`.
+            recipe: as for `save_pretrained`.
+            commit_message, commit_description: the text of the commit.
+            private: True: make a private repository; None: as the owner's settings say. One that is there stays as it
+                is.
+            token: a token of the Hub; None or True: the one that `hf auth login` stored.
+            revision: the branch; None: the main branch.
+            create_pr: True: make a pull request.
+
+        Returns:
+            The `CommitInfo` of huggingface_hub: its `commit_url`, and with `create_pr` its `pr_url`.
+
+        Raises:
+            MXError: where the Hub cannot be reached, or refuses the name or the token; for a sharded model.
+        """
+        if is_shard(self.program):
+            raise MXError("each rank has a part of the model: call save_pretrained on each, then `hf upload`")
+        commit = {"commit_message": commit_message, "commit_description": commit_description}
+        with tempfile.TemporaryDirectory() as folder:
+            self._save(folder, recipe, repo_id)
+            return upload(Path(folder), repo_id, private, token, revision=revision, create_pr=create_pr, **commit)
+
+    def _save(self, folder: Folder, recipe: MXQuantizer | str | None, name: str | None = None) -> None:
+        """Write the model to a folder; its card calls it by a name, or None: by the name of the folder."""
+        kept, sharded = {}, is_shard(self.program)
+        if self._folder is not None:
+            kept = read_documents(self._folder)
+            recipe = recipe or recipe_of(self._folder / program_file(sharded))
         encoder = None if self.encoder is None else self.encoder.program
         parts = self.config, self.generation_config, self.processor or self.tokenizer
         save_folder(folder, self.program, recipe, *parts, encoder=encoder)
+        if is_first() or not sharded:
+            base = "" if self._folder is not None else self.config._name_or_path
+            write_documents(folder, kept, recipe, base, name)
 
     def compile(self, **options: Any) -> None:
         """Compile the model in place, at the first prompt for any length, and at the first single token.

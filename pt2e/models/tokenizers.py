@@ -8,7 +8,6 @@ from typing import Any
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.gguf_model import gguf_in, tokenizer_of
 
@@ -59,15 +58,6 @@ def load_processor(folder: Folder) -> Any:
         processor = import_extra("transformers", "hf").AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     _skip_ignored_clean_up(getattr(processor, "tokenizer", None))
     return processor
-
-
-def copy_processor(folder: Folder, to: Folder) -> None:
-    """Copy the configurations of a processor that `to` lacks, such as the one of a feature extractor: a model does not
-    load it."""
-    for name in PROCESSOR:
-        if (Path(folder) / name).is_file() and not (Path(to) / name).exists():
-            with whole_file(Path(to) / name) as file:
-                file.write((Path(folder) / name).read_bytes())
 
 
 def load_tokenizer(folder: Folder) -> Any:

@@ -73,6 +73,10 @@ FAULTS = (
     Fault("pt2e/report/results.py", "(values.count(value) - 1) / 2", "(values.count(value) - 1)"),
     Fault("pt2e/report/suggest.py", "-(-extra // unit) for extra", "extra // unit for extra"),
     Fault("pt2e/report/advice.py", "sign * row.quality - _error(row)", "sign * row.quality + _error(row)"),
+    # model cards
+    Fault("pt2e/files/card_metadata.py", "_selected(known[OWN], _INHERITED)", "dict(known[OWN])"),
+    Fault("pt2e/files/card.py", "if report and facts.ranks == 1:", "if report:"),
+    Fault("pt2e/models/hub.py", '"allow_patterns": _FILES, "ignore_patterns"', '"ignore_patterns"'),
     # checkpoints
     Fault(
         "pt2e/checkpoints/contents.py",

@@ -97,6 +97,14 @@ def test_texts_name_no_stage():
     assert " s] " not in run("formats").stderr
 
 
+def test_a_card_needs_no_torch(tmp_path):
+    (tmp_path / "program.pt2").write_bytes(bytes(10))
+    (tmp_path / "recipe.yaml").write_text("global: {weight: mxfp8}\n")
+    (tmp_path / "config.json").write_text("{}")
+    result = run("card", str(tmp_path), "--name", "me/it")
+    assert (result.returncode, result.stderr) == (0, "") and "# me/it\n" in result.stdout
+
+
 def test_doctor_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     result = run("doctor", "--json", without="nothing", env={**os.environ, "PYTHONPATH": str(tmp_path)})

@@ -11,7 +11,7 @@ import torch
 import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.files.archive import add_records
-from pt2mx.pt2e.models.tokenizers import copy_processor
+from pt2mx.pt2e.files.card_metadata import copy_files
 from tests.float_checkpoints import float_checkpoint, of_weights
 from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 
@@ -106,7 +106,7 @@ def test_files_of_their_own(tmp_path):
     (tmp_path / "to").mkdir()
     for write in (
         lambda: add_records(tmp_path / "program.pt2", {"record": bytes(100)}),
-        lambda: copy_processor(tmp_path / "processor", tmp_path / "to"),
+        lambda: copy_files(tmp_path / "processor", tmp_path / "to", ("*.json",), replace=False),
     ):
         with pytest.raises(MXError, match="File too large"), _longest_file(50):
             write()

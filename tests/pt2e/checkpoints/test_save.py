@@ -102,7 +102,7 @@ def test_an_encoder(convert, tmp_path):
     save_checkpoint(converted, model, tmp_path / "out")
     loaded = transformers.AutoModel.from_pretrained(tmp_path / "out")
     assert torch.equal(loaded(ids).last_hidden_state, converted(ids).last_hidden_state)
-    assert files(tmp_path / "out") == {"config.json", "model.safetensors"}
+    assert files(tmp_path / "out") == {"README.md", "config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])

@@ -116,6 +116,7 @@ BAD_INPUT = {
     "export-executorch": "none.pt2 --output o.pt",
     "save-checkpoint": "nowhere --float nowhere --output o",
     "convert-checkpoint": "nowhere o",
+    "card": "nowhere",
     "recipes": "show mxfp44",
     "formats": "mxfp4",
     "conformance": "--format mxfp44",

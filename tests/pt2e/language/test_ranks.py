@@ -106,6 +106,8 @@ def test_files_of_a_folder(folders, tmp_path):
     files = {file.name for file in (place / "ranks").iterdir()}
     assert files == {*programs, *(file.name for file in (place / "whole").iterdir())} - {"program.pt2"}
     assert is_quantized(place / "ranks") and not is_quantized(place / "checkpoint")
+    size = sum((place / "ranks" / name).stat().st_size for name in programs)
+    assert f"| files with weights, bytes |  | {size:,} |" in (place / "ranks/README.md").read_text()
     for name, expected in (("ranks", programs), ("whole", ["program.pt2"]), ("ranks", programs)):
         for rank in ranks.rank_contexts(len(expected)):
             with rank:
