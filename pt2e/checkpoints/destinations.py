@@ -268,7 +268,7 @@ def _named(transforms: list[Algorithm]) -> str:
 def _form(form: Form, destination: Destination, exchanges: bool) -> Form:
     """Return a form as a destination takes it, as far as it can."""
     quantizer = form.quantizer.with_configs(lambda kind, key, config: config)
-    changes = []
+    changes: list[str] = []
     if not destination.transforms and _transforms(quantizer):
         quantizer.set_algorithms(_in_weights(quantizer.algorithms or (), changes) or None)
     if not destination.caches and quantizer.kv_cache is not None:

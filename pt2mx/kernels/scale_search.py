@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import Prims
-from pt2mx.modes import ROUNDINGS, scale_modes
+from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from pt2mx.spec import MXSpec
 
 _SIGN = -0x80000000
@@ -46,7 +46,7 @@ def in_units(scale: BlockScale, blocks: Tensor, rounding: str) -> Tensor:
 def scale_by_function(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
     """Return what the function of a registered scale mode gives for blocks, (..., blocks, 1, ...) fp32, and whether
     that is a scale of a finite block."""
-    function, at = scale_modes(spec.scale_format)[spec.scale_mode].function, spec.axis + 1
+    function, at = SCALE_MODES[spec.scale_mode].function, spec.axis + 1  # of every scale format
     assert function is not None
     rows = blocks.movedim(at, -1)
     scale = function(rows, spec.element)
