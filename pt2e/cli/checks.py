@@ -44,6 +44,8 @@ _FOR_TORCH = {
 #: kind of `--model` -> its task, where `--for` chooses a recipe
 _TASKS = {"minilm": "encoder", "torchvision": "cnn"}
 _FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, "distill": None, "text_length": None}
+#: a name of the Hub; a few old ones have no owner
+_REPOSITORY = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 #: suffixes of a report
 _REPORTS = (".json", ".html", ".htm")
 #: options that restrict the tokens to sample from
@@ -349,6 +351,13 @@ def _check_recipes(options: argparse.Namespace) -> None:
         check_model(options.model)
 
 
+def _check_card(options: argparse.Namespace) -> None:
+    for name in ("name", "base_model"):
+        value = getattr(options, name)
+        if value is not None and not _REPOSITORY.fullmatch(value):
+            raise MXError(f"{option_of(name)} {value!r} is no name of the Hub: give owner/name")
+
+
 _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
     "quantize": _check_quantize,
     "slice": _check_slice,
@@ -361,6 +370,7 @@ _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
     "run": _check_run,
     "export-onnx": _check_export_onnx,
     "export-executorch": _check_export_executorch,
+    "card": _check_card,
     "recipes": _check_recipes,
 }
 

@@ -50,7 +50,7 @@ from pt2mx.pt2e.language.tensor_parallel import is_shard
 from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.language.vision import IMAGES, tower_of
 from pt2mx.pt2e.models.coverage import Coverage
-from pt2mx.pt2e.models.hub import fetch, is_repository, upload
+from pt2mx.pt2e.models.hub import fetch, is_repository, make_repository, upload
 from pt2mx.pt2e.program.provenance import recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -233,7 +233,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """Upload the files that `save_pretrained` writes to a repository of the Hub, which is made where it is missing.
 
         Args:
-            repo_id: the repository, `owner/name`.
+            repo_id: the repository, `owner/name`; without an owner it is yours.
             recipe: as for `save_pretrained`.
             commit_message, commit_description: the text of the commit.
             private: True: make a private repository; None: as the owner's settings say. One that is there stays as it
@@ -250,10 +250,11 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """
         if is_shard(self.program):
             raise MXError("each rank has a part of the model: call save_pretrained on each, then `hf upload`")
+        repository = make_repository(repo_id, private, token, revision)
         commit = {"commit_message": commit_message, "commit_description": commit_description}
         with tempfile.TemporaryDirectory() as folder:
-            self._save(folder, recipe, repo_id)
-            return upload(Path(folder), repo_id, private, token, revision=revision, create_pr=create_pr, **commit)
+            self._save(folder, recipe, repository)
+            return upload(folder, repository, token, revision=revision, create_pr=create_pr, **commit)
 
     def _save(self, folder: Folder, recipe: MXQuantizer | str | None, name: str | None = None) -> None:
         """Write the model to a folder; its card calls it by a name, or None: by the name of the folder."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.files.card_metadata import README, TERMS, Origin
+from pt2mx.pt2e.files.card_metadata import README, TERMS, Folder, Origin
 from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.version import __version__
 
@@ -52,20 +52,29 @@ def fetch(name: str, revision: str | None = None, **options: Any) -> Path:
         return Path(hub.snapshot_download(name, revision=revision, **files, **_CLIENT, **options))
 
 
-def upload(
-    folder: Path, name: str, private: bool | None, token: bool | str | None, revision: str | None, **options: Any
-) -> Any:
-    """Upload the files of a folder to a repository, which is made where it is missing; return the commit.
+def make_repository(name: str, private: bool | None, token: bool | str | None, revision: str | None) -> str:
+    """Make a repository, and a branch, where they are missing; return its name with the owner.
 
     Raises:
         MXError: where the Hub cannot be reached, or refuses the name or the token.
     """
-    with _errors_of_hub(name, f"could not upload to the repository {name!r} of the Hub"):
+    with _errors_of_hub(name, f"could not make the repository {name!r} of the Hub"):
         api = import_extra("huggingface_hub", "hf").HfApi(token=token, **_CLIENT)
-        repository = api.create_repo(name, private=private, exist_ok=True).repo_id
+        repository: str = api.create_repo(name, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repository, branch=revision, exist_ok=True)
-        return api.upload_folder(repo_id=repository, folder_path=folder, revision=revision, **options)
+        return repository
+
+
+def upload(folder: Folder, repository: str, token: bool | str | None, **options: Any) -> Any:
+    """Upload the files of a folder to a repository; return the commit.
+
+    Raises:
+        MXError: where the Hub cannot be reached, or refuses the token.
+    """
+    with _errors_of_hub(repository, f"could not upload to the repository {repository!r} of the Hub"):
+        api = import_extra("huggingface_hub", "hf").HfApi(token=token, **_CLIENT)
+        return api.upload_folder(repo_id=repository, folder_path=folder, **options)
 
 
 @contextmanager

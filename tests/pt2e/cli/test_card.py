@@ -91,6 +91,12 @@ def test_names_for_the_hub(run):
     assert "[org/Base](https://huggingface.co/org/Base) with weights in MXINT8" in text
 
 
+@pytest.mark.parametrize("words", [("--name", "a b/c"), ("--base-model", "/home/me/base"), ("--base-model", "")])
+def test_what_is_no_name_of_the_hub(run, words):
+    status, out, err = run("card", "quantized", *words)
+    assert (status, out) == (2, "") and f"{words[0]} {words[1]!r} is no name of the Hub: give owner/name" in err
+
+
 def test_the_name_of_the_repository_stays(run, place):
     assert run("card", "saved", "--name", "me/tiny", "--output", "saved/README.md")[0] == 0
     _, text, _ = run("card", "saved")

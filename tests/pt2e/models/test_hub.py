@@ -61,7 +61,7 @@ def test_a_loaded_model_is_pushed_with_its_documents(pushed):
     assert files["recipe.yaml"] == MXQuantizer.from_recipe(RECIPE).to_recipe().encode()
 
 
-def test_revisions_and_tokens(pushed, cache):
+def test_revisions_and_tokens(pushed, cache, monkeypatch):
     pushed.add(NAME, "v2", dict(pushed.repositories[NAME]["main"]) | {"README.md": b"second"})
     pushed.token = "hf_secret"
     refused = "there is no folder 'org/tiny-mxfp4', and no repository of the Hub that this token opens: check the name"
@@ -72,9 +72,12 @@ def test_revisions_and_tokens(pushed, cache):
     assert cache.with_name("other") in loaded._folder.parents
     with pytest.raises(MXError, match=r"^the repository 'org/tiny-mxfp4' of the Hub has no such revision: give one of"):
         LanguageModel.from_pretrained(NAME, revision="v3", token="hf_secret")
-    with pytest.raises(MXError, match=r"^could not upload to the repository 'org/more' of the Hub: .*401.*log in by"):
+    monkeypatch.setattr(loaded, "_save", None)
+    with pytest.raises(MXError, match=r"^could not make the repository 'org/more' of the Hub: .*401.*log in by"):
         loaded.push_to_hub("org/more", token="hf_other")
-    assert "org/more" not in pushed.repositories
+    with pytest.raises(MXError, match=r"^could not make the repository 'a b/c' of the Hub: HFValidationError: Repo id"):
+        loaded.push_to_hub("a b/c", token="hf_secret")
+    assert "org/more" not in pushed.repositories, "nothing is written before the Hub takes the name"
 
 
 def test_the_cache_is_read_without_a_connection(pushed, monkeypatch):
