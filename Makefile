@@ -100,5 +100,5 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -c notebooks/site -d build/doctrees . build/site
 
 clean:
-	rm -rf $(VENV) .mypy_cache
+	rm -rf $(VENV) .mypy_cache notebooks/site/api
 	for folder in . $(SCHEMAS) $(CONFORMANCE); do (cd $$folder && rm -rf build dist *.egg-info); done

@@ -89,6 +89,7 @@ def browser(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        browser.send("Browser.getVersion")  # it has started, and made its temporary files
         yield browser
 
 
@@ -98,11 +99,12 @@ def test_no_page_is_cut(site, browser):
     cut = "[...document.querySelectorAll('.table-wrapper')].some(table => table.scrollWidth > table.clientWidth)"
     wide = "document.documentElement.scrollWidth > innerWidth"
     pages = [path for path in site.rglob("*.html") if not path.is_relative_to(site / "_modules")]
+    pages.remove(site / "index.html")  # which leads to another
     found = []
     for width, condition in ((1280, cut), (390, wide)):
         for path in pages:
             page = Page(browser, path, width)
-            page.wait("document.readyState === 'complete'")
+            page.wait("document.readyState === 'complete' && location.protocol === 'file:'")
             if page.run(condition):
                 found.append((width, path.name))
             page.close()

@@ -62,9 +62,11 @@ def write_pages() -> None:
     """Write a page for each module of `api.md`, where Sphinx looks for pages."""
     folder = SITE / "api"
     folder.mkdir(exist_ok=True)
-    for module in modules((SITE / "api.md").read_text()):
-        file, text = folder / f"{module}.md", page(module)
-        if not file.exists() or file.read_text() != text:
+    pages = {folder / f"{module}.md": page(module) for module in modules((SITE / "api.md").read_text())}
+    for removed in set(folder.iterdir()) - set(pages):
+        removed.unlink()
+    for file, text in pages.items():
+        if not file.exists() or file.read_text() != text:  # an unchanged file is not built again
             file.write_text(text)
 
 

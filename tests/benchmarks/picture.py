@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.picture
 
-It is 560 pixels wide, so that its text can be read where a page is 390 pixels wide.
+It shows few words in large type, which can be read where a page is 390 pixels wide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PANELS = {
     3: "SmolLM2-135M, FP4 weights and activations",
     4: "EfficientNet-Lite0, 8 bits: 1 - cosine",
 }
-#: pixels: the picture, the begin and the longest of the bars, a row, a panel's title
+#: units: the picture, the begin and the longest of the bars, a row, a panel's title
 _WIDTH, _LEFT, _LONGEST, _ROW, _TITLE = 560, 190, 294, 26, 44
 _GREY, _BLUE = "#8b949e", "#0969da"
 _LOSS = re.compile(r"\d?\.\d+")
@@ -36,7 +36,7 @@ def picture() -> str:
         parts += _panel(top, title, losses)
         top += _TITLE + _ROW * len(losses)
     style = "font-family:system-ui,sans-serif;fill:#1f2328"
-    size = f'width="{_WIDTH}" height="{top + 12}" viewBox="0 0 {_WIDTH} {top + 12}"'
+    size = f'width="480" viewBox="0 0 {_WIDTH} {top + 12}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{style}">'
     background = '<rect width="100%" height="100%" rx="6" fill="#fff"/>'
     return "\n".join([head, background, *parts, "</svg>", ""])
