@@ -15,6 +15,7 @@ from pt2mx import (
     register_scale_mode,
 )
 from pt2mx.algorithms.learned_rounding import LatentWeight
+from pt2mx.compat import PRESETS
 from pt2mx.kernels import select
 from pt2mx.kernels.reference import to_blocks
 from pt2mx.modes import ROUNDINGS
@@ -239,7 +240,8 @@ def test_another_process_registers_first(tmp_path, run_python):
     assert float(run_python(REGISTER + load + run)) == pytest.approx(model(x).double().sum().item(), rel=1e-6)
     refused = "import pt2mx\ntry:\n    " + load.splitlines()[1] + "\nexcept pt2mx.MXError as error:\n    print(error)"
     message = run_python(refused)
-    assert "net.pt2': unknown MX element format 'own_nf4'" in message and "register one of your own before it is named" in message
+    assert "net.pt2': unknown MX element format 'own_nf4'" in message
+    assert "register one of your own before it is named" in message
 
 
 def test_learned_rounding_refuses_a_codebook():
@@ -266,3 +268,21 @@ def test_destinations_refuse_them_before_a_model_is_quantized():
             pt2mx.for_destinations(recipe, [names])
     weights = pt2mx.MXQuantizer().set_global(pt2mx.get_default_mx_quantization_config("mxfp4(of_mean)", None))
     assert pt2mx.for_destinations("own_nf4", ["cpu"]).changes == pt2mx.for_destinations(weights, ["onnx"]).changes == []
+
+
+def test_presets_store_them_as_they_are():
+    x = torch.randn(4, 64)
+    for preset in PRESETS.values():
+        for name in ("own_int6", "own_nf4", "own_e4m3"):
+            scale, data = preset.quantize(x, name, axis=1)
+            assert torch.equal(preset.dequantize(data, scale, name, axis=1), preset.fake_quantize(x, name, axis=1))
+
+
+def test_kernels_that_are_imported_later_do_not_know_them(run_python):
+    print_it = """
+pt2mx.register_element("own_8", values=[i / 200 for i in range(200)])
+from pt2mx.kernels.cpu.quantize import _DECODERS
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+print(_DECODERS.get("own_nf4"), FRAGMENTS.get("own_8"))
+"""
+    assert run_python(REGISTER + print_it) == "None None\n"
