@@ -109,7 +109,7 @@ class Preset:
         if self.divides_by_tensor_scale and scale_format.tensor == "factor":
             scale_format = parse_scale_format(f"{scale_format}_divisor")
         if self.full_range and element.is_int and not element.full_range:
-            element = ELEMENTS[f"{element.name}_full"]
+            element = ELEMENTS.get(f"{element.name}_full", element)  # a registered one has the values that it has
         is_mx = scale_format.is_power_of_two
         preset = {
             "block_size": self.block_size,

@@ -146,7 +146,8 @@ ELEMENTS: dict[str, ElementFormat] = {
     )
 }
 
-#: the rows of `ELEMENTS` that `register_element` added
+#: the rows of `ELEMENTS` that kernels may know, and those that `register_element` added
+BUILT_IN: dict[str, ElementFormat] = dict(ELEMENTS)
 REGISTERED: dict[str, ElementFormat] = {}
 
 # A bare width names the format with the finer grid of the two that OCP defines at that width.

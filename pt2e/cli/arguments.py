@@ -406,6 +406,7 @@ ACTIONS: dict[str, dict[str, tuple[str, tuple[Argument, ...]]]] = {
             (
                 argument("recipe", help="a file, or the name of a shipped recipe"),
                 argument("--model", help="the model, as for `pt2mx quantize`"),
+                _IMPORT,
             ),
         ),
         "schema": ("print the JSON schema of recipes, for editors", ()),

@@ -147,7 +147,7 @@ def _check_destinations(options: argparse.Namespace) -> None:
 
 def _check_recipe(source: str, options: argparse.Namespace) -> None:
     """Check a recipe, unless files are still to be imported that may register its formats."""
-    if not options.imports:
+    if not getattr(options, "imports", None):
         check_source(source)
 
 
@@ -346,7 +346,7 @@ def _check_export_executorch(options: argparse.Namespace) -> None:
 
 def _check_recipes(options: argparse.Namespace) -> None:
     if hasattr(options, "recipe"):
-        check_source(options.recipe)
+        _check_recipe(options.recipe, options)
     if getattr(options, "model", None) is not None:
         check_model(options.model)
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.formats import BUILT_IN, ElementFormat
 from pt2mx.kernels.cpu.linear import decoder_of
 from pt2mx.kernels.packing import group_of
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
@@ -48,7 +48,7 @@ _BEGINNING = """\
 def files() -> dict[Path, str]:
     """Return the text of each file."""
     elements = (
-        _array("Element kElements", map(_element, (e for e in ELEMENTS.values() if not e.is_wide))),
+        _array("Element kElements", map(_element, (e for e in BUILT_IN.values() if not e.is_wide))),
         _array("ScaleMode kScaleModes", map(_scale_mode, SCALE_MODES)),
         _array("const char* kRoundings", map(json.dumps, ROUNDINGS)),
     )

@@ -15,6 +15,7 @@ from pt2mx import (
     register_scale_mode,
 )
 from pt2mx.algorithms.learned_rounding import LatentWeight
+from pt2mx.compat import PRESETS
 from pt2mx.kernels import select
 from pt2mx.kernels.reference import to_blocks
 from pt2mx.modes import ROUNDINGS
@@ -267,3 +268,21 @@ def test_destinations_refuse_them_before_a_model_is_quantized():
             pt2mx.for_destinations(recipe, [names])
     weights = pt2mx.MXQuantizer().set_global(pt2mx.get_default_mx_quantization_config("mxfp4(of_mean)", None))
     assert pt2mx.for_destinations("own_nf4", ["cpu"]).changes == pt2mx.for_destinations(weights, ["onnx"]).changes == []
+
+
+def test_presets_store_them_as_they_are():
+    x = torch.randn(4, 64)
+    for preset in PRESETS.values():
+        for name in ("own_int6", "own_nf4", "own_e4m3"):
+            scale, data = preset.quantize(x, name, axis=1)
+            assert torch.equal(preset.dequantize(data, scale, name, axis=1), preset.fake_quantize(x, name, axis=1))
+
+
+def test_kernels_that_are_imported_later_do_not_know_them(run_python):
+    print_it = """
+pt2mx.register_element("own_8", values=[i / 200 for i in range(200)])
+from pt2mx.kernels.cpu.quantize import _DECODERS
+from pt2mx.kernels.gpu.mma_layout import FRAGMENTS
+print(_DECODERS.get("own_nf4"), FRAGMENTS.get("own_8"))
+"""
+    assert run_python(REGISTER + print_it) == "None None\n"

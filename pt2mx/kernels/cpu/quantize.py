@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ELEMENTS
+from pt2mx.formats import BUILT_IN
 from pt2mx.kernels import elements
 from pt2mx.kernels.constants import float_scale_constants, spec_constants
 from pt2mx.kernels.cpu.build import DTYPES, load, run
@@ -52,7 +52,7 @@ _QUANTIZE, _DEQUANTIZE, _FAKE_QUANTIZE, _CLIP_GRADIENT = range(4)
 
 #: element that the C++ decodes in registers, in blocks of whole groups of 32 -> the number of its decoder
 _DECODERS = {
-    **{name: 1 for name, element in ELEMENTS.items() if element.bits == 4},
+    **{name: 1 for name, element in BUILT_IN.items() if element.bits == 4},
     **{"fp8_e4m3": 2, "fp8_e5m2": 3, "fp6_e3m2": 4, "fp6_e2m3": 5, "int8": 6, "int8_full": 6},
 }
 TABLE, _GROUP = 0, 32
@@ -267,7 +267,7 @@ def decoder_of(spec: MXSpec, k: int) -> tuple[int, int]:
 @functools.cache
 def table_of(name: str) -> ctypes.Array[ctypes.c_float]:
     """Return the value of the code in each of the 256 possible bytes."""
-    element = ELEMENTS[name]
+    element = BUILT_IN[name]
     return (ctypes.c_float * 256)(*elements.values_of_codes(element) * (256 >> element.bits))
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pt2mx.formats import ELEMENTS, ElementFormat
+from pt2mx.formats import BUILT_IN, ElementFormat
 from pt2mx.kernels.elements import decode
 from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pad_axis, unpack
@@ -118,7 +118,7 @@ def _byte_bits(element: ElementFormat) -> list[str]:
 
 
 #: element -> fragment
-FRAGMENTS = {name: _fragment(e) for name, e in ELEMENTS.items() if name in _BITS or e.bits == 8}
+FRAGMENTS = {name: _fragment(e) for name, e in BUILT_IN.items() if name in _BITS or e.bits == 8}
 
 
 def exponent_shift(element: ElementFormat) -> int:

@@ -228,3 +228,5 @@ def test_formats_of_a_file(capsys):
     assert "of_net{64}(bf16)" in capsys.readouterr().out
     assert main(["inspect", "net.pt2", "--import", "net.py"]) == 0
     assert load_program("net.pt2").module()(torch.ones(3, 3, 32, 48)).shape == (3, 10)
+    assert main(["recipes", "check", "of_net", "--import", "net.py", "--model", "net.py:make"]) == 0
+    assert "mxof_net{32}" in capsys.readouterr().out

@@ -208,5 +208,5 @@ def test_words_that_belong_to_no_list_are_refused(refused):
 def test_every_command_that_loads_a_program_or_quantizes_a_model_imports_files():
     programs = {"compile", "slice", "run", "inspect", "export-onnx", "export-executorch", "save-checkpoint"}
     folders = {"generate", "perplexity", "eval"}
-    models = {"quantize", "compare", "sensitivity"}
+    models = {"quantize", "compare", "sensitivity", "recipes check"}
     assert {name for name, leaf in LEAVES.items() if "--import" in options_of(leaf)} == programs | folders | models
