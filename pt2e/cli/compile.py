@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.analysis.agreement import Fidelity, fidelity
 from pt2mx.pt2e.cli.checks import check_compiler, check_device
+from pt2mx.pt2e.cli.float_speed import speed_beside_float
 from pt2mx.pt2e.cli.programs import load_program_file
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.compile import compile_program
-from pt2mx.pt2e.packages.float_speed import speed_beside_float
 from pt2mx.pt2e.packages.package import Package, check_package_output, open_package
 from pt2mx.pt2e.program.provenance import recipe_of
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.cli.float_speed import speed_beside_float
 from pt2mx.pt2e.cli.inputs import arrays_by_name, conform
 from pt2mx.pt2e.cli.programs import load_program_file, note_other_version
 from pt2mx.pt2e.cli.progress import Progress, note
@@ -23,7 +24,6 @@ from pt2mx.pt2e.files.output import deferred_interrupts, whole_file
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.models.input_files import load_batch
 from pt2mx.pt2e.onnx.runtime import load
-from pt2mx.pt2e.packages.float_speed import speed_beside_float
 from pt2mx.pt2e.packages.package import open_package
 from pt2mx.pt2e.report.speed import Speed
 

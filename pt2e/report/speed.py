@@ -86,7 +86,7 @@ class Speed:
     @property
     def method(self) -> str:
         """Return how and where the times were measured, and what the rows of float models are."""
-        beside = "" if set(FLOATS).isdisjoint(self.rounds) else f"\n{_BESIDE}"
+        beside = "" if set(FLOATS).isdisjoint(self.rounds) else f";\n{_BESIDE}"
         return (
             f"a call: the median of {ROUNDS} rounds in turns, and its 96 % interval; {self.processor}, "
             f"{self.threads} thread{'s' * (self.threads != 1)}, torch {torch.__version__}{beside}"

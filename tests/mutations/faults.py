@@ -73,6 +73,8 @@ FAULTS = (
     Fault("pt2e/report/results.py", "(values.count(value) - 1) / 2", "(values.count(value) - 1)"),
     Fault("pt2e/report/suggest.py", "-(-extra // unit) for extra", "extra // unit for extra"),
     Fault("pt2e/report/advice.py", "sign * row.quality - _error(row)", "sign * row.quality + _error(row)"),
+    Fault("pt2e/report/speed.py", "known = 1 / ratio.median", "known = ratio.median"),
+    Fault("pt2e/report/speed.py", "ordered[1], ordered[-2]", "ordered[0], ordered[-1]"),
     # model cards
     Fault("pt2e/files/card_metadata.py", "_selected(known[OWN], _INHERITED)", "dict(known[OWN])"),
     Fault("pt2e/files/card.py", "if report and facts.ranks == 1:", "if report:"),

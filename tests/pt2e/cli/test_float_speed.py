@@ -6,7 +6,7 @@ import pt2mx
 from pt2mx.algorithms import Rotation
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours
-from pt2mx.pt2e.packages.float_speed import float_graph, speed_beside_float
+from pt2mx.pt2e.cli.float_speed import float_graph, speed_beside_float
 from pt2mx.pt2e.report.speed import ROUNDS
 from tests.flow import convert
 from tests.models import IDS, Tied
@@ -84,7 +84,7 @@ def test_the_float_programs_are_compiled_for_dynamic_shapes(compiler, monkeypatc
         lambda program, **options: seen.append(program) or compile_package(program, **options),
     )
     shapes = ({0: torch.export.Dim("batch", max=64)},)
-    converted = convert(net(), (X,), "mxint8", shapes)
+    converted = convert(net(), (X,), "mxint8", shapes=shapes)
     program = torch.export.export(converted, (X,), dynamic_shapes=shapes)
     speed = speed_beside_float("own", lambda: None, program, ((X,), {}), CPU)
     assert list(speed.rounds) == ["own", "bfloat16", "float32"] and not speed.failures
