@@ -140,7 +140,7 @@ def destination_named(name: str) -> Destination:
     return DESTINATIONS[name]
 
 
-def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
+def for_destinations(recipe: str | MXQuantizer, names: Iterable[str], optimize: str | None = None) -> Form:
     """Return a recipe in the form that destinations take.
 
     Left out is what a destination has no place for: rotations and smoothing of inputs, a quantized cache, codes of
@@ -150,6 +150,7 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
         recipe: the name of a shipped recipe, a format, or the path of a YAML file; or a quantizer, which stays as it
             is.
         names: of destinations: "vllm", "transformers", "gguf", "onnx", "openvino", "executorch", "cpu" and "cuda".
+        optimize: a preset of algorithms instead of the recipe's, such as "folded", or "none"; None: the recipe's.
 
     Returns:
         The form.
@@ -161,7 +162,7 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
         >>> import pt2mx
         >>> form = pt2mx.for_destinations("mxfp4_decoder", ["vllm"])
         >>> print(*form.changes, sep="\\n")
-        without Rotation, for which vllm has no place
+        without Rotation, for which vllm has no place (--optimize folded: in the weights)
         a cache in high precision instead of mxint8{32}
         weights in mxfp8_e4m3{32}(even,even) instead of mxint8{32}
         the embedding in high precision instead of mxfp8_e4m3{32}(even,even)
@@ -170,11 +171,13 @@ def for_destinations(recipe: str | MXQuantizer, names: Iterable[str]) -> Form:
     """
     destinations = [destination_named(name) for name in names]
     if isinstance(recipe, MXQuantizer):
-        quantizer, called, task = recipe, "the settings", None
+        quantizer, called, task = recipe.with_configs(_same), "the settings", None
     else:
         quantizer = MXQuantizer.from_recipe(recipe)
         called = f"the recipe {recipe!r}"
         task = shipped.task_of(recipe)
+    if optimize is not None:
+        quantizer.set_algorithms(None if optimize == "none" else optimize)
     form = Form(quantizer, [], {})
     for destination in destinations:
         if task is not None and not (destination.folders if task == "decoder" else destination.programs):
@@ -245,18 +248,23 @@ def _is_online(algorithm: Algorithm) -> bool:
     return isinstance(algorithm, Rotation) and algorithm.online
 
 
+def _same(kind: str, key: Key, config: Config) -> Config:
+    return config
+
+
 def _named(transforms: list[Algorithm]) -> str:
     return " and ".join(type(one).__name__ for one in transforms)
 
 
 def _form(form: Form, destination: Destination, exchanges: bool) -> Form:
     """Return a form as a destination takes it, as far as it can."""
-    quantizer = form.quantizer.with_configs(lambda kind, key, config: config)
+    quantizer = form.quantizer.with_configs(_same)
     changes = []
     if not destination.transforms and (transforms := _transforms(quantizer)):
         left = [one for one in quantizer.algorithms or () if one not in transforms]
         quantizer.set_algorithms(left or None)
-        changes.append(f"without {_named(transforms)}, for which {destination.name} has no place")
+        folded = " (--optimize folded: in the weights)" * any(map(_is_online, transforms))
+        changes.append(f"without {_named(transforms)}, for which {destination.name} has no place{folded}")
     if not destination.caches and quantizer.kv_cache is not None:
         changes.append(f"a cache in high precision instead of {quantizer.kv_cache}")
         quantizer.set_kv_cache(None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-PRESETS = ("fast", "imatrix", "balanced", "best")
+PRESETS = ("fast", "imatrix", "balanced", "folded", "best")
 METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
 OPERANDS = ("both", "weights", "activations")

@@ -23,11 +23,7 @@ def form_of(options: argparse.Namespace) -> Form:
     Raises:
         MXError: where a destination takes no form of it, or not what the command writes.
     """
-    form = for_destinations(options.recipe, options.destinations)
-    if options.optimize is not None:
-        form.quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)
-        again = for_destinations(form.quantizer, options.destinations)
-        form = again._replace(changes=form.changes + again.changes)
+    form = for_destinations(options.recipe, options.destinations, options.optimize)
     for name in options.destinations:
         _check_kind(name, options)
     if options.dtype is None and any(layout.dtypes == (torch.bfloat16,) for layout in form.layouts.values()):

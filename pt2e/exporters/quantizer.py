@@ -55,8 +55,8 @@ class MXExportQuantizer(ExportQuantizer):
         calibration_dataset: inputs of the model, a dictionary each; of `generate` for `export_for_generation`. None:
             the inputs of the export. MX scales follow from each tensor; static tensor scales (NVFP4) and algorithms
             need data like that of use.
-        optimize: a preset of `pt2mx.optimize` ("fast", "imatrix", "balanced", "best"). None: the algorithms of the
-            recipe, if it has some.
+        optimize: a preset of `pt2mx.optimize` ("fast", "imatrix", "balanced", "folded", "best"). None: the algorithms
+            of the recipe, if it has some.
 
     Raises:
         MXError: for an unknown recipe, preset or quantizer, and for transformers before 5.24. The export raises one for

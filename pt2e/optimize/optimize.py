@@ -66,6 +66,7 @@ def optimize(
     - `balanced` rounds the weights of linear layers, matmuls and convolutions by GPTQ, in one pass over the batches,
       and rotates the inputs and weights of linear layers and matmuls within blocks of 32. Other weights are rounded as
       by `fast`.
+    - `folded` is `balanced` with rotations that the weights of a decoder hold, instead of those of inputs.
     - `best` also divides the channels of inputs below 8 bits by powers of two, rotates queries and keys, and learns the
       rounding of each repeated module.
 
@@ -76,7 +77,8 @@ def optimize(
         quantizer: the `MXQuantizer` that will prepare the result.
         batches: calibration inputs, each a tuple of positional or a dictionary of named arguments, or one tensor.
             `fast` needs none.
-        preset: "fast", "imatrix", "balanced" or "best"; None: the preset of the quantizer's recipe, or "balanced".
+        preset: "fast", "imatrix", "balanced", "folded" or "best"; None: the preset of the quantizer's recipe, or
+            "balanced".
         algorithms: instead of a preset, a tuple of `Smoothing`, `Rotation`, `ScaleSearch`, `GPTQ` and
             `LearnedRounding` of `pt2mx.algorithms`, with their options.
         anchor: the format of the file from which `slice_program` makes weights in the quantizer's formats, as

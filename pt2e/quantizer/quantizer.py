@@ -319,9 +319,9 @@ class MXQuantizer(Quantizer):
         """Set the algorithms with which `pt2mx.optimize` and `pt2mx quantize` round the weights.
 
         Args:
-            algorithms: a preset ("fast", "imatrix", "balanced", "best"), algorithms of `pt2mx.algorithms`, or a mapping
-                from their names to their options. None: `pt2mx.optimize` uses "balanced", `pt2mx quantize` rounds to
-                nearest.
+            algorithms: a preset ("fast", "imatrix", "balanced", "folded", "best"), algorithms of `pt2mx.algorithms`, or
+                a mapping from their names to their options. None: `pt2mx.optimize` uses "balanced", `pt2mx quantize`
+                rounds to nearest.
 
         Returns:
             The quantizer.

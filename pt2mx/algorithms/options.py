@@ -188,6 +188,7 @@ PRESETS: dict[str, tuple[Algorithm, ...]] = {
     "fast": (ScaleSearch(),),
     "imatrix": (ScaleSearch(by_inputs=True),),
     "balanced": (Rotation(), ScaleSearch(), GPTQ()),
+    "folded": (Rotation(online=False), ScaleSearch(), GPTQ()),
     "best": (Smoothing(), Rotation(attention=True), ScaleSearch(), GPTQ(), LearnedRounding()),
 }
 

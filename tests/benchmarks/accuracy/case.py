@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
-from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
+from pt2mx.algorithms import GPTQ, ScaleSearch
 from pt2mx.algorithms.options import PRESETS, Algorithm
 from pt2mx.fx.graph.tensors import move_to_device
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
@@ -34,12 +34,11 @@ SCALE_MODES = {"mxfp4": ("floor", "rceil_v2", "even"), "nvfp4": ("nearest", "fou
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
 
-#: row of a decoder -> the algorithms: GPTQ and scale search without a rotation, and with one that its weights hold;
-#: `balanced` is the same with a rotation at run time
+#: row of a decoder -> the algorithms: GPTQ and scale search without a rotation; the preset `folded` is the same with
+#: one that its weights hold, and `balanced` with one at run time
 UNROTATED, FOLDED = "unrotated", "folded"
 ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
     UNROTATED: (ScaleSearch(), GPTQ()),
-    FOLDED: (Rotation(online=False), ScaleSearch(), GPTQ()),
 }
 
 Forward = Callable[..., Tensor]

@@ -56,10 +56,9 @@ def test_rotations_in_the_weights(tmp_path, monkeypatch):
         model.model.norm.weight.uniform_(0.5, 1.5)
     model.save_pretrained("float")
     tokenizer_of_bytes([("t", "h")]).save_pretrained("float")
-    algorithms = "{rotation: {online: false}, scale_search: {}, gptq: {}}"
     regexes = "{'.*(embed_tokens|lm_head)': null}"
     (tmp_path / "r.yaml").write_text(
-        f"global: {{weight: mxfp4(even)}}\nmodule_name_regex: {regexes}\nalgorithms: {algorithms}\n"
+        f"global: {{weight: mxfp4(even)}}\nmodule_name_regex: {regexes}\nalgorithms: folded\n"
     )
     (tmp_path / "text.txt").write_text("a text to calibrate with, " * 40)
     quantize = ["quantize", "--model", "hf:float", "--recipe", "r.yaml", "--calibration", "text.txt"]

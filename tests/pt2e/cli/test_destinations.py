@@ -4,6 +4,8 @@ import shlex
 import pytest
 import torch
 
+from pt2mx.algorithms.options import PRESETS
+from pt2mx.pt2e.checkpoints.destinations import for_destinations
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.language_models import checkpoint, transformers
@@ -35,6 +37,14 @@ def test_the_form_is_a_recipe(capsys):
     assert main(["recipes", "show", "decoder_smallest", "--for", "gguf,onnx", "--json"]) == 0
     text = json.loads(capsys.readouterr().out)["text"]
     assert "int8{32}(f16)" in text and "rotation" not in text and "kv_cache" not in text
+
+
+def test_rotations_that_weights_hold():
+    form = for_destinations("decoder_balanced", ["vllm", "transformers"], "folded")
+    assert form.quantizer.algorithms == PRESETS["folded"] and not any("Rotation" in change for change in form.changes)
+    form = for_destinations("decoder_balanced", ["vllm"])
+    assert "without Rotation, for which vllm has no place (--optimize folded: in the weights)" in form.changes
+    assert for_destinations("decoder_balanced", ["vllm"], "none").quantizer.algorithms is None
 
 
 @pytest.mark.parametrize(
