@@ -68,7 +68,7 @@ class Reading:
 
 #: parts of a model that engines treat differently, next to the kinds of modules: the head; a head that vLLM builds in
 #: high precision, of gpt-oss and of others; experts that a model has in one tensor and a checkpoint as linear layers;
-#: experts whose tensor scale is 1; what inputs are rotated for as the model runs (`transform_config`)
+#: experts whose tensor scale is 1; layers whose inputs are rotated as the model runs (`transform_config`)
 HEAD, GPT_OSS_HEAD, FLOAT_HEAD = "Head", "Head of gpt-oss", "Head in high precision"
 SPLIT, UNIT = "Split experts", "Experts with tensor scale 1"
 ROTATED, ROTATED_HEAD = "Rotated inputs", "Rotated inputs of the head"
@@ -99,7 +99,7 @@ _READ_HEAD = Reading(None, "its code has this head in high precision")
 _EXPERTS = Reading(True, "Marlin experts")
 _UNROTATED = Reading(False, "it leaves `transform_config` out, so that values are wrong")
 _READ_ROTATION = Reading(None, "its code rotates them on one GPU, for layers without a bias")
-_READ_ROTATED_HEAD = Reading(False, "its code rotates no inputs of heads")
+_READ_ROTATED_HEAD = Reading(None, "its code rotates no inputs of heads")
 
 
 def _marlin(kernel: str) -> Reading:

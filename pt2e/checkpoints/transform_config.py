@@ -82,13 +82,19 @@ def matrices(model: PreTrainedModel, schemes: Schemes, tensors: Mapping[str, Ten
         Module, location, and the matrix, (size, size) float32, that multiplies each block of its rows.
 
     Raises:
-        MXError: for modules other than linear layers, and matrices that the checkpoint lacks.
+        MXError: for modules other than linear layers, for none, and for matrices that the checkpoint lacks.
     """
     multiplied: list[tuple[str, str, Tensor]] = []
     shared: dict[tuple[str, int, bool], Tensor] = {}
     names = _names(model, schemes.layout) if schemes.transforms else {}
     for transform in schemes.transforms:
-        for path in filter(lambda path: transform.changes(names[path]), names):
+        paths = [path for path in names if transform.changes(names[path])]
+        if not paths:
+            raise MXError(
+                f"{transform.group} of transform_config multiplies the {transform.location} of no module of the model: "
+                "give files that belong together"
+            )
+        for path in paths:
             module = model.get_submodule(path)
             if not isinstance(module, nn.Linear):
                 raise MXError(
@@ -147,7 +153,7 @@ def _written(size: int, modules: Mapping[str, Module]) -> dict[str, Any]:
 
 
 def _transform(group: str, fields: Mapping[str, Any], where: Mapping[str, Any]) -> Transform:
-    kind, location = fields.get("type"), where["location"]
+    kind, size, location = fields.get("type"), fields.get("head_dim"), where["location"]
     if location not in _AS_IT_RUNS:
         raise MXError(
             f"{group} of transform_config has the location {location!r}, which pt2mx does not read: expected "
@@ -158,9 +164,11 @@ def _transform(group: str, fields: Mapping[str, Any], where: Mapping[str, Any]) 
             f"{group} of transform_config has the type {kind!r}, which pt2mx does not read: expected "
             f"{' or '.join(_TYPES)}"
         )
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise MXError(f"{group} of transform_config has blocks of {size!r} (head_dim): expected a number of values")
     targets, ignored = (_matches(where.get(key) or []) for key in ("targets", "ignore"))
     inverse = bool(where.get("inverse"))
-    return Transform(group, location, targets, ignored, fields.get("head_dim"), inverse, _TYPES[kind])
+    return Transform(group, location, targets, ignored, size, inverse, _TYPES[kind])
 
 
 def _matches(names: str | list[str]) -> tuple[Matches, ...]:
