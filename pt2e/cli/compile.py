@@ -39,16 +39,16 @@ def run(options: argparse.Namespace) -> Result:
             compile_program(program, options.output, options.device, options.portable, options.unpack, recipe)
 
         progress.begin("compare")
-        package = open_package(options.output)
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
-        with user_errors("run the package"), torch.no_grad():
-            agreement = _compare(package, program)
         speed = None
-        if options.benchmark:
-            progress.begin("benchmark")
-            speed = speed_beside_float(
-                "package", lambda: package(*args, **kwargs), program, (args, kwargs), package.device
-            )
+        with user_errors("run the package"), torch.no_grad():
+            package = open_package(options.output)
+            agreement = _compare(package, program)
+            if options.benchmark:
+                progress.begin("benchmark")
+                args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(package.device), program.example_inputs)
+                speed = speed_beside_float(
+                    "package", lambda: package(*args, **kwargs), program, (args, kwargs), package.device
+                )
     size, before = (Path(path).stat().st_size for path in (options.output, options.program))
     text = (
         f"compiled against eager: {agreement}\n"

@@ -73,7 +73,7 @@ EXAMPLES = {
     ),
     "compare": (
         ("try all recipes on a model", "minilm"),
-        ("try some, and time a compiled batch", "net.py:make --recipes mxfp8,mxfp6,mxfp4 --speed"),
+        ("try some, and time them beside float32 and bfloat16", "net.py:make --recipes mxfp8,mxfp6,mxfp4 --speed"),
     ),
     "sensitivity": (
         ("list the most sensitive modules", "minilm"),
@@ -82,6 +82,7 @@ EXAMPLES = {
     "run": (
         ("time a package with the inputs of the export", "minilm.aoti.pt2"),
         ("run your own batch, and keep the outputs", "minilm.aoti.pt2 --inputs batch.pt --output embeddings.pt"),
+        ("time it beside its program in float32 and bfloat16", "minilm.aoti.pt2 --benchmark --float minilm.pt2"),
         ("run an ONNX file in OpenVINO", "minilm.onnx --inputs batch.pt --runtime openvino"),
     ),
     "inspect": (
