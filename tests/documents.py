@@ -16,7 +16,12 @@ ROOT = Path(__file__).parent.parent
 #: folders of sources; `pt2mx/ops/README.md` and the like are found in them
 FOLDERS = ("pt2mx", "fx", "pt2e", "configs", "tests", "notebooks")
 READMES = [ROOT / "README.md"] + sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
-DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "notebooks" / "from_other_libraries.md"]
+DOCUMENTS = [
+    *READMES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "pt2e" / "checkpoints" / "serving.md",
+    ROOT / "notebooks" / "from_other_libraries.md",
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 #: code in a document is short: its functions have no annotations (mypy checks them nonetheless), and packages
 #: other than pt2mx may have no types

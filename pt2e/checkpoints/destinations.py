@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pt2mx.algorithms.options import Algorithm, Rotation, Smoothing
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.checkpoints.engines import HEAD, TRANSFORMERS, VLLM, Engine, loads
+from pt2mx.pt2e.checkpoints.engines import ENGINES, HEAD, TRANSFORMERS, VLLM, Engine, loads, readings_of
 from pt2mx.pt2e.checkpoints.recode import alike_form, tensor_scaled_inputs
 from pt2mx.pt2e.models.gguf_tensors import GGUF
 from pt2mx.pt2e.models.layouts import LAYOUTS, Layout
@@ -348,7 +348,7 @@ def _misfits(quantizer: MXQuantizer, layout: Layout, engine: Engine | None) -> l
         if engine is not None and engine.fuses and kind in ENDS:
             reasons.append(f"{where} gives formats to operators that {engine.name} multiplies at once with others")
         if config.weight is not None and not _takes(layout, engine, LINEAR, config.weight):
-            reasons.append(f"weights of {where} are in {config.weight}")
+            reasons.append(f"weights of {where} are in {config.weight}{_because(layout, engine, config.weight)}")
         if config.weight is not None and config.activation is None and format_of(config.weight) in layout.always_inputs:
             reasons.append(f"inputs of {where} are in high precision")
         if config.activation is not None and not _reads(layout, config.activation):
@@ -367,6 +367,15 @@ def _takes(layout: Layout, engine: Engine | None, part: str, spec: MXSpec) -> bo
         return False
     parts = (LINEAR, HEAD) if part == LINEAR else (part,)  # names of modules do not tell what is the head
     return engine is None or all(loads(engine, layout.name, one, form) for one in parts)
+
+
+def _because(layout: Layout, engine: Engine | None, spec: MXSpec) -> str:
+    """Return why an engine did not load a weight, in brackets; "" where that is not known."""
+    form = alike_form(format_of(spec), layout.stored)
+    if engine is None or form is None:
+        return ""
+    readings = (readings_of(layout.name, part, form)[ENGINES.index(engine)] for part in (LINEAR, HEAD))
+    return next((f" ({engine}: {reading.text})" for reading in readings if reading.loads is False), "")
 
 
 def _reads(layout: Layout, inputs: MXSpec) -> bool:

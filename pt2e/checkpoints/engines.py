@@ -100,6 +100,7 @@ _EXPERTS = Reading(True, "Marlin experts")
 _UNROTATED = Reading(False, "it leaves `transform_config` out, so that values are wrong")
 _READ_ROTATION = Reading(None, "its code rotates them on one GPU, for layers without a bias")
 _READ_ROTATED_HEAD = Reading(None, "its code rotates no inputs of heads")
+_ROUNDS = "it rounds inputs to FP8"
 
 
 def _marlin(kernel: str) -> Reading:
@@ -137,14 +138,14 @@ READINGS = (
     Row(_CT, HEAD, (_FP6,), (_NOT_RUN, _YES)),
     Row(_CT, GPT_OSS_HEAD, (_FP4, _FP8, NVFP4_DIVISOR, _FP6), (_GPT_OSS_HEAD, _YES)),
     Row(_CT, FLOAT_HEAD, (_FP4, _FP8, NVFP4_DIVISOR, _FP6), (_READ_HEAD, _YES)),
-    Row(_CT, EMBEDDING, (_FP8,), (Reading(None, "its code takes embeddings in integers alone"), _YES)),
+    Row(_CT, EMBEDDING, (_FP8,), (Reading(False, "it has embeddings in integers or high precision"), _YES)),
     Row(_CT, EXPERTS, (_FP4,), (_EXPERTS, _YES)),
     Row(_CT, EXPERTS, (_FP6,), (_NOT_RUN, _YES)),
     Row(_CT, EXPERTS, (_FP8,), (_EXPERTS, Reading(False, "it takes one scale a row"))),
     Row(_CT, EXPERTS, (NVFP4_DIVISOR,), (_EXPERTS, Reading(False, "its values are wrong: it ignores tensor scales"))),
-    Row(_CT, UNIT, (NVFP4_DIVISOR,), (_NOT_RUN, _YES)),
-    Row(_CT, SPLIT, (_FP4,), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
-    Row(_CT, SPLIT, (_FP6, _FP8, NVFP4_DIVISOR), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
+    Row(_CT, UNIT, (NVFP4_DIVISOR,), (_EXPERTS, _YES)),
+    Row(_CT, SPLIT, (_FP4, NVFP4_DIVISOR), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
+    Row(_CT, SPLIT, (_FP6, _FP8), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
     Row(_CT, ROTATED, (_FP4, _FP6, _FP8, NVFP4_DIVISOR), (_READ_ROTATION, _UNROTATED)),
     Row(_CT, ROTATED_HEAD, (_FP4, _FP6, _FP8, NVFP4_DIVISOR), (_READ_ROTATED_HEAD, _UNROTATED)),
     Row("mxfp4", EXPERTS, (_FP4,), (Reading(True, "Triton experts"), _YES)),
@@ -155,16 +156,19 @@ READINGS = (
     Row("modelopt", LINEAR, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
     Row("modelopt", HEAD, (_FP8,), (_marlin("MarlinMxfp8"), _NOT_RUN)),
     Row("modelopt", HEAD, (NVFP4,), (_marlin("MarlinNvFp4"), _NOT_RUN)),
-    Row("modelopt", GPT_OSS_HEAD, (_FP8, NVFP4), (Reading(None, _GPT_OSS_HEAD.text), _NOT_RUN)),
+    Row("modelopt", GPT_OSS_HEAD, (NVFP4,), (_GPT_OSS_HEAD, _NOT_RUN)),
+    Row("modelopt", GPT_OSS_HEAD, (_FP8,), (Reading(None, _GPT_OSS_HEAD.text), _NOT_RUN)),
     Row("modelopt", FLOAT_HEAD, (_FP8, NVFP4), (_READ_HEAD, _NOT_RUN)),
     Row("modelopt", EXPERTS, (NVFP4,), (_EXPERTS, _NOT_RUN)),
-    Row("modelopt", SPLIT, (NVFP4,), (Reading(None, _ONE_TENSOR), _NOT_RUN)),
+    Row("modelopt", SPLIT, (NVFP4,), (Reading(False, _ONE_TENSOR), _NOT_RUN)),
     Row("fp8", LINEAR, (_FP8,), (_AS_MODELOPT, _YES)),
     Row("fp8", HEAD, (_FP8,), (_AS_MODELOPT, _YES)),
-    Row("fp8", LINEAR, (_TILES,), (Reading(True, "Cutlass", "it rounds inputs to FP8"), _YES)),
+    Row("fp8", LINEAR, (_TILES,), (Reading(True, "Cutlass", _ROUNDS), _YES)),
     Row("fp8", LINEAR, (_FLOAT_TILES,), (_NOT_RUN, _YES)),
     Row("fp8", HEAD, (_TILES, _FLOAT_TILES), (_FLOAT_HEAD, _NOT_RUN)),
-    Row("fp8", EXPERTS, (_FP8, _FP4), (_NOT_RUN, _YES)),
+    Row("fp8", EXPERTS, (_FP8,), (_AS_MODELOPT, _YES)),
+    Row("fp8", EXPERTS, (_FP4,), (_NOT_RUN, _YES)),
+    Row("fp8", EXPERTS, (_TILES,), (Reading(True, "Triton experts", _ROUNDS), _NOT_RUN)),
 )
 
 

@@ -139,14 +139,14 @@ def _reciprocal(packed: PackedTensors, spec: MXSpec, dtype: torch.dtype) -> Pack
     """
     old = packed.stated_tensor_scale
     scales = scale_values(packed.scale.unique(), spec)
-    codes = decode(torch.arange(8, dtype=torch.int32), spec.element)
+    codes = decode(torch.arange(8, dtype=torch.int32, device=old.device), spec.element)
 
     def values(of: MXSpec, tensor_scale: Tensor) -> Tensor:
         return (codes * steps_of(of).apply(scales, tensor_scale).unsqueeze(1)).to(dtype)
 
     expected = values(packed.spec, old)
     nearest = old.reciprocal()
-    infinity = torch.tensor(float("inf"))
+    infinity = torch.full_like(old, float("inf"))
     for candidate in (nearest, nearest.nextafter(infinity), nearest.nextafter(-infinity)):
         if values(spec, candidate).equal(expected):
             return packed._replace(spec=spec, tensor_scale=candidate)

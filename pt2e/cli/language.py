@@ -168,13 +168,15 @@ def _check_without_values(options: argparse.Namespace, quantizer: MXQuantizer) -
 
 
 def is_quantized_checkpoint(options: argparse.Namespace) -> bool:
-    """Return True where `--model` is a checkpoint in MX formats whose codes are kept: a recipe takes values of GGUF.
+    """Return True where `--model` is a checkpoint in MX formats whose codes are kept.
+
+    `--recipe`, and `--for`, which chooses one, take the values of a GGUF file.
 
     Raises:
         MXError: without a recipe, for a checkpoint that another method quantized.
     """
     folder = options.model.removeprefix("hf:")
-    if options.recipe is not None and gguf_in(folder) is not None:
+    if (options.recipe is not None or options.destinations) and gguf_in(folder) is not None:
         return False
     if is_mx_checkpoint(folder):
         return True

@@ -44,6 +44,15 @@ def test_the_values_stay_equal(form, new, dtype):
     assert torch.equal(values(recoded, dtype), values(packed, dtype))
 
 
+def test_on_the_device_of_the_weight():
+    """As on a GPU: what is made on the default device, here another one, cannot be combined with the weight."""
+    packed = packed_as(NVFP4, torch.randn(4, 64))
+    expected = recode("w", packed, NVFP4_DIVISOR, torch.bfloat16)
+    with torch.device("meta"):
+        recoded = recode("w", packed, NVFP4_DIVISOR, torch.bfloat16)
+    assert torch.equal(recoded.tensor_scale, expected.tensor_scale)
+
+
 @pytest.mark.parametrize("form", [NVFP4, NVFP4_DIVISOR])
 def test_mxfp4_and_back(form):
     packed = packed_as("fp4_e2m1", torch.randn(4, 64))

@@ -42,6 +42,15 @@ def test_quantize_keeps_codes_without_a_recipe(tmp_path):
     assert torch.equal(actual, expected)
 
 
+def test_a_destination_takes_the_values_of_a_file(tmp_path, capsys):
+    """Also without a recipe, which `--for` chooses."""
+    path = write_gguf(tiny_decoder("llama", num_hidden_layers=1), tmp_path / "model.gguf", MXFP4)
+    arguments = ["quantize", "--model", f"hf:{path}", "--for", "vllm", "--optimize", "none", "--calibration", "none"]
+    assert main([*arguments, "--output", str(tmp_path / "quantized")]) == 0
+    assert f"for vllm: pt2mx save-checkpoint {tmp_path}/quantized --float {path}" in capsys.readouterr().out
+    assert {str(spec)[:10] for spec in _specs(tmp_path / "quantized")} == {"None", "mxfp8_e4m3"}
+
+
 @pytest.mark.parametrize("damage", ["cut", "magic", "type"])
 def test_damaged_files(damage, tmp_path, capsys):
     path = write_gguf(tiny_decoder("llama", num_hidden_layers=1), tmp_path / "model.gguf", MXFP4)

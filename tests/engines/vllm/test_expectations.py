@@ -14,7 +14,7 @@ from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.models.layouts import LAYOUTS
-from tests.engines.vllm import refusals
+from tests.engines.vllm.expectations import refusals
 from tests.float_checkpoints import of_weights
 from tests.language_models import tiny_decoder, transformers
 from tests.vision_language_models import vision_language_checkpoint
@@ -220,7 +220,7 @@ def test_readings_are_of_formats_that_layouts_hold():
 
 
 def test_transformers_is_the_version_of_the_suite():
-    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    constraints = (Path(__file__).parents[3] / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert f'transformers=={engines.TRANSFORMERS.version}; python_version >= "3.11"' in constraints
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints of each layout in vLLM: what it looks for in them, and what it did where it ran."""
