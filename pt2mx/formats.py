@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # relative: mx_conformance, which runs without torch and so without pt2mx, has links to this file and to errors.py
 from .errors import MXError, check_integer, nearest
@@ -54,7 +54,7 @@ class ElementFormat:
     has_nan: bool = False
     is_int: bool = False
     full_range: bool = False
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = field(default=(), repr=False)
 
     # properties, not fields: Dynamo makes a frozen dataclass anew by passing every field
     @property

@@ -85,11 +85,11 @@ CASES = (
     *_each("llama", _CT, [_FP4, _FP8, _NV], without="lm_head"),
     *_each("llama", _CT, [(_FP4, _FP4), (_FP4, _FP8), (_FP8, _FP8), _FP6, (_FP6, _FP6)]),
     *_each("llama smollm2", "modelopt", [(_FP8, _FP8), _NV]),
-    *_each("llama", "modelopt", [_FLOAT_TILES]),
+    *_each("llama", "modelopt", [_FLOAT_TILES], head=True),
     *_each("llama", "quark", [_FP4, (_FP4, _FP4), _FP6, _FP8]),
     *_each("llama", "quark", [_FP4], head=True),
     *_each("llama", "fp8", [_FP8, _TILES, _FLOAT_TILES], without="lm_head"),
-    *_each("llama", "fp8", [_TILES]),
+    *_each("llama", "fp8", [_TILES], head=True),
     # the product's own way, and what it writes without `--for`
     *_each("llama smollm2", _CT, ["decoder_balanced"], commands=True, destined=True),
     *_each("llama", _CT, ["decoder_smallest", "mxfp4", "nvfp4"], commands=True, destined=True),

@@ -223,6 +223,7 @@ def _skipped(module: Module, family: Family, ignored: Sequence[str]) -> bool:
 def _modelopt(config: Config, family: Family, module: Module) -> Suffixes:
     algorithms = {
         "MXFP8": {"weight", "weight_scale"},
+        "FP8_PB_WO": {"weight", "weight_scale"},
         "NVFP4": {"weight", "weight_scale", "weight_scale_2", "input_scale"},
         "W4A16_NVFP4": {"weight", "weight_scale", "weight_scale_2"},
     }
@@ -230,6 +231,8 @@ def _modelopt(config: Config, family: Family, module: Module) -> Suffixes:
     is_excluded = _skipped(module, family, excluded) or any(
         (one != module.name and one in module.name) or fnmatch.fnmatch(module.name, one) for one in excluded
     )
+    if not is_excluded and module.kind == HEAD and config["quant_algo"] == "FP8_PB_WO":
+        raise Refusal("heads have one scale a row")
     return FLOAT if is_excluded or module.kind == EMBEDDING else frozenset(algorithms[config["quant_algo"]])
 
 

@@ -42,10 +42,15 @@ def test_pt2mx_says_what_happened(row, floats, tmp_path):
     assert (refusals(tmp_path / "out") == []) == row["loads"]
 
 
+def _rounds_inputs(row):
+    """Quark is emulated with the inputs of the checkpoint; Cutlass rounds them whatever it says."""
+    return "Cutlass" in row["kernels"][0] or (row["layout"] == "quark" and "inputs" in row["what"])
+
+
 def test_values_are_right_where_it_loads():
-    """As near to float32 as bfloat16 is. Where it rounds inputs, which no checkpoint asks for, it is farther."""
+    """As near to float32 as bfloat16 is. Where it rounds inputs, it is farther."""
     for row in _RESULTS["rows"]:
-        if row["loads"] and "Cutlass" not in row["kernels"][0]:
+        if row["loads"] and not _rounds_inputs(row):
             assert row["distance"] < 1.25 * row["of_bfloat16"], row["name"]
 
 
