@@ -54,7 +54,7 @@ def _panel(top: int, title: str, losses: dict[str, float]) -> Iterator[str]:
     largest = max(losses.values())
     for i, (tool, loss) in enumerate(sorted(losses.items(), key=lambda item: item[1])):
         y, width = top + _TITLE + i * _ROW, _LONGEST * loss / largest
-        color = _BLUE if tool == "pt2mx" else _GREY
+        color = _BLUE if tool.startswith("pt2mx") else _GREY
         yield _text(_LEFT - 8, y + 17, tool, anchor="end")
         yield f'<rect x="{_LEFT}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 8}" fill="{color}"/>'
         yield _text(_LEFT + width + 8, y + 17, f"{loss:.4f}".removeprefix("0"))
