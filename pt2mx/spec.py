@@ -256,8 +256,8 @@ class MXSpec:
     def is_registered(self) -> bool:
         """True if this process registered the element (`register_element`) or the scale mode
         (`register_scale_mode`)."""
-        mode = scale_modes(self.scale_format)[self.scale_mode]
-        return self.element.is_registered or mode.function is not None
+        mode = SCALE_MODES.get(self.scale_mode)  # a registered mode is one of every scale format
+        return self.element.name in REGISTERED or (mode is not None and mode.function is not None)
 
     @property
     def has_kernels(self) -> bool:
