@@ -297,7 +297,11 @@ def register_element(
     if name not in REGISTERED and (name in _DEFAULT_OF_WIDTH or _canonical_name(name) is not None):
         raise MXError(f"name={name!r} is a spelling of pt2mx's own elements: take another, such as '{name}_own'")
     of_number = exponent_bits, mantissa_bits, bias, max_normal, has_inf, has_nan, full_range
-    if len(values):
+    try:
+        values = tuple(values)
+    except TypeError:
+        raise MXError(f"values={values!r} must be a list of numbers, the value of each code") from None
+    if values:
         if of_number != (0, None, None, None, False, False, False):
             raise MXError(f"values={list(values)!r} define a codebook: leave out the arguments of floats and integers")
         element = _codebook(name, values)

@@ -184,11 +184,12 @@ def _numbers(name: str, options: argparse.Namespace, default: float) -> list[flo
         numbers = [float(text) for text in getattr(options, name)] or [default]
     except ValueError:
         numbers = []
+    given = ",".join(getattr(options, name))
+    if name == "mean" and any(n > 1 for n in numbers):
+        raise MXError(f"--mean {given} is above 1, and values of images are in [0, 1]: divide --mean and --std by 255")
     if not numbers or not all(math.isfinite(n) and (name == "mean" or n > 0) for n in numbers):
         positive = " above 0" * (name == "std")
-        raise MXError(
-            f"--{name} {','.join(getattr(options, name))} must be numbers{positive}, such as 0.485,0.456,0.406"
-        )
+        raise MXError(f"--{name} {given} must be numbers{positive}, such as 0.485,0.456,0.406")
     return numbers
 
 

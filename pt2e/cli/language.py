@@ -13,6 +13,7 @@ from torch import Tensor
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
 from pt2mx.pt2e.checkpoints.configs import read_config
+from pt2mx.pt2e.checkpoints.destinations import destination_named
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
 from pt2mx.pt2e.cli.card import describe_output
@@ -81,6 +82,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     with ranks.only_first_prints(), Progress(1 + stages * len(contexts)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_language_model(name, options.part, options.allow_partial, options.dtype).to(options.device)
+        _check_layers(model, options.destinations)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         if tokenizer is None:
             note(_NO_TOKENIZER.format(name))
@@ -156,6 +158,17 @@ def _check_quantize(options: argparse.Namespace) -> None:
     check_folder_name(options.output, options.model.removeprefix("hf:"))
     if options.distill is not None and options.tensor_parallel != 1:
         raise MXError("--distill trains a whole model: leave --tensor-parallel out")
+
+
+def _check_layers(model: PreTrainedModel, destinations: Sequence[str]) -> None:
+    """Raise an `MXError` for a model whose layers no checkpoint of a destination holds: those of GPT-2."""
+    layers = [name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
+    refusing = [name for name in destinations if destination_named(name).layouts]
+    if layers and refusing:
+        raise MXError(
+            f"{layers[0]} is a Conv1D: checkpoints, which {refusing[0]} takes, hold weights of linear layers, "
+            "embeddings and experts; leave --for out, or name another destination"
+        )
 
 
 def _check_without_values(options: argparse.Namespace, quantizer: MXQuantizer) -> None:

@@ -38,7 +38,7 @@ from pt2mx.pt2e.inspect.schema import (
     scale_counts,
     shape_of_ranges,
 )
-from pt2mx.pt2e.language.ranks import ENCODER, programs_in
+from pt2mx.pt2e.language.ranks import ENCODER, of_checkpoint, programs_in
 from pt2mx.pt2e.packages.package import EXAMPLE, read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.program.program import read_program
@@ -70,7 +70,10 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
         names.append(ENCODER)
     names += sorted(file.name for file in folder.glob("*.aoti.pt2"))
     if not names:
-        raise MXError(f"{str(path)!r} holds no program.pt2: give a file, or the folder of a quantized language model")
+        raise MXError(
+            f"{str(path)!r} holds no program.pt2: give a file, or the folder of a quantized language model"
+            f"{of_checkpoint(path)}"
+        )
     return [_file_info(folder / name) for name in names]
 
 

@@ -96,6 +96,13 @@ def programs_of_others(folder: str | os.PathLike[str], is_shard: bool) -> list[s
     return [name for name in programs_in(folder) if _RANKS.findall(name) != running]
 
 
+def of_checkpoint(folder: str | os.PathLike[str]) -> str:
+    """Return how to make a program of a folder with a checkpoint, as the end of an error; empty for other folders."""
+    if not any(Path(folder).glob("*.safetensors")):
+        return ""
+    return f"; `pt2mx quantize --model hf:{folder}` makes one of a checkpoint"
+
+
 def own_program_in(folder: str | os.PathLike[str]) -> str:
     """Return the file name of the program for this process, after joining the other ranks of a sharded model.
 
@@ -105,7 +112,7 @@ def own_program_in(folder: str | os.PathLike[str]) -> str:
     names = programs_in(folder)
     if not names:
         fault = f"{str(folder)!r} holds no program.pt2" if Path(folder).is_dir() else f"no folder {str(folder)!r}"
-        raise MXError(f"{fault}: give the folder that `pt2mx quantize` wrote")
+        raise MXError(f"{fault}: give the folder that `pt2mx quantize` wrote{of_checkpoint(folder)}")
     if sharded := _RANKS.findall(names[0]):
         join(int(sharded[0]))
     return program_file(bool(sharded))

@@ -25,6 +25,8 @@ _CACHED = re.compile(r"models--([^/]+)/snapshots/\w+")
 _FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.pt2", "*.txt", "*.yaml", *TERMS)
 #: machine code for the processors of another machine
 _PACKAGES = "*.aoti.pt2"
+#: exceptions of huggingface_hub's client, httpx, which are no ConnectionError
+_NO_CONNECTION = ("ConnectError", "ConnectTimeout", "ReadTimeout")
 _LOG_IN = "log in by `hf auth login`, or give token="
 _CLIENT = {"library_name": "pt2mx", "library_version": __version__}
 
@@ -96,7 +98,10 @@ def _errors_of_hub(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # also of the connection
         texts = (text for kind, text in known.items() if isinstance(error, kind))
-        raise MXError(next(texts, f"{what}: {one_line(error)}; {_LOG_IN} for one that is yours")) from error
+        is_offline = isinstance(error, ConnectionError) or type(error).__name__ in _NO_CONNECTION
+        offline = "it cannot be reached: check the connection, and that HF_HUB_OFFLINE is not set"
+        unknown = offline if is_offline else f"{one_line(error)}; {_LOG_IN} for one that is yours"
+        raise MXError(next(texts, f"{what}: {unknown}")) from error
 
 
 def origin_of(name: str | os.PathLike[str]) -> Origin | None:

@@ -79,3 +79,17 @@ def test_a_quantized_checkpoint_takes_none(tmp_path, monkeypatch, capsys):
     assert main(["convert-checkpoint", "float", "mx", "--recipe", "mxfp4_weight_only", "--dtype", "bfloat16"]) == 0
     assert main(["quantize", "--model", "hf:mx", "--for", "vllm", "--output", "q"]) == 2
     assert "'hf:mx' is quantized already: leave --for out" in capsys.readouterr().err
+
+
+def test_layers_that_no_checkpoint_holds_are_refused_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained("f")
+    arguments = "quantize --model hf:f --for {} --recipe mxfp4_weight_only --calibration none --output q"
+    for name in ("vllm", "cpu,vllm", "gguf"):
+        capsys.readouterr()
+        assert main(arguments.format(name).split()) == 2
+        error = capsys.readouterr().err
+        assert f"transformer.h.0.attn.c_attn is a Conv1D: checkpoints, which {name.split(',')[-1]} takes" in error
+        assert "export" not in error
+    assert main(arguments.format("cpu").split()) == 0

@@ -160,6 +160,14 @@ def test_bad_input(tmp_path, capsys):
         assert message in captured.err
 
 
+@pytest.mark.parametrize("arguments", [("inspect",), ("generate", "--prompt", "a")])
+def test_a_checkpoint_is_told_how_it_becomes_a_program(arguments, tmp_path, capsys):
+    (tmp_path / "model.safetensors").touch()
+    name, *options = arguments
+    assert command.main([name, str(tmp_path), *options]) == 2
+    assert f"; `pt2mx quantize --model hf:{tmp_path}` makes one of a checkpoint\n" in capsys.readouterr().err
+
+
 def test_histograms():
     assert _histogram({-3: 8, -1: 1}) == "-3 █ ▁ -1"
     assert _histogram({0: 5}) == "0 █ 0" and _histogram({}) == ""

@@ -169,6 +169,7 @@ def test_the_crop_is_of_the_center(tmp_path):
         ("make --calibration photos --image-size 3,4", "or HEIGHTxWIDTH such as 240x320"),
         ("make --calibration photos --std 1 0 1", "--std 1,0,1 must be numbers above 0"),
         ("make --calibration photos --mean red", "--mean red must be numbers, such as"),
+        ("make --calibration photos --mean 123.7 --std 58", "--mean 123.7 is above 1, and values of images are in"),
         ("make --calibration photos --mean nan", "--mean nan must be numbers"),
         ("make --calibration ./none", "a transform or --image-size, images"),
         ("labelled", "calibration batch 0: a batch must hold the inputs .*'input'.*, this one holds 2 values"),

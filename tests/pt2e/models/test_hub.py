@@ -1,5 +1,7 @@
 """Models on the Hub. A server on this machine takes its place, and huggingface_hub is the real one."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -92,6 +94,19 @@ def test_the_cache_is_read_without_a_connection(pushed, monkeypatch):
             MXError, match=r"^there is no folder 'org/none', and no such repository in the cache of the Hub"
         ):
             LanguageModel.from_pretrained("org/none", **options)
+
+
+def test_without_a_connection_the_error_is_not_about_a_login(hub, model, monkeypatch):
+    offline = r"^could not make the repository 'org/more' of the Hub: it cannot be reached: check the connection, and"
+    monkeypatch.setattr(model, "_save", None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(MXError, match=offline):
+        model.push_to_hub("org/more")
+    for name in ("ConnectError", "ReadTimeout"):
+        kind = type(name, (Exception,), {})  # as httpx names them, of whichever version
+        with pytest.raises(MXError, match=offline), monkeypatch.context() as patch:
+            patch.setattr("huggingface_hub.HfApi.create_repo", Mock(side_effect=kind("unknown name")))
+            model.push_to_hub("org/more")
 
 
 def test_only_files_of_quantized_models_are_fetched(hub):
