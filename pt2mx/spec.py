@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pt2mx.errors import MXError, check_integer, nearest
-from pt2mx.formats import FORMATS, NV_SPELLINGS, ElementFormat, is_element, parse_element
+from pt2mx.formats import FORMATS, NV_SPELLINGS, REGISTERED, ElementFormat, is_element, parse_element
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES, check_scale_mode, scale_modes
 from pt2mx.scale_formats import SCALE_FORMATS, ScaleFormat, is_scale_format, parse_scale_format
 
