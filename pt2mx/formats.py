@@ -305,8 +305,10 @@ def register_element(
         if of_number != (0, None, None, None, False, False, False):
             raise MXError(f"values={list(values)!r} define a codebook: leave out the arguments of floats and integers")
         element = _codebook(name, values)
+    elif mantissa_bits is None:
+        raise MXError("give mantissa_bits, of a float or an integer, or values, of a codebook")
     else:
-        element = _number(name, *of_number)
+        element = _number(name, exponent_bits, mantissa_bits, bias, max_normal, has_inf, has_nan, full_range)
     if REGISTERED.setdefault(name, element) != element:
         raise MXError(f"{name!r} is registered as {REGISTERED[name]!r}: take another name for {element!r}")
     return ELEMENTS.setdefault(name, element)
@@ -315,7 +317,7 @@ def register_element(
 def _number(
     name: str,
     exponent_bits: int,
-    mantissa_bits: int | None,
+    mantissa_bits: int,
     bias: int | None,
     max_normal: float | None,
     has_inf: bool,
@@ -325,7 +327,6 @@ def _number(
     """Return the float or integer of these numbers; MXError where there is none."""
     check_integer("exponent_bits", exponent_bits, 0, _WIDEST_EXPONENT)
     check_integer("mantissa_bits", mantissa_bits, 0 if exponent_bits else 1, _WIDEST - 1 - exponent_bits)
-    assert mantissa_bits is not None
     if full_range and (exponent_bits or max_normal is not None):
         raise MXError("full_range=True is of integers (exponent_bits=0) without another max_normal: leave one out")
     if not exponent_bits and (bias is not None or has_inf or has_nan):

@@ -39,8 +39,8 @@ class Destination:
 
     Args:
         name: as `--for` takes it.
-        command: the command that writes for it what `pt2mx quantize` left: {output} is the folder or program, {model}
-            the float checkpoint; "" where that runs itself.
+        command: the command that writes for it what `pt2mx quantize` left: {output} is the folder or program, {stem}
+            the same without the suffix of a program, {model} the float checkpoint; "" where that runs itself.
         layouts: the layouts of its checkpoints, of which one has to hold a model; empty: no checkpoint, any format.
         engine: the library that has to load them; None: no library ran.
         transforms: True where inputs may be rotated and smoothed as the model runs.
@@ -92,15 +92,15 @@ DESTINATIONS: dict[str, Destination] = {
             programs=False,
             instead=dict.fromkeys(("fp6_e2m3", "int8", "fp8_e4m3"), _INT8),
         ),
-        Destination("onnx", "pt2mx export-onnx {output} --output {output}.onnx", transforms=True),
+        Destination("onnx", "pt2mx export-onnx {output} --output {stem}.onnx", transforms=True),
         Destination(
             "openvino",
-            "pt2mx export-onnx {output} --output {output}.onnx --target openvino",
+            "pt2mx export-onnx {output} --output {stem}.onnx --target openvino",
             transforms=True,
         ),
         Destination(
             "executorch",
-            "pt2mx export-executorch {output} --output {output}.pte",
+            "pt2mx export-executorch {output} --output {stem}.pte",
             transforms=True,
             folders=False,
         ),
@@ -216,8 +216,9 @@ def next_command(form: Form, name: str, model: str, output: str) -> str:
         The command; "" where the destination takes what was written.
     """
     layout = form.layouts.get(name)
-    fields = {"name": name, "model": shlex.quote(model), "output": shlex.quote(output)}
-    return destination_named(name).command.format(**fields, layout=layout and layout.name)
+    paths = {"model": model, "output": output, "stem": output.removesuffix(".pt2")}
+    quoted = {field: shlex.quote(path) for field, path in paths.items()}
+    return destination_named(name).command.format(name=name, layout=layout and layout.name, **quoted)
 
 
 def needs(quantizer: MXQuantizer) -> list[str]:

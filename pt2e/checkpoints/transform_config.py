@@ -60,14 +60,20 @@ def read(config: Mapping[str, Any]) -> tuple[Transform, ...]:
     """Return what a configuration multiplies as the model runs.
 
     Raises:
-        MXError: for other matrices, and for queries and keys.
+        MXError: for other matrices, for queries and keys, and for an entry that is none.
     """
     transforms = []
-    for group, fields in ((config.get(_CONFIG) or {}).get("config_groups") or {}).items():
-        for where in fields.get("apply") or ():
-            if where["location"] not in _IN_WEIGHTS:
+    for group, fields in _mapping(_mapping(config.get(_CONFIG) or {}).get("config_groups") or {}).items():
+        for where in _mapping(fields).get("apply") or ():
+            if _mapping(where).get("location") not in _IN_WEIGHTS:
                 transforms.append(_transform(group, fields, where))
     return tuple(transforms)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise MXError(f"{value!r} in transform_config is no mapping: give the entry that compressed-tensors wrote")
+    return value
 
 
 def matrices(model: PreTrainedModel, schemes: Schemes, tensors: Mapping[str, Tensor]) -> list[tuple[str, str, Tensor]]:
@@ -153,7 +159,7 @@ def _written(size: int, modules: Mapping[str, Module]) -> dict[str, Any]:
 
 
 def _transform(group: str, fields: Mapping[str, Any], where: Mapping[str, Any]) -> Transform:
-    kind, size, location = fields.get("type"), fields.get("head_dim"), where["location"]
+    kind, size, location = fields.get("type"), fields.get("head_dim"), where.get("location")
     if location not in _AS_IT_RUNS:
         raise MXError(
             f"{group} of transform_config has the location {location!r}, which pt2mx does not read: expected "

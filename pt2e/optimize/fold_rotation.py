@@ -24,6 +24,7 @@ from pt2mx.fx.graph.node import free_name, name_of, shape_of, tensor_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, float_size
 from pt2mx.pt2e.optimize.losses import call_with_batch
 from pt2mx.pt2e.optimize.rotated_values import Change, RotatedValues, attention_values, readers_of, refuse
 
@@ -61,6 +62,7 @@ def fold_rotations(model: GraphModule, options: Rotation, example: Any = None) -
 
 def _folded(model: GraphModule, options: Rotation, example: Any) -> GraphModule:
     result = copy_sharing_tensors(model)
+    result.meta[FLOAT_SIZE_KEY] = float_size(model)  # a head that was tied gets a weight of its own
     embedding = _embedding(result)
     rotated = [RotatedValues(embedding, _size(embedding, options))]
     for values in attention_values(result.graph.nodes):

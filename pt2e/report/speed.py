@@ -170,9 +170,7 @@ def processor_name(device: torch.device | str = "cpu") -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/cpuinfo", encoding="utf-8") as lines,
-    ):  # platform reads less than that on Linux
+    # platform reads less than that on Linux
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"

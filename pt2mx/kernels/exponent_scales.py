@@ -38,8 +38,9 @@ class ExponentScale:
 
 def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> ExponentScale:
     """Return the scales of blocks; these have no tensor scale."""
-    if SCALE_MODES[spec.scale_mode].function:
-        scale, finite = scale_by_function(blocks, spec)
+    function = SCALE_MODES[spec.scale_mode].function
+    if function is not None:
+        scale, finite = scale_by_function(function, blocks, spec)
         return ExponentScale(_clamp((scale.view(torch.int32) >> 23) - BIAS, spec), finite, prims)
     return ExponentScale(*shared_exponent(blocks, spec, prims), prims)
 

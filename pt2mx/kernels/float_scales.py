@@ -124,8 +124,8 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
     of_element = _constant(spec.element.max_normal / spec.element.unit, amax)
     steps = steps_of(spec)
     quotient = (steps.stepwise_quotient if mode.reciprocal else steps.quotient)(amax, of_element, t, prims.divide)
-    if mode.function:
-        scale, has_scale = scale_by_function(blocks, spec)
+    if mode.function is not None:
+        scale, has_scale = scale_by_function(mode.function, blocks, spec)
         quotient, finite = steps.quotient(scale * spec.element.unit, _one(t), t, prims.divide), finite & has_scale
     codes = [_round(quotient if f == 1 else quotient * f, spec) for f in mode.factors(spec.element)]
     codes = [

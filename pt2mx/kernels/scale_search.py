@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pt2mx.errors import MXError
 from pt2mx.kernels.elements import Prims
-from pt2mx.modes import ROUNDINGS, SCALE_MODES
+from pt2mx.modes import ROUNDINGS, ScaleFunction
 from pt2mx.spec import MXSpec
 
 _SIGN = -0x80000000
@@ -43,11 +43,10 @@ def in_units(scale: BlockScale, blocks: Tensor, rounding: str) -> Tensor:
     return torch.where((v.abs() < 2.0**-126) & (blocks != 0), smallest, v)
 
 
-def scale_by_function(blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
+def scale_by_function(function: ScaleFunction, blocks: Tensor, spec: MXSpec) -> tuple[Tensor, Tensor]:
     """Return what the function of a registered scale mode gives for blocks, (..., blocks, 1, ...) fp32, and whether
     that is a scale of a finite block."""
-    function, at = SCALE_MODES[spec.scale_mode].function, spec.axis + 1  # of every scale format
-    assert function is not None
+    at = spec.axis + 1
     rows = blocks.movedim(at, -1)
     scale = function(rows, spec.element)
     if not isinstance(scale, Tensor) or scale.shape != rows.shape[:-1] or not scale.is_floating_point():

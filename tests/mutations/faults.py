@@ -37,7 +37,7 @@ FAULTS = (
     Fault(f"{_KERNELS}/hadamard.py", "for shift in (8, 4, 2):", "for shift in (4, 2):"),
     Fault(f"{_KERNELS}/float_scales.py", "(amax < torch.inf) & (t >= least)", "(amax <= torch.inf) & (t >= least)"),
     Fault(f"{_KERNELS}/codebooks.py", "nearest if nearest >= number", "nearest if nearest > number"),
-    Fault(f"{_KERNELS}/exponent_scales.py", "if SCALE_MODES[spec.scale_mode].function:", "if False:"),
+    Fault(f"{_KERNELS}/exponent_scales.py", "if function is not None:", "if False:"),
     Fault(f"{_KERNELS}/scale_search.py", "(v.abs() < 2.0**-126) & (blocks != 0)", "(v.abs() < 2.0**-126)"),
     Fault(
         f"{_KERNELS}/gptq_panel.py",

@@ -132,6 +132,9 @@ def test_rotations_in_the_weights():
         assert kl_divergence(expected.log_softmax(-1), result(ids).logits.log_softmax(-1)).max() < 1e-3
     assert stages == ["export", "optimize", "calibrate", "convert"]
     assert not result.config.tie_word_embeddings and model.config.tie_word_embeddings
+    sizes = [pt2mx.quantization_report(each) for each in (plain, result)]
+    assert sizes[0].bytes_before == sizes[1].bytes_before  # of the float model, with one weight for both
+    assert sizes[1].bytes_after - sizes[0].bytes_after == model.lm_head.weight.nbytes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert operators(result) == operators(plain)
     state = result.program.state_dict
