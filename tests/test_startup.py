@@ -141,7 +141,7 @@ print(len(names) > 50)
     assert run_python(code, fresh=True).split() == ["True"]
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_reload(run_python):
     code = (
         "import importlib, pt2mx; importlib.reload(pt2mx); import torch._inductor.lowering; print(pt2mx.parse('mxfp4'))"

@@ -314,7 +314,7 @@ LENGTHS = (0, 1, 2, 31, 32, 33, 64, 99, 100)
 _SELECTED, _FIRST = (Selected(), first), (First(), torch.tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("model", "count", "formats"),
     [
@@ -339,7 +339,7 @@ def test_a_blocked_dimension_as_long_as_the_data_say(model, count, formats):
         assert torch.equal(lowered(x, y, count(k)), want)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_codes_and_scales_as_many_as_the_data_say():
     x, y = torch.randn(4, 100), torch.randn(100, 8)
     program = torch.export.export(Operators(), (x, y, torch.tensor(70)))

@@ -80,7 +80,7 @@ def test_stored_once():
     assert calls(store_positions(copy_sharing_tensors(model.decoder), ()), stored) == []
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_positions_of_images():
     model = tiny_vision_language_model("qwen2_vl")
     decoder = quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).decoder

@@ -51,7 +51,7 @@ def test_a_layer_that_is_left_out_is_lost_and_a_head_is_not(family):
     assert not values.held_by({name for name in names if "norm" not in name}).lost
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "gemma3"])
 def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
     model, tower = vision_language_checkpoint(kind, tmp_path)
@@ -73,7 +73,7 @@ def test_a_vision_tower_is_not_left_out_silently(kind, tmp_path):
     coverage.check(None, True)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     vision_language_checkpoint("llava", tmp_path / "vlm")

@@ -50,7 +50,7 @@ def test_a_model_with_its_vision_tower(run):
         loaded.generate(images=[image])
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_model_of_text_alone(run):
     status, out, _ = run(*_QUANTIZE, "--output", "text", "--part", "language_model")
     assert status == 0 and "vision_tower 0%" in out

@@ -47,7 +47,7 @@ def check(before, after, spec):
         assert torch.equal(narrow.codes, codes) and torch.equal(narrow.scales, scales), wide.name
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_slice_of_an_anchor_is_what_optimize_rounded(place, run):
     """Activations of the anchor are those of the recipe."""
     quantize = ("quantize", "--model", "net.py:make", "--recipe", "mxfp4", "--optimize", "balanced", "--output")

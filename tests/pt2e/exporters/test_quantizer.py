@@ -95,7 +95,7 @@ def test_whole_models(host, least, name, converted):
     assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= least
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @torch.no_grad()
 def test_dynamic_sizes_stay_dynamic(converted):
     quantizer = MXExportQuantizer("mxfp4_weight_only", [example("bert", 1)])

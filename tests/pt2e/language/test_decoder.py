@@ -148,7 +148,7 @@ def test_other_sizes_run_and_unequal_ones_are_refused(check_guards):
         graph(**call)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_examples_with_equal_sizes_share_no_symbol():
     model = tiny_decoder("llama")
     layers = layers_of(model)

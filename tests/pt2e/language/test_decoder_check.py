@@ -22,7 +22,7 @@ def test_attention_that_needs_a_cache_of_its_own_length_is_refused(window, dtype
         export_decoder(tiny_decoder("gpt_neo", window_size=window, dtype=dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_experts_that_rounding_chooses_are_no_error():
     """In bfloat16 transformers itself chooses other experts for some tokens, if it reads them in another order."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -70,7 +70,7 @@ def test_chunks_of_another_length_are_an_error():
     assert error_of(right, export_decoder(wrong), layers_of(right), None) > AGREEMENT
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_a_program_whose_cache_has_a_longest_length_is_refused():
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.DogeForCausalLM(transformers.DogeConfig(**sizes, vocab_size=300, keep_window_size=16)).eval()

@@ -78,7 +78,7 @@ def test_sampled_tokens(family):
     assert torch.equal(*results)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @torch.no_grad()
 def test_activations_are_quantized_and_calibrated():
     """The decoder is calibrated with the text that the model generates."""
@@ -120,7 +120,7 @@ def test_whisper_takes_language_task_and_timestamps(options, monkeypatch):
     assert set(tokens[:, 1].tolist()) <= {290, 291}
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_whisper_reads_long_audio_in_segments(monkeypatch):
     model, eager = whisper_with_settings()
     monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))

@@ -55,7 +55,7 @@ def test_ends_of_chunks_are_not_between_tokens_of_an_image():
     assert list(runtime._ends_of_chunks(13, 4, images)) == [6, 12, 13]
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_chunks_of_a_prompt_keep_images_whole(folder, monkeypatch):
     """In Gemma 3 the tokens of an image see each other, also where a chunk would end between them."""
     model, prompts = LanguageModel.from_pretrained(folder("gemma3")), image_prompts("gemma3")
@@ -121,7 +121,7 @@ def test_what_is_no_image(folder):
         text.generate(**prompts, **GREEDY)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_what_is_no_grid_of_patches(folder):
     model, prompts = LanguageModel.from_pretrained(folder("qwen3_vl")), image_prompts("qwen3_vl")
     grid, pixels, mask = (prompts[name] for name in ("image_grid_thw", "pixel_values", "attention_mask"))
@@ -161,7 +161,7 @@ def test_towers_that_are_not_supported():
         quantize_language_model(tower, quantizer.set_algorithms("balanced"), [torch.ones(1, 8, dtype=torch.long)])
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_settings_of_one_of_both_programs():
     quantizer = MXQuantizer.from_recipe(RECIPE)
     quantizer.set_module_name_regex(r".*vision_tower.*", None).set_module_name_regex(r".*lm_head", None)

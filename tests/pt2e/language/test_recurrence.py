@@ -117,7 +117,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(family, monkeypatch):
         assert equal(*(one.get(name, []) for one in states))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @torch.no_grad()
 def test_padding_changes_nothing_in_recurrent_gemma():
     """In transformers padding enters the convolutions. Biases and tokens of the padding are not zero."""

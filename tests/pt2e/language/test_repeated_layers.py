@@ -319,7 +319,7 @@ def test_decoders_of_transformers_are_the_traced_ones(
     assert described(copied) == described(decoder.export_decoder(model))
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @torch.no_grad()
 def test_windows_by_the_number_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """No field of the configuration tells these windows, which are longer than the texts of the check."""
@@ -343,7 +343,7 @@ def test_windows_by_the_number_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.allclose(decoded(ids).logits, model(ids, use_cache=False).logits, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_numbers_that_torch_takes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
     attention = transformers.models.llama.modeling_llama.LlamaAttention

@@ -57,7 +57,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     assert (first["balanced"] - expected).square().mean() < 0.95 * (nearest - expected).square().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_packed_shards_are_parts_of_the_whole():
     """Codes of half a byte, and blocks of 16 where a rank has 48 inputs, sharded by rows and by columns."""
     smaller = get_default_mx_quantization_config(weight="mxfp8{16}", activation=None)

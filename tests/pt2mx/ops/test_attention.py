@@ -95,7 +95,7 @@ def test_two_threads_give_the_bits_of_one():
     assert torch.equal(*results)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.slow_except("avx2")
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_processors(run_python, capability):

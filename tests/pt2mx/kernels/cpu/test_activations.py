@@ -134,7 +134,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.slow_except("avx2")
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_processors(capability, run_python):

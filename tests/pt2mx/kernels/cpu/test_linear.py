@@ -186,7 +186,7 @@ def test_bits_after_the_last_code_do_not_count():
         assert torch.equal(linear(x, data, scale, None, spec), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_subnormals_count_where_they_are_flushed(run_python):
     code = """
 import torch

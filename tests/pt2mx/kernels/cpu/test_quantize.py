@@ -153,7 +153,7 @@ def test_without_a_compiler_torch_serves_after_one_warning(run_python, tmp_path)
     assert run_python(_QUANTIZE, env=environment(tmp_path, CXX="/nonexistent")).split() == ["0", "False", "1", "True"]
 
 
-@pytest.mark.slow
+@pytest.mark.compiled
 def test_failing_compiler(run_python, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *quantize.cpp*) exit 1;; *) echo compiler 1.0;; esac\n')
