@@ -6,7 +6,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.language import compression, decoder, decoder_check, recurrence
-from pt2mx.pt2e.language.cache import DecoderCache
+from pt2mx.pt2e.language.cache import CacheInProgram
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.decoder_check import AGREEMENT, error_of, windows_of
 from pt2mx.pt2e.language.layers import layers_of
@@ -98,7 +98,7 @@ def test_windows_that_count_padding_are_an_error(monkeypatch):
     """As transformers' windows of compressed tokens do."""
 
     def unmasked(own, *args, **kwargs):
-        hidden = DecoderCache(own.layers, own.slots, torch.ones_like(own.mask))
+        hidden = CacheInProgram(own.layers, torch.ones_like(own.mask), None)
         return compression.compressed_keys(hidden, *args, **kwargs)
 
     monkeypatch.setitem(decoder.FUNCTIONS, "DeepseekV4HCACompressor.forward", unmasked)
