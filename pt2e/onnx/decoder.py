@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from pt2mx import ops
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import args_of, tensor_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device, storages_of
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.language.tensor_parallel import is_shard
@@ -128,14 +129,14 @@ def _compute_in_float32(model: GraphModule) -> None:
     packed = set()
     for each in graphs:
         for node in each.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
-            packed |= {id(tensor_of(model, n)) for n in node.all_input_nodes if n.op == "get_attr"}
+            packed |= {storage_of(tensor_of(each, n)) for n in node.all_input_nodes if n.op == "get_attr"}
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.float() if value.dtype in _HALF and id(value) not in packed else value
+            return value.float() if value.dtype in _HALF else value
         return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
 
-    map_tensors(model, widened)
+    map_tensors(model, widened, storages_of(model) - packed)
     for each in graphs:
         for node in each.graph.nodes:
             node.args, node.kwargs = map_aggregate(node.args, widened), map_aggregate(node.kwargs, widened)

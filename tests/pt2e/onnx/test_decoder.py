@@ -113,6 +113,18 @@ def test_a_bfloat16_model_computes_in_float32(tmp_path):
     assert error < 0.02
 
 
+def test_scales_of_weights_stay_in_bfloat16():
+    model, (ids, mask) = decoder_by_recipe("int4{64}(bf16)", "llama", num_hidden_layers=1, **VARIED), padded()
+    graph = decoder_of(model).graph
+    assert {t.dtype for name, t in graph.named_buffers() if name.endswith("_scale")} == {torch.bfloat16}
+    past = [[torch.zeros(len(ids), *layer[kind].shape[1:]) for kind in ("keys", "values")] for layer in model.layers]
+    past = [[part[:, :, :0] for part in layer] for layer in past]
+    with torch.no_grad():
+        logits, *_ = graph(input_ids=ids, attention_mask=mask, past_key_values=past)
+        expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
 def test_keys_and_values_alone_are_the_cache():
     keys = torch.empty(1, 2, 0, 16, device="meta")
     parts = {"encoder": None, "_images": None, "program": decoder_by_recipe("mxfp8", "llama").program}
