@@ -5,17 +5,15 @@ The file records the source node of each value in the float model, so that `comp
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -26,7 +24,7 @@ from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.packages.sizes import input_nodes
+from pt2mx.pt2e.packages.sizes import dim_names, dynamic_sizes
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -59,7 +57,7 @@ def export_onnx(
     packed embedding. The file replaces `path` when it is complete and has passed onnx's checker.
 
     Outputs have the names of their keys where the model returns a dictionary or the like, and dynamic dimensions the
-    names of the `Dim`s in `dynamic_shapes`. A saved program does not know these.
+    names of the `Dim`s in `dynamic_shapes`, also of a program that `save_program` wrote.
 
     The file of a `LanguageModel` is its decoder, with keys and values of the past as inputs, under the names of
     onnxruntime-genai. It reads prompts and single tokens, and computes in float32.
@@ -123,7 +121,7 @@ def export_onnx(
     else:
         program = exportable(model, example_inputs, dynamic_shapes)
         proto = _model(program, opset, output_names=_output_names(program))
-        _name_dims(proto, program, dynamic_shapes)
+        _name_dims(proto, program, model)
     count = sum(1 for kind in (FakeQuantizeMX, DequantizeMX) for _ in kind.nodes_in(proto))
     write_model(rewrite(proto), path)
     return count
@@ -167,33 +165,17 @@ def _output_names(program: ExportedProgram) -> list[str]:
     return names
 
 
-def _name_dims(proto: ModelProto, program: ExportedProgram, shapes: Any) -> None:
-    """Give the dynamic dimensions of a model the names of the `Dim`s in dynamic shapes."""
+def _name_dims(proto: ModelProto, program: ExportedProgram, model: object) -> None:
+    """Give the dynamic dimensions of a file the names of the `Dim`s of its program, or of the model: the same sizes."""
     from pt2mx.pt2e.onnx.files import rename_dims
 
-    values = [node.meta["val"] for node in input_nodes(program)]
-    args, kwargs = pytree.tree_unflatten(values, program.call_spec.in_spec)
-    inputs: Any = (*args, *kwargs.values())
-    if isinstance(shapes, Mapping):
-        inputs = dict(zip(inspect.signature(program.module().forward).parameters, inputs, strict=False))
-    names = dict(_named_symbols(inputs, shapes))
+    names = dim_names(program)
+    if isinstance(model, ExportedProgram):
+        before, sizes = dim_names(model), {(i, dim): str(size) for i, dim, size in dynamic_sizes(model)}
+        for i, dim, size in dynamic_sizes(program):
+            if name := before.get(sizes.get((i, dim), "")):
+                names[str(size)] = name
     rename_dims(proto, lambda text: _SYMBOL.sub(lambda symbol: names.get(symbol[0], symbol[0]), text))
-
-
-def _named_symbols(tree: Any, shapes: Any) -> Iterator[tuple[str, str]]:
-    """Yield the symbol of each size, and the name of its `Dim`."""
-    if isinstance(tree, Tensor):
-        tree = tree.shape
-    if isinstance(tree, torch.SymInt):
-        if isinstance(shapes, Dim) and str(tree).isidentifier():
-            yield str(tree), shapes.__name__
-        return
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
-    for key, part in items:
-        if isinstance(shapes, Mapping):
-            yield from _named_symbols(part, shapes.get(key))
-        elif isinstance(shapes, list | tuple) and key < len(shapes):
-            yield from _named_symbols(part, shapes[key])
 
 
 def _model(program: ExportedProgram, opset: int | None, **names: Any) -> Any:

@@ -25,6 +25,8 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from pt2mx.errors import MXError
 
+#: key of what torch saves of a graph's meta: JSON, symbol -> the name of its `Dim`
+_DIMS = "pt2mx.dims"
 #: smallest and largest size of a dimension; the latter is None where there is no bound
 Range = tuple[int, int | None]
 
@@ -100,6 +102,25 @@ def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[int, int, sympy.Ex
             expression = symbolic(size)
             if expression is not None:
                 yield i, j, expression
+
+
+def dim_names(program: ExportedProgram) -> dict[str, str]:
+    """Return the names that the dynamic shapes of an export, or of one before it was saved, give to symbols."""
+    names: dict[str, str] = dict((program.graph_module.meta.get("custom") or {}).get(_DIMS, {}))
+    for node in input_nodes(program):
+        for size in node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ():
+            if (symbol := symbolic(size)) is None:
+                continue
+            env = size.node.shape_env
+            given = (env.source_name_to_debug_name.get(source.name, "") for source in env.var_to_sources.get(symbol, ()))
+            names |= {str(symbol): name for name in given if name.isidentifier()}  # a function of another has no name
+    return names
+
+
+def record_dim_names(program: ExportedProgram) -> None:
+    """Let `torch.export.save` write the names of symbols, which it loses otherwise."""
+    if names := dim_names(program):
+        program.graph_module.meta["custom"] = {**(program.graph_module.meta.get("custom") or {}), _DIMS: names}
 
 
 def size_in_conditions(leaf: int, dim: int) -> str:
@@ -182,10 +203,11 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
     """Return the dynamic shapes with which a graph module is exported again with the sizes of a program.
 
     They state ranges, equal dimensions, and dimensions that are a linear function of another. Where the program has
-    other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again. The module is
-    the program's, or one with the same signature.
+    other guards (an even length, a sum of two), dimensions are `Dim.AUTO`, and export infers them again. Stated
+    dimensions keep their names. The module is the program's, or one with the same signature.
     """
     dims: dict[sympy.Symbol, Dim] = {}
+    names = dim_names(program)
     stated = all(linear(size) for *_, size in dynamic_sizes(program)) and guards_follow(program, module)
 
     def dim(expression: sympy.Expr) -> object:
@@ -196,7 +218,7 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
         symbol, factor, offset = parts
         if symbol not in dims:
             low, high = range_of(program, symbol)
-            dims[symbol] = Dim(f"d{len(dims)}", min=low, max=high)
+            dims[symbol] = Dim(names.get(str(symbol), str(symbol)), min=low, max=high)
         derived = dims[symbol] if factor == 1 else int(factor) * dims[symbol]
         return derived if offset == 0 else derived + int(offset)
 

@@ -27,6 +27,7 @@ from pt2mx.patches.program_schema import schema_read_once
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.packages.sizes import record_dim_names
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -37,13 +38,14 @@ _save_lock = threading.Lock()
 def save_program(
     program: ExportedProgram, path: str | os.PathLike[str], recipe: MXQuantizer | str | None = None
 ) -> None:
-    """Save a program like `torch.export.save`, with its provenance and with all arguments of pt2mx's operators.
+    """Save a program like `torch.export.save`, with its provenance, the names of its dynamic dimensions, and all
+    arguments of pt2mx's operators.
 
     `provenance_of` reads the versions of pt2mx and torch, and the recipe, from the file. The file replaces `path` once
     it is complete. Threads take turns.
 
     Args:
-        program: `torch.export.export(converted, ...)`. The arguments are written out in its graph.
+        program: `torch.export.export(converted, ...)`. Its graph gets the written arguments, and the names.
         path: the file; by convention its name ends in .pt2.
         recipe: the quantizer that prepared the model, or its YAML.
 
@@ -70,6 +72,7 @@ def save_program(
     check_output(path)
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
+    record_dim_names(program)
     with _save_lock, whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
         torch.export.save(program, file, extra_files=provenance.extra_files())
 

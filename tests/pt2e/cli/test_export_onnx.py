@@ -58,7 +58,10 @@ def test_prints_size_and_agreement(target, here, capsys, tmp_path):
     x = torch.randn(7, 64)
     with torch.no_grad():
         torch.testing.assert_close(run(str(written), x)[0], pt2mx.load_program(here / "net.pt2").module()(x))
-    assert [entry.version for entry in onnx.load(written).opset_import if not entry.domain] == [21]
+    model = onnx.load(written)
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [21]
+    values = (*model.graph.input, *model.graph.output)
+    assert [value.type.tensor_type.shape.dim[0].dim_param for value in values] == ["batch", "batch"]
 
 
 def test_run_of_a_file(here, capsys, tmp_path):

@@ -316,16 +316,21 @@ class Named(nn.Module):
         return {"logits": y, "x": torch.cat([y, y]), "parts": [others["bias"] + 1, None]}
 
 
+def dims_of(path, model, *arguments):
+    """Export a model, and return the dimensions of the file's inputs and outputs by name."""
+    export_onnx(model, path, *arguments)
+    graph = onnx.load(path).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+
+
 def test_outputs_and_dimensions_keep_their_names(tmp_path):
     inputs = (torch.randn(4, 64), {"bias": torch.randn(6, 2)})
     for shapes in (({0: BATCH}, {"bias": {0: SEQUENCE}}), {"x": {0: BATCH}, "others": {"bias": {0: SEQUENCE}}}):
         converted = convert(Named().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=shapes)
-        export_onnx(converted, tmp_path / "named.onnx", inputs, shapes)
-        graph = onnx.load(tmp_path / "named.onnx").graph
-        dims = {
-            value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-            for value in (*graph.input, *graph.output)
-        }
+        dims = dims_of(tmp_path / "named.onnx", converted, inputs, shapes)
         # an output that has the key of an input gets another name
         assert dims == {
             "x": ["batch", 64],
@@ -334,3 +339,23 @@ def test_outputs_and_dimensions_keep_their_names(tmp_path):
             "x_1": ["2*batch", 32],
             "parts_0": ["sequence", 2],
         }
+    pt2mx.save_program(torch.export.export(converted, inputs, dynamic_shapes=shapes), tmp_path / "named.pt2")
+    assert dims_of(tmp_path / "named.onnx", pt2mx.load_program(tmp_path / "named.pt2")) == dims
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x):  # (B, S, 64) -> (B, S / 2, 32)
+        return self.linear(x).unflatten(1, (x.shape[1] // 2, 2)).sum(2)
+
+
+def test_saved_dimensions_keep_their_names_beside_others_that_export_infers(tmp_path):
+    inputs, shapes = (torch.randn(3, 6, 64),), ({0: BATCH, 1: Dim.AUTO},)  # an even length has no Dim
+    converted = convert(Pairs().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=shapes)
+    pt2mx.save_program(torch.export.export(converted, inputs, dynamic_shapes=shapes), tmp_path / "pairs.pt2")
+    dims = dims_of(tmp_path / "pairs.onnx", pt2mx.load_program(tmp_path / "pairs.pt2"))
+    assert [sizes[0] for sizes in dims.values()] == ["batch", "batch"]
+    assert "batch" not in dims["x"][1] and dims["x"][1] != 6
