@@ -5,7 +5,10 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 PRESETS = ("fast", "imatrix", "balanced", "best")
@@ -21,13 +24,15 @@ RUNTIMES = ("onnxruntime", "openvino")
 DESTINATIONS = ("vllm", "transformers", "gguf", "onnx", "openvino", "executorch", "cpu", "cuda")
 #: formats that `compare` tries without a recipe
 OTHER_FORMATS = ("mxfp8_e5m2", "mxfp6_e3m2")
+#: formats that `sensitivity` tries
+FORMATS = ("mxfp4", "mxfp6", "mxfp8")
 
 #: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
 WORST_OPERATORS, WORST_ROWS = 10, 20
 #: the metavar of an option that takes names, separated by commas, by blanks or by both
 NAMES = "A,B"
-#: a comma between names, not one in a format such as mxfp4(even,even)
-_COMMA = re.compile(r",(?![^(]*\))")
+#: what separates names, but not within a format such as mxfp4(even,even)
+_SEPARATOR = re.compile(r"[,\s]+(?![^(]*\))")
 #: the folder that `demo` writes
 DEMO_FOLDER = "pt2mx-demo"
 
@@ -61,9 +66,13 @@ def device(meaning: str) -> Argument:
     return argument("--device", choices=("cpu", "cuda"), default="cpu", help=f"{meaning} (default: cpu)")
 
 
-def split_names(text: str) -> list[str]:
-    """Return the names in a value of an option, separated by commas."""
-    return [name.strip() for name in _COMMA.split(text)]
+def split_names(words: Iterable[str]) -> list[str]:
+    """Return the names in the words that an option is given. A file may have blanks in its name."""
+    names: list[str] = []
+    for is_file, group in itertools.groupby(words, lambda word: " " in word and os.path.isfile(word)):
+        together = list(group)
+        names += together if is_file else _SEPARATOR.split(" ".join(together).strip())
+    return names
 
 
 #: arguments of every command
@@ -199,11 +208,11 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "compare": (
         *_EVALUATED_MODEL,
-        argument(
+        several(
             "--recipes",
-            metavar=NAMES,
-            help="names of recipes, files and formats (default: all that `pt2mx recipes` lists, and "
+            "names of recipes, files and formats (default: all that `pt2mx recipes` lists, and "
             f"{', '.join(OTHER_FORMATS)}; without recipes for another task if the model's task is known)",
+            metavar=NAMES,
         ),
         argument(
             "--optimize",
@@ -217,7 +226,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     ),
     "sensitivity": (
         *_EVALUATED_MODEL,
-        argument("--formats", metavar=NAMES, default="mxfp4,mxfp6,mxfp8", help="to try (default: mxfp4,mxfp6,mxfp8)"),
+        several("--formats", f"to try (default: {','.join(FORMATS)})", metavar=NAMES),
         argument(
             "--method",
             choices=METHODS,
@@ -256,7 +265,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
     "eval": (
         _FOLDER,
         _IMPORT,
-        argument("--tasks", required=True, metavar=NAMES, help="names of tasks; * and ? match several"),
+        several("--tasks", "names of tasks; * and ? match several", metavar=NAMES, required=True),
         argument("--limit", type=int, metavar="N", help="use the first N documents of each task"),
         argument("--include-path", metavar="DIR", help="a folder with YAML files that describe your own tasks"),
         argument("--fewshot", type=int, metavar="N", help="examples in each prompt (default: those of the task)"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.cli.arguments import DESTINATIONS, OPSETS, split_names
+from pt2mx.pt2e.cli.arguments import DESTINATIONS, OPSETS
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
@@ -240,8 +240,7 @@ def _check_slice(options: argparse.Namespace) -> None:
 
 def _check_compare(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
-    recipes = [] if options.recipes is None else split_names(options.recipes)
-    _check_eval_output(options, (".html", ".htm"), recipes)
+    _check_eval_output(options, (".html", ".htm"), options.recipes)
 
 
 def _check_sensitivity(options: argparse.Namespace) -> None:
@@ -293,8 +292,8 @@ def _check_perplexity(options: argparse.Namespace) -> None:
 
 
 def _check_eval(options: argparse.Namespace) -> None:
-    if not all(split_names(options.tasks)):
-        raise MXError(f"--tasks {options.tasks!r} holds an empty name: give names of tasks, separated by commas")
+    if not all(options.tasks):
+        raise MXError(f"--tasks {','.join(options.tasks)!r} holds an empty name: give names of tasks, as a,b or a b")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise MXError(f"--include-path {options.include_path!r} is no folder: give one with YAML files of tasks")
 

@@ -11,7 +11,6 @@ from torch.fx import GraphModule
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import split_names
 from pt2mx.pt2e.cli.checks import check_device
 from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
@@ -39,7 +38,7 @@ _TASKS = {"minilm": "encoder", "torchvision:": "cnn"}
 
 def run(options: argparse.Namespace) -> Result:
     check_device(options.device)
-    names = _default_recipes(options.model) if options.recipes is None else split_names(options.recipes)
+    names = options.recipes or _default_recipes(options.model)
     quantizers = chosen_quantizers(names)  # a typo should not cost the loading of a model
     for quantizer in quantizers.values() if options.optimize is not None else ():
         quantizer.set_algorithms(None if options.optimize == "none" else options.optimize)

@@ -10,7 +10,6 @@ from contextlib import redirect_stdout
 
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.cli.arguments import split_names
 from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.cli.result import Result
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> Result | None:
         with user_errors(f"load {options.folder!r}"):
             model = harness.HarnessModel(loaded, options.batch_size, options.max_length)
         progress.begin("evaluate")
-        with redirect_stdout(sys.stderr), user_errors(f"evaluate {options.tasks}", _OFFLINE):
+        with redirect_stdout(sys.stderr), user_errors(f"evaluate {', '.join(options.tasks)}", _OFFLINE):
             results = lm_eval.simple_evaluate(
                 model=model,
                 tasks=tasks,
@@ -53,10 +52,10 @@ def run(options: argparse.Namespace) -> Result | None:
     return Result("\n".join([*tables, progress.seconds()]), {**data, "seconds": progress.times()})
 
 
-def _tasks(text: str, known: list[str]) -> list[str]:
+def _tasks(names: list[str], known: list[str]) -> list[str]:
     """Return the tasks that names and patterns match, each once; raise an `MXError` for a name that matches none."""
     tasks = []
-    for name in split_names(text):
+    for name in names:
         matches = fnmatch.filter(known, name)
         if not matches:
             near = difflib.get_close_matches(name, known, 1)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-from pt2mx.errors import nearest
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, NAMES, Argument, split_names
+from pt2mx.errors import MXError, nearest
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, DESTINATIONS, NAMES, Argument, split_names
+from pt2mx.pt2e.quantizer.shipped import check_source
 from pt2mx.version import __version__
 
 #: the exit status
@@ -147,6 +149,22 @@ EXAMPLES = {
 }
 
 
+def _is_recipe(word: str) -> bool:
+    """Return whether a word can only be meant as a recipe or a format: no file or folder has that name."""
+    try:
+        check_source(word)
+    except MXError:
+        return False
+    return not os.path.exists(word)
+
+
+#: option with several values -> whether a word can only be one of them
+_IS_VALUE: dict[str, Callable[[str], bool]] = {
+    **dict.fromkeys(("recipe", "recipes", "formats"), _is_recipe),
+    "destinations": DESTINATIONS.__contains__,
+}
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line that suggests the nearest allowed word."""
 
@@ -161,33 +179,57 @@ class Parser(argparse.ArgumentParser):
         if self.default_action is not None and all(_OPTION.fullmatch(word) and word not in _HELP for word in words):
             words = [self.default_action, *words]
         self._check_words(words)
-        return self._with_names(words, *super().parse_known_args(words, namespace))
-
-    def _with_names(self, words: list[str], options: Any, rest: list[str]) -> tuple[Any, list[str]]:
-        """Read `--recipes a b` as `--recipes a,b`, and the other way round. `rest` are words that argparse left.
-
-        In `--recipes a b net` argparse takes b for the model, which is the last word, unless it came before the option.
-        """
+        options, rest = super().parse_known_args(self._in_order(words), namespace)
         for action in self._actions:
-            value: Any = getattr(options, action.dest, None)
-            if action.metavar != NAMES or value is action.default:
-                continue
-            if action.nargs == "+":
-                setattr(options, action.dest, [name for text in value for name in split_names(text)])
-            elif rest and not any(map(_OPTION.match, rest)):
-                model = next(other for other in self._actions if not other.option_strings)
-                first = getattr(options, model.dest)
-                if words.index(first) > self._place_of(action, words):
-                    first, *rest = rest[-1], first, *rest[:-1]
-                    setattr(options, model.dest, first)
-                setattr(options, action.dest, ",".join(word.strip(",") for word in (value, *rest)))
-                rest = []
+            if action.metavar == NAMES and (given := getattr(options, action.dest, None)):
+                setattr(options, action.dest, split_names(given))
         return options, rest
 
-    def _place_of(self, action: argparse.Action, words: list[str]) -> int:
-        """Return the index of the word that gives an option."""
-        names = [_OPTION.fullmatch(word.partition("=")[0]) for word in words]
-        return next(i for i, name in enumerate(names) if name and self._action(name[0]) is action)
+    def _in_order(self, words: list[str]) -> list[str]:
+        """Return the words with the one that belongs to no option in front: after `--recipes a b` argparse would take
+        it for a recipe. Further words that belong to no option go to the last option with several values."""
+        if subparsers(self) or "--" in words:
+            return words
+        words = [part for word in words for part in self._parts_of(word)]
+        free, values, option = list[int](), dict[argparse.Action, list[int]](), None
+        for i, word in enumerate(words):
+            if name := _OPTION.fullmatch(word.partition("=")[0]):
+                option = self._action(name[0])
+                option = None if option.nargs == 0 or "=" in word else option
+            elif option is None:
+                free.append(i)
+            elif option.nargs == "+":
+                values.setdefault(option, []).append(i)
+            else:
+                option = None
+        positionals = [action for action in self._actions if not action.option_strings]
+        if not positionals or not values or len(free) == 1:
+            return words
+        last = [*values.values()][-1]
+        if free:
+            first = free[0] if free[0] < last[0] else free[-1]
+        else:
+            first = self._taken_from(values, words, positionals[0])
+        line, further = [words[first]], [words[i] for i in free if i != first]
+        for i, word in enumerate(words):
+            line += [word] * (i != first and i not in free) + further * (i == last[-1])
+        return line
+
+    def _parts_of(self, word: str) -> list[str]:
+        """Return `--recipes=a` as two words, after which argparse takes more values."""
+        name, sign, value = word.partition("=")
+        several = sign and _OPTION.fullmatch(name) and self._action(name).nargs == "+"
+        return [name, value] if several else [word]
+
+    def _taken_from(
+        self, values: Mapping[argparse.Action, list[int]], words: list[str], positional: argparse.Action
+    ) -> int:
+        """Return the index of the word that belongs to no option, among the values of options."""
+        ends = [(option, places[-1]) for option, places in values.items() if len(places) > 1]
+        if len(ends) != 1 or _IS_VALUE.get(ends[0][0].dest, lambda word: False)(words[ends[0][1]]):
+            name, option = positional.dest, [*values][-1].option_strings[0]
+            self.error(f"{name} is missing: give it first, as in `{self.prog} {name.upper()} {option} ...`")
+        return ends[0][1]
 
     def _check_words(self, words: list[str]) -> None:
         """Refuse a missing command, unknown options, and options that are given twice.

@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.cli.arguments import WORST_ROWS, split_names
+from pt2mx.pt2e.cli.arguments import FORMATS, WORST_ROWS
 from pt2mx.pt2e.cli.checks import check_device
 from pt2mx.pt2e.cli.float_model import count_batches, exported_module, load_eval_batches, load_float_model, metric_of
 from pt2mx.pt2e.cli.progress import Progress, note
@@ -67,7 +67,7 @@ def _formats(options: argparse.Namespace) -> list[str]:
     """Return the formats to try; raise an `MXError` for fewer bits than they have."""
     if options.activation is not None:
         options.activation = _spec(options.activation)
-    formats = list(dict.fromkeys(map(_spec, split_names(options.formats))))
+    formats = list(dict.fromkeys(map(_spec, options.formats or FORMATS)))
     if options.bits is not None:
         least = min(parse(one).effective_bits for one in formats)
         if not least <= options.bits < math.inf:

@@ -112,8 +112,9 @@ def dim_names(program: ExportedProgram) -> dict[str, str]:
             if (symbol := symbolic(size)) is None:
                 continue
             env = size.node.shape_env
-            given = (env.source_name_to_debug_name.get(source.name, "") for source in env.var_to_sources.get(symbol, ()))
-            names |= {str(symbol): name for name in given if name.isidentifier()}  # a function of another has no name
+            sources = [source.name for source in env.var_to_sources.get(symbol, ())]
+            given = [env.source_name_to_debug_name.get(source, "") for source in sources]
+            names |= {str(symbol): name for name in given if name.isidentifier()}  # not 2*batch
     return names
 
 

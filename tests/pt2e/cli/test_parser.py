@@ -19,6 +19,8 @@ PARSERS = subparsers(command_parser())
 LEAVES = {leaf.prog.removeprefix("pt2mx "): leaf for parser in PARSERS.values() for leaf in leaves(parser)}
 
 
+#: attributes that hold the word of no option, and names
+MODELS, LISTS = ("model", "folder", "recipe"), ("recipes", "unpack", "destinations", "recipe")
 #: command -> the action that it runs without one
 DEFAULTS = {"recipes": ["list"]}
 
@@ -154,18 +156,29 @@ def test_every_option_has_a_help_text():
 @pytest.mark.parametrize(
     ("line", "option", "value"),
     [
-        ("compare net --recipes a,b", "recipes", "a,b"),
-        ("compare net --recipes a b --speed", "recipes", "a,b"),
-        ("compare --recipes a, b net", "recipes", "a,b"),
-        ("sensitivity net --formats a b", "formats", "a,b"),
-        ("eval net --tasks a b,c", "tasks", "a,b,c"),
+        ("compare net --recipes a,b", "recipes", ["a", "b"]),
+        ("compare net --recipes a b --speed", "recipes", ["a", "b"]),
+        ("compare --recipes a, b net", "recipes", ["a", "b"]),
+        ("compare --recipes 'a b' net", "recipes", ["a", "b"]),
+        ("compare net --recipes='a, b' c", "recipes", ["a", "b", "c"]),
+        ("sensitivity net --formats a b", "formats", ["a", "b"]),
+        ("eval net --tasks a b,c", "tasks", ["a", "b", "c"]),
+        ("eval net --tasks ''", "tasks", [""]),
         ("perplexity net --text t --recipe a,b c", "recipe", ["a", "b", "c"]),
+        ("quantize --model net --for 'vllm gguf'", "destinations", ["vllm", "gguf"]),
         ("conformance --format mxfp4,mxfp6", "format", ["mxfp4", "mxfp6"]),
-        ("perplexity net --text t --recipe mxfp4(even,even),b", "recipe", ["mxfp4(even,even)", "b"]),
+        ("perplexity net --text t --recipe 'mxfp4(even, even)' b", "recipe", ["mxfp4(even, even)", "b"]),
     ],
 )
 def test_names_are_separated_by_commas_or_blanks(line, option, value):
-    assert getattr(command_parser().parse_args(line.split()), option) == value
+    assert getattr(command_parser().parse_args(shlex.split(line)), option) == value
+
+
+def test_a_file_may_have_blanks_in_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my own.yaml").touch()
+    options = command_parser().parse_args(["compare", "net", "--recipes", "a b", "my own.yaml", "c"])
+    assert options.recipes == ["a", "b", "my own.yaml", "c"]
 
 
 @pytest.mark.parametrize(
@@ -176,11 +189,32 @@ def test_names_are_separated_by_commas_or_blanks(line, option, value):
         "compare --speed --recipes=a b --metric kl net",
         "compare --recip a,b --speed net",
         "compare --recipes a --speed b net",
+        "compare --recipes a,b net --speed",
+        "compare --mean=0.5 --recipes a --recipes b net",
+        "perplexity --text t --recipe a b net --tokens 9",
+        "save-checkpoint --float f --output o --unpack a b net",
+        "recipes show --for vllm net",
     ],
 )
 def test_the_model_may_come_after_the_names(line):
     options = command_parser().parse_args(line.split())
-    assert (options.model, options.recipes) == ("net", "a,b")
+    model, names = (next(v for name in of if (v := getattr(options, name, None))) for of in (MODELS, LISTS))
+    assert (model, names) == ("net", ["vllm"] if "--for" in line else ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("line", "example"),
+    [
+        ("compare --recipes mxfp8 mxfp4", "compare MODEL --recipes"),
+        ("compare --recipes 'net mxfp4'", "compare MODEL --recipes"),
+        ("compare --recipes a net --mean 0.5 0.4", "compare MODEL --mean"),
+        ("perplexity --text t --recipe net", "perplexity FOLDER --recipe"),
+        ("recipes show --for vllm gguf", "recipes show RECIPE --for"),
+    ],
+)
+def test_a_model_that_is_missing_or_cannot_be_told_from_the_names(line, example, refused):
+    error = refused(line)
+    assert " is missing: give it first, as in `pt2mx " in error and f"{example} ...`" in error
 
 
 def test_help_groups_the_commands():
