@@ -29,6 +29,8 @@ FORMATS = ("mxfp4", "mxfp6", "mxfp8")
 
 #: operators in the summary of `quantize`, and rows of `sensitivity`, without `--full`
 WORST_OPERATORS, WORST_ROWS = 10, 20
+#: tokens that `generate` generates at most
+NEW_TOKENS = 256
 #: the metavar of an option that takes names, separated by commas, by blanks or by both
 NAMES = "A,B"
 #: what separates names, but not within a format such as mxfp4(even,even)
@@ -253,7 +255,12 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument("--float", metavar="CHECKPOINT", help="also print the answers of this float checkpoint"),
         _DTYPE,
         argument("--output", metavar="FILE", help="write the answers to this file; its name ends in .txt or .json"),
-        argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate (default: 256)"),
+        argument(
+            "--max-new-tokens",
+            type=int,
+            metavar="N",
+            help=f"most tokens to generate (default: {NEW_TOKENS}, or what the model's positions leave)",
+        ),
         argument("--temperature", type=float, default=0.0, metavar="T", help="of sampling (default: 0, no sampling)"),
         argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens"),
         argument("--top-p", type=float, metavar="P", help="sample from the most likely tokens of total probability P"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.cli.arguments import DESTINATIONS, OPSETS
+from pt2mx.pt2e.cli.arguments import DESTINATIONS, NEW_TOKENS, OPSETS
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
@@ -280,7 +280,7 @@ def _check_generate(options: argparse.Namespace) -> None:
 
 def generation_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of transformers' `generate` that the options of `pt2mx generate` ask for."""
-    settings = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    settings = {"max_new_tokens": options.max_new_tokens or NEW_TOKENS, "do_sample": options.temperature > 0}
     settings |= {"temperature": options.temperature} if settings["do_sample"] else {"top_k": None, "top_p": None}
     settings |= {name: getattr(options, name) for name in _FILTERS if getattr(options, name) is not None}
     return settings | ({"stop_strings": options.stop} if options.stop else {})

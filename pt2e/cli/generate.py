@@ -24,6 +24,7 @@ from pt2mx.pt2e.files.output import write_text
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.cache import CACHE, DecoderCache
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.positions import Room
 from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.models.input_files import read_image
 from pt2mx.pt2e.models.pretrained import load_language_model
@@ -54,8 +55,13 @@ def run(options: argparse.Namespace) -> Result | None:
     for batch in _batches(options.audio or prompts, together=not options.audio and not images):
         with user_errors("generate"), only_first_prints():
             inputs = _inputs(model, batch, conversation, images, options)
+            room = None if options.audio else model.room(inputs["input_ids"], inputs.get("attention_mask"))
+            if is_conversation and rows and room is not None and room.new_tokens < 1:
+                note(f"the conversation ends: it is longer than the {room.positions} positions of the model")
+                break
+            bounded = _within(room, settings, None if is_conversation else options.max_new_tokens)
             cache = conversation.cache_for(inputs["input_ids"]) if is_conversation else {}
-            answers = _answers(models, inputs, settings, batch, cache)
+            answers = _answers(models, inputs, bounded, batch, cache)
         rows += _rows("audio" if options.audio else "prompt", batch, answers)
         if is_conversation:
             conversation.add(batch[0], answers["quantized"][0])
@@ -66,6 +72,17 @@ def run(options: argparse.Namespace) -> Result | None:
         texts = "".join(f"{row['text']}\n" for row in rows)
         write_text(result.to_json() if is_json(options.output) else texts, options.output)
     return result if options.json else None
+
+
+def _within(room: Room | None, settings: dict[str, Any], asked: int | None) -> dict[str, Any]:
+    """Return settings for as many tokens as a prompt leaves room for; refuse more if they were asked for."""
+    if room is None:
+        return settings
+    room.check(asked or 0, "--max-new-tokens ")
+    if settings["max_new_tokens"] <= room.new_tokens:
+        return settings
+    note(f"the answer ends after {room.new_tokens} tokens at the latest: the model has {room.positions} positions")
+    return {**settings, "max_new_tokens": room.new_tokens}
 
 
 def _batches(prompts: list[str], together: bool) -> Iterable[list[str]]:

@@ -147,6 +147,26 @@ def check_length(config: object, tokens: int) -> None:
         )
 
 
+#: settings of `generate` that may end a text before its longest length
+_ENDS = ("eos_token_id", "stop_strings", "stopping_criteria", "max_time")
+
+
+def asked_tokens(settings: Mapping[str, Any], length: int) -> int | None:
+    """Return the number of new tokens that settings of `generate` ask for after prompts of a length; None: none."""
+    new, longest = settings.get("max_new_tokens"), settings.get("max_length")
+    return new if new is not None else None if longest is None else longest - length
+
+
+def may_end(options: Mapping[str, Any], *configs: object) -> bool:
+    """Return whether a text may end before it is as long as a call of `generate` asks for; `configs` are its others."""
+
+    def value(name: str) -> object:
+        others = (getattr(config, name, None) for config in configs)
+        return options[name] if name in options else next((one for one in others if one is not None), None)
+
+    return any(value(name) is not None for name in _ENDS)
+
+
 #: option of transformers' `generate` and models -> what it returns
 _NOT_RETURNED = {"output_attentions": "the weights of attention", "output_hidden_states": "the hidden states"}
 

@@ -19,6 +19,7 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.arguments import (
+    asked_tokens,
     check_length,
     check_no_text,
     check_outputs,
@@ -27,6 +28,7 @@ from pt2mx.pt2e.language.arguments import (
     check_step,
     check_tokens,
     check_vocabulary,
+    may_end,
 )
 from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
 from pt2mx.pt2e.language.encoder import Encoder
@@ -41,8 +43,9 @@ from pt2mx.pt2e.language.folder import (
 from pt2mx.pt2e.language.images import check_number, inputs_of_next_tokens, read_images
 from pt2mx.pt2e.language.layers import cache_of
 from pt2mx.pt2e.language.merge_images import ROWS, ImageInputs
-from pt2mx.pt2e.language.positions import check_positions, positions_of
+from pt2mx.pt2e.language.positions import POSITION_IDS, Room, check_positions, positions_of, room_of
 from pt2mx.pt2e.language.ranks import is_first, program_file
+from pt2mx.pt2e.language.rope import rope_positions
 from pt2mx.pt2e.language.runtime import Runner, load_packages, lower_program, write_packages
 from pt2mx.pt2e.language.sampling import Choice, processors_of
 from pt2mx.pt2e.language.step import Step, Stopping, choose_tokens
@@ -301,7 +304,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
 
         Raises:
             MXError: for text without a tokenizer or in place of tokens, prompts that are no text, sampling options out
-                of range, and options that ask for attention weights or hidden states.
+                of range, options that ask for attention weights or hidden states, and a text that becomes longer than
+                the positions of the model.
         """
         check_no_text(inputs)
         check_sampling(options, self.generation_config)
@@ -312,16 +316,55 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         if text is None:
             if images is not None:
                 raise MXError("images belong to text: give both, or pixel_values as the processor returns them")
-            tokens = options.get("input_ids", inputs)
-            return super().generate(inputs, **self._with_images_read(tokens, options.get("attention_mask"), options))
+            return self._generate(inputs, options.get("input_ids", inputs), options.get("attention_mask"), options)
         prompts = check_prompts(text, inputs, options)
         tokens = self.tokens(prompts, images)
-        options = self._with_images_read(tokens["input_ids"], tokens["attention_mask"], {**tokens, **options})
-        output = super().generate(**options)
+        output = self._generate(None, tokens["input_ids"], tokens["attention_mask"], {**tokens, **options})
         first = 0 if self.config.is_encoder_decoder else tokens["input_ids"].shape[1]
         new = getattr(output, "sequences", output)[:, first:]
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
         return texts[0] if isinstance(text, str) and len(texts) == 1 else texts
+
+    def _generate(self, inputs: Tensor | None, tokens: Any, mask: Tensor | None, options: dict[str, Any]) -> Any:
+        """Generate as transformers does, within the positions of the model; `tokens` and `mask` are those of prompts.
+
+        Raises:
+            MXError: for more tokens than the model has positions: before any work where a prompt is too long, or the
+                text cannot end earlier; otherwise where it does not. A number that the caller did not give is lowered.
+        """
+        room = self.room(tokens, mask) if isinstance(tokens, Tensor) and tokens.dim() == 2 else None
+        if room is None:
+            return super().generate(inputs, **self._with_images_read(tokens, mask, options))
+        given = options.get("generation_config")
+        length, defaults = tokens.shape[1], self.generation_config
+        asked = asked_tokens({**(vars(given) if given else {}), **options}, length)
+        room.check(0 if asked is None or may_end(options, given, defaults) else asked, "max_new_tokens=")
+        wanted = asked_tokens(vars(defaults), length) if asked is None else asked
+        if wanted is not None and wanted > room.new_tokens:  # one more of those that were asked for tells of a text
+            most = room.new_tokens + (asked is not None)  # that does not end in time
+            options = {**options, "max_new_tokens": most, "max_length": None}
+        output = super().generate(inputs, **self._with_images_read(tokens, mask, options))
+        if asked is not None and getattr(output, "sequences", output).shape[1] > length + room.new_tokens:
+            room.check(asked, "max_new_tokens=")
+        return output
+
+    def room(self, tokens: Tensor, mask: Tensor | None = None) -> Room | None:
+        """Return the room that prompts leave for new tokens.
+
+        Args:
+            tokens: (B, S) int64, the prompts.
+            mask: (B, S) int64, zero at padding; None: no padding.
+
+        Returns:
+            The tokens of the longest prompt and the positions of the model: of its tables, or those that its RoPE was
+            made for. None for a model without a limit, and for an encoder-decoder.
+        """
+        return None if self.config.is_encoder_decoder else room_of(self._limits, tokens, mask)
+
+    @cached_property
+    def _limits(self) -> dict[str, int]:
+        longest = rope_positions(self.config)
+        return self.positions if longest is None else {POSITION_IDS: longest, **self.positions}
 
     def tokens(self, prompts: list[str], images: Any = None) -> dict[str, Tensor]:
         """Return the tokens of prompts for `generate`, padded on the left; for an encoder on the right.

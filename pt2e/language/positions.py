@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +103,37 @@ def _lookup(node: Node, known: Mapping[Node, Any]) -> tuple[int, Tensor] | None:
     if node.target is aten.gather.default:  # equal indices for all columns of a row
         values = values.movedim(dim, -1).reshape(-1, values.shape[dim])[0]
     return rows, values
+
+
+class Room(NamedTuple):
+    """The tokens of the longest prompt, and the positions of the model that reads it."""
+
+    prompt: int
+    positions: int
+
+    @property
+    def new_tokens(self) -> int:
+        """The most tokens that can be generated; the model does not read the last one."""
+        return self.positions + 1 - self.prompt
+
+    def check(self, asked: int, option: str) -> None:
+        """Raise an `MXError` where a prompt and the new tokens that an option asks for have no room."""
+        if self.new_tokens < 1:
+            raise MXError(
+                f"the prompt has {self.prompt} tokens, but the model has {self.positions} positions: give a shorter one"
+            )
+        if asked > self.new_tokens:
+            raise MXError(
+                f"the prompt has {self.prompt} tokens, and {asked} new ones are asked for, but the model has "
+                f"{self.positions} positions: give {option}{self.new_tokens} or less, or a shorter prompt"
+            )
+
+
+def room_of(limits: Mapping[str, int], tokens: Tensor, mask: Tensor | None) -> Room | None:
+    """Return the room that the positions of a model leave for prompts, (B, S); None: there is no limit."""
+    counts = {SLOTS: tokens.shape[1], POSITION_IDS: tokens.shape[1] if mask is None else int(mask.sum(-1).max())}
+    rooms = [Room(counts[name], limit) for name, limit in limits.items()]
+    return min(rooms, key=lambda room: room.new_tokens, default=None)
 
 
 def check_positions(limits: Mapping[str, int], filled: int, positions: Tensor, given: bool = False) -> None:

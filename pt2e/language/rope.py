@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: types of RoPE whose frequencies depend on the length of the text
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}
+#: types of layers that read texts of any length
+_WITHOUT_LIMIT = {"sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 
 def longest_text(model: PreTrainedModel, length: int | None = None) -> int | None:
@@ -39,6 +42,22 @@ def longest_text(model: PreTrainedModel, length: int | None = None) -> int | Non
             f"depend on the length of the text, and a program reads texts of any length; {WITHOUT_EXPORT}"
         )
     return length or parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+
+
+def rope_positions(config: Any) -> int | None:
+    """Return the number of positions that a decoder with RoPE was made for; None: any number, or another kind of model.
+
+    Windows bound the distances of tokens, so layers that have them read texts of any length, as recurrent ones do.
+    Positions of images (`mrope_section`) are fewer than their tokens. `LONGEST_TEXT` of a configuration is a limit of
+    its own.
+    """
+    text = config.get_text_config(decoder=True)
+    rope, kinds = getattr(text, "rope_parameters", None) or {}, set(getattr(text, "layer_types", None) or ())
+    is_bounded = kinds <= _WITHOUT_LIMIT if kinds else bool(getattr(text, "sliding_window", None))
+    has_other_limit = "mrope_section" in rope or getattr(config, LONGEST_TEXT, None) is not None
+    if not rope or is_bounded or has_other_limit or getattr(text, "alibi", False):
+        return None
+    return getattr(text, "max_position_embeddings", None)
 
 
 def _length_dependent(model: PreTrainedModel) -> list[Any]:

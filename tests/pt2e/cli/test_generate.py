@@ -107,6 +107,26 @@ def test_a_stop_text_ends_an_answer(run, model, texts):
     assert texts("--prompt", "Hello", "--prompt", "Hello", "--stop", stop) == [whole[:end]] * 2
 
 
+def test_an_answer_that_ends_at_the_last_position(run, model, monkeypatch):
+    """An answer may be shorter than it is by default; more tokens than there is room for are refused at once."""
+    count = model.tokens(["Hello"])["input_ids"].shape[1]
+    monkeypatch.setattr(model, "_limits", {"position_ids": count + 4})
+    status, out, err = run("generate", "quantized", "--prompt", "Hello", "--json")
+    (row,) = json.loads(out)["answers"]
+    assert status == 0 and row["tokens"] == 5 and row["text"] and "ends after 5 tokens at the latest: the model" in err
+    status, out, err = run("generate", "quantized", "--prompt", "Hello", "--json", *LENGTH)
+    assert (status, out) == (2, "") and "8 new ones are asked for" in err and "--max-new-tokens 5 or less" in err
+
+
+def test_a_conversation_ends_at_the_last_position(run, model, monkeypatch):
+    count = model.tokens(["<user>Hello<assistant>"])["input_ids"].shape[1]
+    monkeypatch.setattr(model, "_limits", {"position_ids": count + 3})
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nWhy?\n"))
+    status, out, err = run("generate", "quantized", "--chat", "--json", *LENGTH)
+    (row,) = json.loads(out)["answers"]
+    assert status == 0 and row["tokens"] == 4 and f"it is longer than the {count + 3} positions of the model" in err
+
+
 def test_output(run, model, place):
     arguments = ("generate", "quantized", *LENGTH, "--prompt", "Hello", "--output")
     assert run(*arguments, "said.txt")[0] == run(*arguments, "said.json")[0] == 0

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.positions import check_positions, positions_of
+from pt2mx.pt2e.language.rope import rope_positions
 from tests.encoder_decoders import sources, tiny_encoder_decoder
-from tests.language_models import exported_decoder, tiny_decoder
+from tests.language_models import exported_decoder, tiny_decoder, transformers
 
 #: family -> the positions in its program, 32 by its configuration
 LIMITS = {
@@ -19,6 +21,10 @@ LIMITS = {
     "llama": ({"max_position_embeddings": 32}, {}),
     "bloom": ({}, {}),
 }
+ROOM = (
+    r"^the prompt has {} tokens, and {} new ones are asked for, but the model has 32 positions: give {}{} or less, or a"
+)
+TOO_LONG = "^the prompt has {} tokens, but the model has 32 positions: give a shorter one$"
 MESSAGE = r"^the text has a token at position {}, but the model knows the positions 0 to 31: give at most 32 tokens"
 
 
@@ -35,6 +41,11 @@ def test_every_path_of_a_decoder(family):
     model = LanguageModel(program, float_model.config)
     ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for more in ({}, {"num_beams": 2}) if family != "bloom" else ():
+        with pytest.raises(MXError, match=TOO_LONG.format(33)):
+            model.generate(ids, max_new_tokens=20, **more, **options)
+        with pytest.raises(MXError, match=ROOM.format(20, 20, "max_new_tokens=", 13)):
+            model.generate(ids[:, :20], max_new_tokens=20, **more, **options)
     if not limits:
         assert model(ids).logits.shape[1] == 33
         return
@@ -45,10 +56,6 @@ def test_every_path_of_a_decoder(family):
         model(ids[:, 32:], past_key_values=output.past_key_values)
     with error(40):
         model(ids[:, :1], position_ids=torch.full((2, 1), 40))
-    for given in (ids, ids[:, :20]):
-        for more in ({}, {"num_beams": 2}):
-            with error(32):
-                model.generate(given, max_new_tokens=20, **more, **options)
     # the last token is not read
     expected = float_model.generate(ids[:, :20], max_new_tokens=13, **options)
     assert torch.equal(model.generate(ids[:, :20], max_new_tokens=13, **options), expected)
@@ -61,6 +68,52 @@ def test_a_text_that_ends_in_time_may_ask_for_more_tokens():
     end = int(model.generate(ids, max_new_tokens=6, eos_token_id=None, **options)[0, -1])
     tokens = model.generate(ids, max_new_tokens=500, eos_token_id=end, **options)
     assert tokens.shape[1] <= 26 and tokens[0, -1] == end
+
+
+def test_rope_refuses_what_was_asked_for_beyond_its_positions():
+    float_model, program = exported_decoder("llama", max_position_embeddings=32, num_hidden_layers=1)
+    model, ids = LanguageModel(program, float_model.config), torch.arange(40)[None]
+    options = {"do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(ids[:, :20], max_new_tokens=13, eos_token_id=None, **options)
+    assert tokens.shape[1] == 33
+    beyond = pytest.raises(MXError, match=ROOM.format(20, 500, "max_new_tokens=", 13))
+    never = next(i for i in range(300) if i not in tokens)
+    for asked in ({"max_new_tokens": 500}, {"max_length": 520}):
+        for end in (None, never):
+            with beyond:
+                model.generate(ids[:, :20], eos_token_id=end, **asked, **options)
+    with beyond:
+        config = transformers.GenerationConfig(max_new_tokens=500, eos_token_id=never, **options)
+        model.generate(ids[:, :20], generation_config=config)
+    end = int(tokens[0, 25])
+    assert model.generate(ids[:, :20], max_new_tokens=500, eos_token_id=end, **options)[0, -1] == end  # in time
+    padded, mask = (torch.nn.functional.pad(one, (9, 0)) for one in (ids[:, :20], torch.ones(1, 20).long()))
+    result = model.generate(padded, attention_mask=mask, max_new_tokens=13, eos_token_id=None, **options)
+    assert torch.equal(result[:, 9:], tokens)
+    model.generation_config.max_new_tokens = 500  # the model's default, which the caller did not ask for
+    assert torch.equal(model.generate(ids[:, :20], eos_token_id=None, **options), tokens)
+    with pytest.raises(MXError, match=TOO_LONG.format(33)):
+        model.generate(ids[:, :33], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "positions"),
+    [
+        ("llama", {}, 64),
+        ("mistral", {"sliding_window": 8}, None),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}, 64),
+        ("recurrent_gemma", {}, None),
+        ("falcon", {"alibi": True}, None),
+        ("jamba", {}, None),
+        ("mamba", {}, None),
+        ("gpt2", {}, None),
+        ("llama", {LONGEST_TEXT: 16}, None),
+    ],
+)
+def test_positions_of_rope(name, fields, positions):
+    config = transformers.AutoConfig.for_model(name, **fields)
+    config.max_position_embeddings = 64
+    assert rope_positions(config) == positions
 
 
 @torch.no_grad()
