@@ -39,13 +39,11 @@ from pt2mx.pt2e.inspect.schema import (
     shape_of_ranges,
 )
 from pt2mx.pt2e.language.ranks import ENCODER, of_checkpoint, programs_in
-from pt2mx.pt2e.packages.package import EXAMPLE, read_signature
+from pt2mx.pt2e.packages.package import CODE, EXAMPLE, calls_in, read_signature
 from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.program.program import read_program
 from pt2mx.pt2e.program.provenance import provenance_of
 
-#: folder of AOTInductor's records in a package
-_CODE = "data/aotinductor/"
 #: a line about a constant in the C++ that AOTInductor generated
 _CONSTANT = re.compile(r"constants_info_\[(\d+)\]\.(\w+) = (.*);")
 _DTYPE = "cached_torch_dtype_"
@@ -78,7 +76,7 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
 
 
 def _file_info(path: str | os.PathLike[str]) -> FileInfo:
-    if any(name.startswith(_CODE) for name in record_names(path)):
+    if any(name.startswith(CODE) for name in record_names(path)):
         return _package_info(path)
     check_kind(path, "program")
     return _program_info(path, read_program(path))
@@ -149,9 +147,9 @@ def _dotted(operator: str) -> str:
 def _package_info(path: str | os.PathLike[str]) -> FileInfo:
     """Describe a package. Its packed weights are the weights of matmul operators that the code calls; codes and scales
     of other weights are among the tensors."""
-    records = {name: read_record(path, name) or b"" for name in record_names(path) if name.startswith(_CODE)}
+    records = {name: read_record(path, name) or b"" for name in record_names(path) if name.startswith(CODE)}
     constants = _constants(records)
-    calls = [node["node"] for node in _json(records, ".wrapper.json").get("nodes", [])]
+    calls = calls_in(path)
     weights: dict[PackedWeightInfo, None] = {}
     packed: set[str] = set()
     for call in calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -18,15 +19,18 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError
 from pt2mx.patches.exact_lengths import exact_lengths
-from pt2mx.pt2e.files.archive import add_records, check_kind, read_record
+from pt2mx.pt2e.files.archive import add_records, check_kind, read_record, record_names
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
+from pt2mx.pt2e.program.program import check_operators
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 
 #: the record of a PT2 archive for the example inputs of an export; packages of language models have none
 EXAMPLE = "data/sample_inputs/model.pt"
+#: folder of AOTInductor's records in a package
+CODE = "data/aotinductor/"
 _LOAD = "import sys, torch, pt2mx; torch._inductor.aoti_load_package(sys.argv[1])"
 
 
@@ -131,7 +135,8 @@ def load_package(path: str | os.PathLike[str]) -> Package:
         number, nesting, dtype, shape or device than the program takes. Its `device` is where it runs.
 
     Raises:
-        MXError: where the file is no package, or a package without a signature.
+        MXError: where the file is no package, or a package without a signature; for operators that it calls and that
+            nothing defines in this process.
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -151,7 +156,16 @@ def load_package(path: str | os.PathLike[str]) -> Package:
 def open_package(path: str | os.PathLike[str]) -> Package:
     """Load a package as `load_package` does, without the warning."""
     signature = read_signature(path)
+    check_operators(path, (call["target"].replace("::", ".") for call in calls_in(path)))
     return Package(torch._inductor.aoti_load_package(str(path)), signature)
+
+
+def calls_in(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the calls of operators that the machine code of a package makes through Python, as AOTInductor records
+    them: `target` is `namespace::name`."""
+    names = [name for name in record_names(path) if name.startswith(CODE) and name.endswith(".wrapper.json")]
+    records = [json.loads(read_record(path, name) or b"{}") for name in names]
+    return [node["node"] for record in records for node in record.get("nodes", [])]
 
 
 def read_signature(path: str | os.PathLike[str]) -> Signature:

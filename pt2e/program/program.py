@@ -153,7 +153,7 @@ def read_program(path: str | os.PathLike[str]) -> ExportedProgram:
     """
     with user_errors(f"load {str(path)!r}"), ZipFile(path) as archive:
         texts = {name: archive.read(name) for name in archive.namelist() if _is_graph(name)}
-        _check_operators(path, texts.values())
+        check_operators(path, (name.decode() for text in texts.values() for name in _TARGET.findall(text)))
         graphs = {name: json.loads(text) for name, text in texts.items()}
         short = [node for graph in graphs.values() for node in _calls(graph) if _is_short(node)]
         if not short:
@@ -186,11 +186,10 @@ def _load(file: str | os.PathLike[str], path: object) -> ExportedProgram:
     return program
 
 
-def _check_operators(path: object, graphs: Iterable[bytes]) -> None:
-    """Raise an MXError for a program that calls operators which are not defined in this process."""
-    called = {name.decode() for text in graphs for name in _TARGET.findall(text)}
-    for operator in sorted(called):
-        namespace, _, name = operator.partition(".")
+def check_operators(path: object, called: Iterable[str]) -> None:
+    """Raise an MXError for a file that calls operators, `namespace.name`, which are not defined in this process."""
+    for operator in sorted(set(called)):
+        namespace, name, *_ = operator.split(".")
         if not hasattr(getattr(torch.ops, namespace), name):
             raise MXError(
                 f"{str(path)!r} calls the operator {namespace}::{name}, which nothing defines here: import the module "

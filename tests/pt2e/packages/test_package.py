@@ -1,4 +1,8 @@
+import dataclasses
+import io
+import json
 import os
+import zipfile
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
+from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program import provenance
 from pt2mx.pt2e.program.provenance import provenance_of
 from tests.flow import calibrated, convert
@@ -192,6 +197,17 @@ def test_a_written_input_shares_no_memory(loaded):
     x, rows, parts, image, _ = inputs()
     with pytest.raises(MXError, match="the input 'state' is written to, and shares memory with 'x': pass a clone"):
         loaded(x, rows, parts, image, x.view(-1)[:3], **CONSTANTS)
+
+
+def test_operators_that_nothing_defines(tmp_path):
+    """They are named before the machine code is loaded."""
+    signature, node = io.BytesIO(), {"node": {"target": "pt2mx_test_package::twice", "inputs": []}}
+    torch.save(dict.fromkeys(field.name for field in dataclasses.fields(Signature)), signature)
+    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
+        archive.writestr("net/data/aotinductor/model/c.wrapper.json", json.dumps({"nodes": [node]}))
+        archive.writestr(f"net/{package.EXAMPLE}", signature.getvalue())
+    with pytest.raises(MXError, match=r"calls the operator pt2mx_test_package::twice, which .* --import FILE\.py"):
+        load_package(tmp_path / "net.pt2")
 
 
 @pytest.mark.compiled
