@@ -188,7 +188,7 @@ class Parser(argparse.ArgumentParser):
     def _in_order(self, words: list[str]) -> list[str]:
         """Return the words with the one that belongs to no option in front: after `--recipes a b` argparse would take
         it for a recipe. Further words that belong to no option go to the last option with several values."""
-        if subparsers(self) or "--" in words:
+        if subparsers(self) or not {"--", *_HELP}.isdisjoint(words):
             return words
         words = [part for word in words for part in self._parts_of(word)]
         free, values, option = list[int](), dict[argparse.Action, list[int]](), None

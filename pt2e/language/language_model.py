@@ -340,8 +340,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         asked = asked_tokens({**(vars(given) if given else {}), **options}, length)
         room.check(0 if asked is None or may_end(options, given, defaults) else asked, "max_new_tokens=")
         wanted = asked_tokens(vars(defaults), length) if asked is None else asked
-        if wanted is not None and wanted > room.new_tokens:  # one more of those that were asked for tells of a text
-            most = room.new_tokens + (asked is not None)  # that does not end in time
+        if wanted is not None and wanted > room.new_tokens:
+            most = room.new_tokens + (asked is not None)  # a text that has one more does not end in time
             options = {**options, "max_new_tokens": most, "max_length": None}
         output = super().generate(inputs, **self._with_images_read(tokens, mask, options))
         if asked is not None and getattr(output, "sequences", output).shape[1] > length + room.new_tokens:

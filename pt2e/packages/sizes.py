@@ -106,16 +106,16 @@ def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[int, int, sympy.Ex
 
 def dim_names(program: ExportedProgram) -> dict[str, str]:
     """Return the names that the dynamic shapes of an export, or of one before it was saved, give to symbols."""
-    names: dict[str, str] = dict((program.graph_module.meta.get("custom") or {}).get(_DIMS, {}))
+    names: dict[str, str] = {}
     for node in input_nodes(program):
         for size in node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ():
-            if (symbol := symbolic(size)) is None:
+            if not isinstance(size, torch.SymInt):
                 continue
-            env = size.node.shape_env
+            env, symbol = size.node.shape_env, size.node.expr
             sources = [source.name for source in env.var_to_sources.get(symbol, ())]
             given = [env.source_name_to_debug_name.get(source, "") for source in sources]
             names |= {str(symbol): name for name in given if name.isidentifier()}  # not 2*batch
-    return names
+    return names or dict((program.graph_module.meta.get("custom") or {}).get(_DIMS, {}))
 
 
 def record_dim_names(program: ExportedProgram) -> None:

@@ -174,6 +174,12 @@ def test_names_are_separated_by_commas_or_blanks(line, option, value):
     assert getattr(command_parser().parse_args(shlex.split(line)), option) == value
 
 
+def test_help_needs_no_model(capsys):
+    with pytest.raises(SystemExit) as exit:
+        command_parser().parse_args(["perplexity", "--recipe", "a", "-h"])
+    assert exit.value.code == 0 and "usage: pt2mx perplexity" in capsys.readouterr().out
+
+
 def test_a_file_may_have_blanks_in_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my own.yaml").touch()

@@ -5,6 +5,7 @@ from torch.export import Dim
 
 from pt2mx.pt2e.packages.sizes import (
     condition_variables,
+    dim_names,
     dynamic_shapes,
     guards,
     guards_follow,
@@ -13,6 +14,7 @@ from pt2mx.pt2e.packages.sizes import (
     ranges,
     relations,
 )
+from pt2mx.pt2e.program.program import load_program, save_program
 
 A = Dim.AUTO
 N = Dim("n", min=2, max=50)
@@ -131,6 +133,14 @@ def test_exported_again_a_program_takes_the_same_shapes(program):
         again.module()(
             torch.randn(4, 8), {"a": torch.randn(12, 8), "b": torch.randn(3)}, k=torch.randn(4, 1), flag=True
         )
+
+
+def test_dimensions_keep_their_names(program, tmp_path):
+    save_program(program, tmp_path / "net.pt2")
+    for one in (program, load_program(tmp_path / "net.pt2")):
+        x, _, k, _ = dynamic_shapes(one, one.module())
+        assert (x[0].__name__, k[1].__name__) == ("batch", "width")
+        assert set(dim_names(one).values()) == {"batch", "width"}
 
 
 def test_ranges(program):
