@@ -266,7 +266,7 @@ def _use(facts: _Facts) -> str:
 
 
 def _program_commands(facts: _Facts) -> Iterator[str]:
-    yield "pip install 'pt2mx[hf]'"
+    yield "pip install './pt2mx[hf]'  # a checkout of pt2mx, or its wheel"
     pt2mx = "pt2mx" if facts.ranks == 1 else f"torchrun --nproc-per-node {facts.ranks} -m pt2mx"
     chat = "--chat " if (facts.folder / "chat_template.jinja").is_file() else ""
     if facts.continues_text or facts.task in _GENERATE:
