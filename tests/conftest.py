@@ -133,7 +133,7 @@ def _interrupts():
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_stays_patched():
-    """After all tests of a process; after the example of each public function: `test_docstrings.py`."""
+    """After all tests of a process; after the examples of public functions: `test_docstrings.py`."""
     yield
     assert not patched()
 

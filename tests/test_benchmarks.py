@@ -21,6 +21,7 @@ from tests.language_models import quantized_decoder
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.compiled
 def test_the_bytes_of_a_step():
     for tied in (False, True):
         model = quantized_decoder(

@@ -182,6 +182,14 @@ _SLOW = {
 }
 
 
+@pytest.fixture(scope="module")
+def _nothing_stays_patched_by_examples():
+    """A walk through all modules of torch takes as long as an example."""
+    yield
+    assert not patched()
+
+
+@pytest.mark.usefixtures("_nothing_stays_patched_by_examples")
 @pytest.mark.parametrize(
     ("name", "text"),
     [pytest.param(*row, id=row[0], marks=[pytest.mark.slow] * (row[0] in _SLOW)) for row in examples()],
@@ -196,4 +204,3 @@ def test_example(name, text, tmp_path, monkeypatch):
     doctest.DocTestRunner(verbose=False, optionflags=OPTIONS).run(test, out=said.append)
     assert not said, "".join(said)
     assert not list(tmp_path.iterdir()), "files left behind"
-    assert not patched()

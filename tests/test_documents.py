@@ -342,6 +342,7 @@ def test_agreement_of_outputs(text, other, same):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.compiled_cases("02_quantization_aware_training")
 def test_cells_of_a_notebook_run(name, tmp_path_factory, warning_filters):
     """As one program, in a fraction of the time that a kernel takes to start. It prints what the notebook holds."""
     folder, output = tmp_path_factory.mktemp("notebook"), tmp_path_factory.mktemp("output")

@@ -93,6 +93,7 @@ assert main(command) == 0
 """
 
 
+@pytest.mark.compiled
 def test_texts_in_a_locale_of_ascii(tmp_path):
     """What is read and written is the text; what a command prints has escapes where the locale lacks a letter."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")

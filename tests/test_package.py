@@ -69,6 +69,7 @@ main(("mxfp8",))
     ],
     ids=["one layer", "demo"],
 )
+@pytest.mark.compiled_cases("one layer")
 def test_wheel_installed_elsewhere_runs(program, expected, wheel, tmp_path):
     target = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(target)

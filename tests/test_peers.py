@@ -176,6 +176,7 @@ def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, cap
 
 
 @pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
+@pytest.mark.compiled_cases("efficientnet")
 def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     """Every layer has weights of one scale per channel, also after an activation function that two layers share."""
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], None, tmp_path / "kept")

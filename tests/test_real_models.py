@@ -37,6 +37,7 @@ print(torch.equal(torch.export.load("mx.pt2").module()(*inputs), want))
         for case in itertools.product(("minilm", "resnet18"), FORMATS)
     ],
 )
+@pytest.mark.compiled_cases("minilm-fp4_e2m1")
 def test_converted_is_prepared_to_the_bit_small_and_reloads(model, name, request, quantize, tmp_path, run_python):
     model = request.getfixturevalue(model)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))

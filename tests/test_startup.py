@@ -62,6 +62,7 @@ def test_each_command_starts_without_optional_packages(run_python):
     assert run_python(WITHOUT_EXTRAS.format(extras=extras)) == ""
 
 
+@pytest.mark.compiled
 def test_the_parts_are_reached_as_attributes(run_python):
     code = """
 import pt2mx
@@ -79,6 +80,7 @@ def test_the_stub_names_each_public_name_once():
     assert sorted(names) == pt2mx.__all__ == dir(pt2mx) and len(set(names)) == len(names) == 82
 
 
+@pytest.mark.compiled
 def test_checkpoints_of_a_process_that_knows_the_operators_alone(run_python, tmp_path):
     """A plain checkpoint brings no torchao; one with MXTensors, both kinds of them, loads with weights_only."""
     tensors = {

@@ -76,6 +76,7 @@ def test_a_broken_torch_is_one_line(error, tmp_path):
     assert "Traceback" in run("formats", "--traceback", without="nothing", env=env).stderr
 
 
+@pytest.mark.compiled
 def test_a_broken_package_is_one_line():
     result = run("slice", "none", "--recipe", "mxfp4", "--output", "o.pt2", without="nothing")
     assert result.returncode == 2 and "doctor" not in result.stderr
@@ -86,6 +87,7 @@ def test_a_broken_package_is_one_line():
     assert result.stderr.endswith("; `pt2mx doctor` says how to repair it\n")
 
 
+@pytest.mark.compiled
 def test_the_garbage_collector_runs_rarely_in_the_process_of_a_command(run_python):
     code = "import atexit, gc\natexit.register(lambda: print(gc.get_threshold(), gc.get_freeze_count() > 0))\n"
     result = subprocess.run([sys.executable, "-c", code + WITHOUT, "torch", "formats"], capture_output=True, text=True)
@@ -105,6 +107,7 @@ def test_a_card_needs_no_torch(tmp_path):
     assert (result.returncode, result.stderr) == (0, "") and "# me/it\n" in result.stdout
 
 
+@pytest.mark.compiled
 def test_doctor_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')")
     result = run("doctor", "--json", without="nothing", env={**os.environ, "PYTHONPATH": str(tmp_path)})
@@ -116,6 +119,7 @@ def test_doctor_runs_without_torch(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.compiled
 def test_another_process_is_left_alone(run_python):
     code = "import sys\nsys.argv = ['net.py', '--help']\nimport pt2mx\nprint('went on')"
     assert run_python(code, env=os.environ) == "went on\n"

@@ -235,6 +235,7 @@ def test_operators_pass_the_checks_of_torch():
     torch.library.opcheck(pt2mx.ops.dequantize_mx, (data, scale, "own_nf4", 32, torch.float32, -1))
 
 
+@pytest.mark.compiled
 def test_another_process_registers_first(tmp_path, run_python):
     _, model, x = converted("own_nf4{64}(bf16)")
     pt2mx.save_program(torch.export.export(model, (x,)), tmp_path / "net.pt2")

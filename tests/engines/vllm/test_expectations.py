@@ -177,6 +177,7 @@ def test_a_head_in_quark_is_written_as_values_unless_asked(floats, tmp_path):
     assert [one.partition(":")[0] for one in refusals(tmp_path / "asked")] == ["lm_head"]
 
 
+@pytest.mark.compiled
 def test_a_program_with_a_quantized_head(floats, tmp_path):
     """The same for `save_checkpoint`: the head in Quark becomes the values of its codes."""
     convert_checkpoint(floats / "llama", tmp_path / "mx")

@@ -1,5 +1,6 @@
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -171,6 +172,7 @@ def differing(got, want, same=torch.equal):
     return [name for name in WRITES if not all(map(same, got[name], want[name]))]
 
 
+@pytest.mark.compiled
 def test_every_way_to_write():
     model, x = Every(), torch.randn(4, 64)
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()

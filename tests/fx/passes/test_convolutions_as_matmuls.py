@@ -173,6 +173,7 @@ class Views(nn.Module):
         return self.head(rows.mean(2)), rows, z, y.transpose(1, 2)
 
 
+@pytest.mark.compiled
 def test_views_behind(tmp_path):
     model, x = Views(), torch.randn(2, 32, 6, 5)
     batch = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}

@@ -51,6 +51,7 @@ def two_steps(model, graph):
 
 @pytest.mark.slow_cases("qwen2", "phi3", "opt", "mixtral")
 @pytest.mark.parametrize("family", EACH)
+@pytest.mark.compiled_cases("gemma2")
 def test_decoders(family):
     model, plain = laid_out(family)
     want = two_steps(model, model.decoder)

@@ -131,6 +131,7 @@ def test_evaluation_writes_nothing(name):
         assert not [key for key, value in evaluated.state_dict().items() if not torch.equal(value, before[key])]
 
 
+@pytest.mark.compiled
 def test_torchaos_switches_do_the_same():
     from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
 

@@ -96,6 +96,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert "--allow-partial is for checkpoints (hf:NAME), and 'minilm' is none" in capsys.readouterr().err
 
 
+@pytest.mark.compiled
 def test_a_language_model_with_a_tower(tmp_path):
     """The same in Python, and with a tower that transformers does not load."""
     model, tower = vision_language_checkpoint("gemma3", tmp_path / "vlm")

@@ -50,6 +50,7 @@ def text_too(place):
     return place
 
 
+@pytest.mark.compiled
 def test_a_recording_is_transcribed(run, place):
     samples = write_recording(place / "speech.wav", 0.8)
     arguments = ("generate", "whisper-mxfp4", "--audio", "speech.wav", "--max-new-tokens", "9")
@@ -80,6 +81,7 @@ def refused(run, arguments, message):
     assert (status, out) == (2, "") and message in err and err.count("error") == 1
 
 
+@pytest.mark.compiled
 def test_bad_input_is_one_line(run, place):
     write_recording(place / "long.wav", 1.5)
     write_recording(place / "slow.wav", 1, 8000)

@@ -44,6 +44,7 @@ COMMANDS = [
 @pytest.mark.parametrize(
     ("name", "commands", "form"), [("quantized", 1, "mxint8"), ("narrow", 2, "mxfp4"), ("saved", 3, "mxfp4")]
 )
+@pytest.mark.compiled_cases("quantized-1-mxint8")
 def test_each_folder_has_a_card(place, name, commands, form):
     metadata = metadata_of(place / name)
     assert metadata["pt2mx"]["commands"] == COMMANDS[:commands] and metadata["pt2mx"]["base"] == "base"

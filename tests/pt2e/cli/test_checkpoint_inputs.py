@@ -156,6 +156,7 @@ SIMILAR = ("Dinov2Model", "CLIPTextModel", "SiglipModel", "OwlViTForObjectDetect
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SIMILAR else name for name in MODELS]
 )
+@pytest.mark.compiled_cases("Wav2Vec2Model")
 def test_checkpoints_come_with_inputs(name, checkpoint):
     config, fields, inputs, output = MODELS[name]
     loaded = load_model(f"hf:{checkpoint(name, config, fields)}")
@@ -250,6 +251,7 @@ def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_pat
     )
 
 
+@pytest.mark.compiled
 def test_a_folder_of_recordings_calibrates(checkpoint, write_wav, transformers, tmp_path, capsys):
     options, model, *_ = PROCESSED["Wav2Vec2FeatureExtractor"]
     folder = checkpoint(*model, transformers.Wav2Vec2FeatureExtractor(**options))

@@ -48,6 +48,7 @@ def test_codes_go_in_and_out_to_the_bit(place, capsys):
     assert torch.equal(tensors(place / "values")["lm_head.weight"], values)
 
 
+@pytest.mark.compiled
 def test_rotations_in_the_weights(tmp_path, monkeypatch):
     """A recipe with them, `quantize` and `save-checkpoint`: transformers computes the logits of the language model."""
     monkeypatch.chdir(tmp_path)
@@ -78,6 +79,7 @@ def test_rotations_in_the_weights(tmp_path, monkeypatch):
         assert (logits - exact).norm() < 0.4 * exact.norm()
 
 
+@pytest.mark.compiled
 def test_a_checkpoint_in_float32(tmp_path, monkeypatch, capsys):
     """The error about its program names an option, and that option works."""
     monkeypatch.chdir(tmp_path)

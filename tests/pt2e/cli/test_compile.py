@@ -202,6 +202,7 @@ def compiled_float(monkeypatch):
     return asked
 
 
+@pytest.mark.compiled
 def test_compile_times_the_package_beside_the_program_in_float(here, compiled_float, monkeypatch, capsys):
     def copied(program, path, *options):
         shutil.copy("net.aoti.pt2", path)
@@ -219,6 +220,7 @@ def test_compile_times_the_package_beside_the_program_in_float(here, compiled_fl
     assert json.loads(capsys.readouterr().out)["speed"] is None and len(compiled_float) == 4
 
 
+@pytest.mark.compiled
 def test_run_times_the_package_beside_a_program(here, compiled_float, capsys):
     args, _ = torch.load("lowered2.pt")
     torch.save(args, "tuple.pt")

@@ -49,6 +49,7 @@ def export(*arguments):
 
 
 @pytest.mark.parametrize("target", ["pt2mx", "quark"])
+@pytest.mark.compiled_cases("pt2mx")
 def test_prints_size_and_agreement(target, here, capsys, tmp_path):
     assert export(here / "net.pt2", "--output", "net.onnx", "--opset", "21", "--target", target) == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -64,6 +65,7 @@ def test_prints_size_and_agreement(target, here, capsys, tmp_path):
     assert [value.type.tensor_type.shape.dim[0].dim_param for value in values] == ["batch", "batch"]
 
 
+@pytest.mark.compiled
 def test_run_of_a_file(here, capsys, tmp_path):
     assert export(here / "net.pt2", "--output", "net.onnx") == 0
     x = torch.randn(3, 64)

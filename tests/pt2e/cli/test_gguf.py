@@ -42,6 +42,7 @@ def test_quantize_keeps_codes_without_a_recipe(tmp_path):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.compiled
 def test_a_destination_takes_the_values_of_a_file(tmp_path, capsys):
     """Also without a recipe, which `--for` chooses."""
     path = write_gguf(tiny_decoder("llama", num_hidden_layers=1), tmp_path / "model.gguf", MXFP4)

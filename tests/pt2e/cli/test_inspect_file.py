@@ -108,6 +108,7 @@ def test_programs_without_packed_weights(files, capsys):
     assert {t["name"] for t in result["tensors"]} == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.compiled
 def test_an_onnx_file(files, tmp_path, capsys):
     pytest.importorskip("onnxscript")
     folder, program = files
@@ -134,6 +135,7 @@ def test_a_package_without_inputs(tmp_path):
     assert (info.kind, info.inputs, info.weights) == ("package", (), ())
 
 
+@pytest.mark.compiled
 def test_the_folder_of_a_language_model(tmp_path, capsys):
     """Experts are weights with three dimensions."""
     model = quantized_decoder("mixtral", MXQuantizer.from_recipe("mxfp4_weight_only"), num_hidden_layers=1)

@@ -182,6 +182,7 @@ def test_errors(run, arguments, text):
     assert status == 2 and re.search(text, err), err
 
 
+@pytest.mark.compiled
 def test_distill(run, place):
     (place / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     arguments = ("quantize", "--recipe", "mxfp4_weight_only", "--model", "hf:llama")
@@ -193,6 +194,7 @@ def test_distill(run, place):
     assert not all(torch.equal(tensor, nearest[name]) for name, tensor in trained.items())
 
 
+@pytest.mark.compiled
 def test_a_checkpoint_without_a_tokenizer(run, place):
     checkpoint("gpt2", place / "gpt2", tokenizer=False, num_hidden_layers=1)
     status, _, err = run(*QUANTIZE, "hf:gpt2", "--output", "tokens")

@@ -46,6 +46,7 @@ def test_sentences_are_questions_and_as_many_answers():
     assert not any("?" in t or "|" in t for t in texts[36:])
 
 
+@pytest.mark.compiled
 def test_minilm_is_the_pretrained_encoder(minilm):
     """The embedding of a question is closest to the embedding of its answer, as in training."""
     with torch.no_grad():

@@ -54,6 +54,7 @@ def test_warnings_look_as_notes_of_the_package_that_warns(file, owner):
     assert text() == before and before.startswith(f"{file}:3: UserWarning: of two\n  lines\n")
 
 
+@pytest.mark.compiled
 def test_a_long_stage_prints_a_line_now_and_then(stage_lines, capsys):
     with progress.heartbeat(0.4):
         progress.stage_line("export")

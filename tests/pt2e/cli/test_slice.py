@@ -79,6 +79,7 @@ def test_bad_anchors(arguments, message, run, place):
     assert not any((place / name).exists() for name in ("o", "o.pt2", "o.onnx"))
 
 
+@pytest.mark.compiled
 def test_a_program_in_a_separate_process(place):
     arguments = ["slice", "int8.pt2", "--recipe", "mxfp4", "--output", "fp4.pt2", "--report", "fp4.json", "--json"]
     done = run_program(_MAIN, "-c", place, arguments=arguments)

@@ -116,6 +116,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")
+@pytest.mark.compiled
 def test_files_in_a_fresh_process(tmp_path):
     models, specs = {}, {}
     for name, (_, inputs, *_) in CASES.items():

@@ -205,6 +205,7 @@ def train_on_half(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.compiled
 def test_two_processes_take_the_steps_of_one(tmp_path):
     """Gradients are the means over the halves, so only the order of sums differs."""
     run_ranks(train_on_half, str(tmp_path))

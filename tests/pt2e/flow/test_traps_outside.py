@@ -138,6 +138,7 @@ def test_trap_23_with_another_quantizer(run_python):
     assert equal == exported_again == "True"
 
 
+@pytest.mark.compiled
 def test_trap_24_quiet_import(run_python):
     """torchao announces CUDA extensions that a CPU machine lacks, and warns."""
     code = (

@@ -68,6 +68,7 @@ def test_padding_changes_nothing(family):
 
 
 @torch.no_grad()
+@pytest.mark.compiled
 def test_the_window_of_gpt_neo_counts_from_the_tokens():
     """Its checkpoints have a window of 256: the text is longer, and the cache has free slots."""
     model = tiny_decoder("gpt_neo", window_size=256, bos_token_id=None, eos_token_id=None)
@@ -165,6 +166,7 @@ def test_nothing_remains_of_the_context_after_an_error():
     assert torch._guards.TracingContext.try_get() is None
 
 
+@pytest.mark.compiled
 def test_a_decoder_that_reads_an_address_is_refused():
     model = tiny_decoder("llama")
     forward = model.model.forward

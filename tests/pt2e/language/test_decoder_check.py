@@ -31,6 +31,7 @@ def test_experts_that_rounding_chooses_are_no_error():
     export_decoder(transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**sizes)).bfloat16().eval())
 
 
+@pytest.mark.compiled
 def test_logits_that_are_zero_or_no_numbers():
     model = tiny_decoder("llama", tie_word_embeddings=False)
     model.lm_head.weight.data.zero_()
@@ -78,6 +79,7 @@ def test_a_program_whose_cache_has_a_longest_length_is_refused():
         export_decoder(model)
 
 
+@pytest.mark.compiled
 def test_padding_that_changes_a_text_is_an_error(monkeypatch):
     """Without the zeros of pt2mx, padding enters the convolutions of RecurrentGemma."""
 

@@ -306,6 +306,7 @@ def test_packages(tmp_path, compiler):
     assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
 
 
+@pytest.mark.compiled
 def test_a_table_of_positions_that_grows_is_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
     model = transformers.M2M100ForConditionalGeneration(transformers.M2M100Config(**sizes)).eval()

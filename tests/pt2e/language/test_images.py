@@ -148,6 +148,7 @@ def test_images_and_tokens_of_other_dtypes(folder, kind):
     assert torch.equal(model(**others).logits, model(**rounded).logits)
 
 
+@pytest.mark.compiled
 def test_towers_that_are_not_supported():
     model = tiny_vision_language_model("llava")
     model.config.vision_config.model_type = "pixtral"

@@ -141,6 +141,7 @@ def test_rotations_in_the_weights():
     assert not torch.equal(state["model.lm_head.weight"], state["model.model.embed_tokens.weight"])
 
 
+@pytest.mark.compiled
 def test_models_whose_weights_hold_no_rotation():
     with pytest.raises(MXError, match=r"ln_1: aten.layer_norm .* subtracts the mean of each row"):
         quantized_decoder("gpt2", ROTATION, num_hidden_layers=1)

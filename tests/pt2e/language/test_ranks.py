@@ -101,6 +101,7 @@ def test_two_ranks_give_what_one_gives(folders, family, thorough, tmp_path):
             assert torch.allclose(result, expected[kind], atol=1e-5), (name, kind)
 
 
+@pytest.mark.compiled
 def test_files_of_a_folder(folders, tmp_path):
     place, programs = folders("llama"), ["program.rank0of2.pt2", "program.rank1of2.pt2"]
     files = {file.name for file in (place / "ranks").iterdir()}

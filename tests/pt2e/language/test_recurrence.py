@@ -106,6 +106,7 @@ def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", EACH)
+@pytest.mark.compiled_cases("lfm2")
 def test_a_long_prompt_in_chunks_gives_the_same(family, monkeypatch):
     model, (ids, mask) = quantized(family), padded(length=40)
     expected = model(ids, attention_mask=mask)

@@ -358,6 +358,7 @@ def test_numbers_that_torch_takes_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert [*range(6)] == [factor for factor in factors if type(factor) is int]
 
 
+@pytest.mark.compiled
 def test_a_program_whose_layers_depend_on_their_number_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()

@@ -103,6 +103,7 @@ def test_other_backends_and_unknown_modes():
         runtime._compiled(program, {"mode": "quickly"})
 
 
+@pytest.mark.compiled
 def test_the_table_of_uses_says_where_steps_attend(monkeypatch):
     decoder = quantize_language_model(
         tiny_decoder("llama", head_dim=32), MXQuantizer.from_recipe("mxfp4_weight_only")

@@ -53,6 +53,7 @@ def test_log_likelihoods(model, batch_size, columns, monkeypatch):
     assert results[-2][1] and not all(same for _, same in results)
 
 
+@pytest.mark.compiled_cases("mamba")
 def test_equal_texts_are_read_once(model, monkeypatch):
     read = []
     forward = type(model).forward

@@ -238,6 +238,7 @@ def test_what_a_step_does_not_cover(llama, monkeypatch, options):
     assert getattr(result, "sequences", result).shape == (1, 12 + options.get("max_new_tokens", 4))
 
 
+@pytest.mark.compiled
 def test_recurrent_layers_are_not_covered(monkeypatch):
     model, program = exported_decoder("lfm2")
     monkeypatch.setattr(language_model, "choose_tokens", None)

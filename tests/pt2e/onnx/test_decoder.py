@@ -57,6 +57,7 @@ def check_tokens(model, path, ids, mask, count=16):
     return tokens[:, ids.shape[1] :]
 
 
+@pytest.mark.compiled
 def test_names_sizes_and_tokens_of_padded_prompts(tmp_path):
     model = decoder_by_recipe("mxfp4_weight_only", "llama", eos_token_id=None, num_hidden_layers=1, **VARIED)
     assert pt2mx.export_onnx(model, tmp_path / "model.onnx") == 9

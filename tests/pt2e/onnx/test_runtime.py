@@ -23,6 +23,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("runtime", [None, "onnxruntime"])
+@pytest.mark.compiled_cases("None")
 def test_arrays_have_the_names_of_the_file(files, runtime):
     folder, x, want = files
     model = load(folder / "pt2mx.onnx", runtime)

@@ -62,6 +62,7 @@ def calibrate(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.compiled
 def test_two_ranks_give_the_same_result_as_one(tmp_path):
     run_ranks(calibrate, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

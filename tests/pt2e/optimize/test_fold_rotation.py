@@ -80,6 +80,7 @@ def rotated_together(monkeypatch):
 
 
 @pytest.mark.parametrize("family", of_families(FOLDABLE))
+@pytest.mark.compiled_cases("llama")
 def test_the_float_program_computes_the_same(family, rotated_together):
     graph, batch = graph_and_batch(family)
     expected, before = call(graph, batch), dict(graph.named_parameters(remove_duplicate=False))

@@ -74,6 +74,7 @@ def formats(program):
     [("mxfp4", "mxfp4"), (pt2mx.MXSpec("mxfp4", scale_mode="even"), None), ("mxfp6", "mxint8")],
 )
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.compiled_cases("encoder-weight1-None")
 def test_it_is_the_quantized_model_with_the_values_of_the_anchor(name, weight, activation):
     model, program = anchor_of(name)
     narrow = quantizer(weight, activation)

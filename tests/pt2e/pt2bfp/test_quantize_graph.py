@@ -140,6 +140,7 @@ def prepared_with_keyword():
 
 
 @torch.no_grad()
+@pytest.mark.compiled
 def test_the_reference_representation_has_aten_operators_only():
     model = prepared_with_keyword()
     converted, reference = (pt2bfp.convert_pt2e(model, use_reference_representation=flag) for flag in (False, True))

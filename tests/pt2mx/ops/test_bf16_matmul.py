@@ -74,6 +74,7 @@ def test_results_in_float32_of_values_in_bfloat16():
     torch.testing.assert_close(leaf.grad, y.sum(-1, keepdim=True).mT.expand_as(x).bfloat16())
 
 
+@pytest.mark.compiled
 def test_opcheck():
     x, y = values(3, 40, 64).requires_grad_(), values(3, 64, 30).requires_grad_()
     opcheck(matmul_bfloat16, (x, y))

@@ -36,6 +36,7 @@ print(torch.ops.pt2mx.linear_mx.default in lowering.lowerings, torch.ops.pt2mx.d
         ),
     ],
 )
+@pytest.mark.compiled_cases("modules0-False")
 def test_tables_whatever_was_imported_first(modules, lowers, run_python):
     """The decompositions are there with Inductor's own, before its lowerings have been imported."""
     assert run_python(KNOWN, modules, fresh=True).split() == ["True", str(lowers), "True", "True"]

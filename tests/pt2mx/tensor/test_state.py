@@ -33,6 +33,7 @@ def saved(value: object, **options) -> object:
     return torch.load(io.BytesIO(file.getvalue()), **options)
 
 
+@pytest.mark.compiled
 def test_a_checkpoint_loads_in_another_process(tmp_path, run_python):
     model = parameter_model()
     torch.save(model.state_dict(), tmp_path / "model.pt")

@@ -91,6 +91,7 @@ def test_a_library_that_does_not_load_is_built(libraries):
         cpu_build._library()
 
 
+@pytest.mark.compiled
 def test_a_process_without_a_compiler(libraries):
     (path,) = libraries.glob("*.so")
     command = [sys.executable, "-c", _QUANTIZE, str(libraries)]

@@ -107,6 +107,7 @@ def test_threads_do_not_change_bits(axis, rounding):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.compiled
 def test_subnormals_count_where_they_are_flushed(run_python):
     code = """
 import torch
@@ -149,6 +150,7 @@ print(len(builds), cpu_build.is_available(), len(ours), "or a C++ compiler" in "
 """
 
 
+@pytest.mark.compiled
 def test_without_a_compiler_torch_serves_after_one_warning(run_python, tmp_path):
     assert run_python(_QUANTIZE, env=environment(tmp_path, CXX="/nonexistent")).split() == ["0", "False", "1", "True"]
 

@@ -121,6 +121,7 @@ def test_between_convolutions_the_channels_stay_last():
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("rows", "calls"), [(4, True), (256, False)])
+@pytest.mark.compiled_cases("256-False")
 def test_matmuls_of_many_rows_are_dense(rows, calls):
     scale, data = pt2mx.quantize_mx(torch.randn(96, 64), "mxfp4")
 
