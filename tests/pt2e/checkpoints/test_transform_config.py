@@ -91,6 +91,7 @@ def test_a_program_with_matrices_of_the_file(edited, logits, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.compiled
 def test_a_loaded_program_is_saved_again(rotated, tmp_path):
     converted, model = rotated(LAYERS)
     save_checkpoint(converted, model, tmp_path / "first")

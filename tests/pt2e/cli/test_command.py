@@ -88,6 +88,7 @@ def test_module_is_the_command(tmp_path):
     assert result.stderr == "", "the imports of torchao say nothing to the user"
 
 
+@pytest.mark.compiled
 def test_a_reader_that_went_away_ends_it_quietly(tmp_path):
     out, into = os.pipe()
     os.close(out)

@@ -265,6 +265,7 @@ def test_batches_that_a_package_does_not_take(batch, message, here, capsys):
     assert out == "" and err.startswith("pt2mx: error: ") and message in err and err.count("\n") == 1
 
 
+@pytest.mark.compiled
 def test_run_casts_float64_with_a_note(here, capsys):
     args, expected = torch.load("lowered2.pt")
     np.savez("double.npz", *(t.double().numpy() for t in args))

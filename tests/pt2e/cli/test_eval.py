@@ -108,6 +108,7 @@ def place(tmp_path_factory):
     return path
 
 
+@pytest.mark.compiled
 def test_where_it_is_not_installed(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     status, out, err = run("eval", "quantized", "--tasks", "gsm8k")

@@ -106,6 +106,7 @@ def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, caps
     assert [path.name for path in tmp_path.iterdir()] == ["net.onnx"]
 
 
+@pytest.mark.compiled
 def test_complex_outputs_are_not_compared(here, capsys, tmp_path):
     class Complex(nn.Linear):
         def forward(self, x):

@@ -139,6 +139,7 @@ class Experts(nn.Module):
         return sum(expert(x) for expert in self.experts)
 
 
+@pytest.mark.compiled
 def test_the_magnitude_of_many_siblings_is_computed_once():
     model, x = Experts(), X[:, :16]
     qat = pt2mx.prepare_qat_pt2e(exported(model, x), quantizer())

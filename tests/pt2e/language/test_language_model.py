@@ -199,6 +199,7 @@ def test_generate_refuses_options_out_of_their_range(llama, prompt):
             llama.generate(**prompt, do_sample=True, **config)
 
 
+@pytest.mark.compiled
 def test_generate_goes_on_with_a_cache_that_grows(llama):
     ids = torch.randint(256, (1, 12))
     calls = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}

@@ -107,6 +107,7 @@ def test_batches_run_while_a_tensor_is_not_observed(recipe, tensors, calls):
     assert max(operand.statistics.tensors for operand in operands if operand.statistics) == tensors
 
 
+@pytest.mark.compiled
 def test_lessons_are_for_decoders_of_text():
     with pytest.raises(MXError, match="for decoders of text alone"):
         quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
@@ -163,6 +164,7 @@ def test_texts_that_are_no_list(name, given):
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), **{name: given})
 
 
+@pytest.mark.compiled
 def test_lessons_get_their_caches_one_at_a_time(monkeypatch):
     """The caches of thousands of texts would fill the memory."""
     model, alive = tiny_decoder("llama", num_hidden_layers=1), []

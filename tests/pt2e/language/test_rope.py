@@ -34,6 +34,7 @@ def longrope():
 
 @pytest.mark.slow_except("64-40")
 @pytest.mark.parametrize(("length", "prompt"), [(None, 12), (64, 40)])
+@pytest.mark.compiled_cases("64-40")
 def test_longrope(length, prompt):
     """The text is that of transformers where all of it is below the limit of the short factors, or above."""
     model, ids = longrope(), torch.randint(256, (2, prompt))
@@ -60,6 +61,7 @@ def test_dynamic_frequencies(length):
     assert torch.allclose(result(ids).logits, tiny_decoder("llama", **fields)(ids).logits, atol=2e-6)
 
 
+@pytest.mark.compiled
 def test_the_export_does_not_change_the_frequencies():
     model, ids = longrope(), torch.randint(256, (1, 12))
     with torch.no_grad():

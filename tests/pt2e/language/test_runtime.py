@@ -16,6 +16,7 @@ from tests.language_models import padded, tiny_decoder
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")
 
 
+@pytest.mark.compiled
 def test_a_decoder_that_takes_its_weights():
     quantized = quantize_language_model(tiny_decoder("llama", num_hidden_layers=1), QUANTIZER)
     model, weights = without_weights(quantized.decoder)

@@ -156,6 +156,7 @@ def test_a_second_call_takes_the_step_and_its_cache(kept, options):
     assert len({layer.keys.data_ptr() for layer in step.cache.layers}) == 2
 
 
+@pytest.mark.compiled
 def test_a_step_is_replaced(kept):
     ids, mask = padded()
     expected = kept.generate(ids, attention_mask=mask, **GREEDY)
@@ -194,6 +195,7 @@ def test_a_cache_that_the_user_has_is_not_taken(kept):
     assert torch.equal(more, kept.generate(result.sequences, **GREEDY))
 
 
+@pytest.mark.compiled
 def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     """Also while a cache grows: its tensors are freed one after the other."""
     ids, steps, grow = padded()[0], [], DecoderCache.grow

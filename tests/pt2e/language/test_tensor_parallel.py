@@ -126,6 +126,7 @@ def test_code_that_counts_on_all_heads():
         each_rank(lambda: shard(whole))
 
 
+@pytest.mark.compiled
 def test_blocks_of_two_ranks():
     narrow = divisible_decoder("llama", intermediate_size=96, num_hidden_layers=1)
     with pytest.raises(MXError, match=r"a rank has 48 inputs of .*down_proj, no multiple of its block size, 32"):

@@ -82,6 +82,7 @@ def test_revisions_and_tokens(pushed, cache, monkeypatch):
     assert "org/more" not in pushed.repositories, "nothing is written before the Hub takes the name"
 
 
+@pytest.mark.compiled
 def test_the_cache_is_read_without_a_connection(pushed, monkeypatch):
     """By the layout of the cache that huggingface_hub wrote."""
     folder = LanguageModel.from_pretrained(NAME)._folder

@@ -152,6 +152,7 @@ def limited_decoder():
     return quantize_language_model(tiny_decoder("llama", **VARIED, **fields), quantizer)
 
 
+@pytest.mark.compiled
 def test_frequencies_for_a_length_are_refused_for_openvino(tmp_path):
     with pytest.raises(MXError, match="RoPE for 16 tokens, and OpenVINO would give wrong numbers"):
         export_onnx(limited_decoder(), tmp_path / "model.onnx", target="openvino")

@@ -208,6 +208,7 @@ def test_weights_have_the_bytes_of_the_converted_model(exported_by):
 
 @pytest.mark.slow_except("18")
 @pytest.mark.parametrize("opset", [None, OPSETS[0], OPSETS[-1]])
+@pytest.mark.compiled_cases("18")
 def test_opsets(opset, tmp_path):
     model = nn.Sequential(nn.Embedding(100, 96), nn.GELU(), nn.Linear(96, 8))
     converted, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),), "mxfp8", ({0: BATCH},), opset=opset)
@@ -253,6 +254,7 @@ def test_keyword_inputs_in_any_order(positional, tmp_path):
     assert sqnr(run(written, *inputs.values())[0], converted(**inputs)) > 100
 
 
+@pytest.mark.compiled
 def test_lowered_model_with_fused_quantization(tmp_path, monkeypatch):
     x = torch.randn(2048, 64)  # large enough to be fused
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))

@@ -154,6 +154,7 @@ def test_one_weight_in_two_formats():
     assert torch.equal(narrow, pt2mx.dequantize_mx(codes, scales, "mxfp4")) and module.isfinite().all()
 
 
+@pytest.mark.compiled
 def test_a_weight_that_was_packed_along_two_axes():
     """Each of its codes is sliced, also in nested subgraphs."""
     torch.manual_seed(0)

@@ -152,6 +152,7 @@ def test_static_shapes():
     assert dynamic_shapes(program, program.module()) == ({},) and ranges(program) == [[(3, 3), (4, 4)]]
 
 
+@pytest.mark.compiled
 def test_minilm(minilm):
     module = minilm.program.module()
     again = torch.export.export(module, minilm.args, dynamic_shapes=dynamic_shapes(minilm.program, module))

@@ -215,6 +215,7 @@ def test_dtypes_and_types_that_are_not_taken():
         jax.jit(as_torch)(sample(4))
 
 
+@pytest.mark.compiled
 def test_jax_is_imported_for_its_arrays_only_and_they_keep_their_sharding(run_python):
     code = """
 import os, sys

@@ -5,6 +5,8 @@ import torch
 
 from tests.pt2mx.cpp.calls import check, ours, packed
 
+pytestmark = pytest.mark.compiled  # the library takes half a minute to build
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

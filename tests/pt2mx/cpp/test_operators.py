@@ -14,6 +14,8 @@ from tests.fresh_process import run_program
 from tests.oracle import modes_of
 from tests.pt2mx.cpp.calls import check, ours, packed, run_calls
 
+pytestmark = pytest.mark.compiled  # the library takes half a minute to build
+
 _ELEMENTS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp5_e2m2", "int4", "int3_full")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
