@@ -19,7 +19,7 @@ from pt2mx.fx.graph.node import Hadamard, is_ours
 from pt2mx.fx.graph.qdq import is_portable
 from pt2mx.fx.graph.tensors import cast_floats, copy_sharing_tensors, floats_in, move_to_device
 from pt2mx.fx.passes.undo_quantization import undo_quantization
-from pt2mx.pt2e.packages.sizes import dynamic_shapes
+from pt2mx.pt2e.program.sizes import dynamic_shapes
 from pt2mx.pt2e.report.speed import FLOATS, Speed, SpeedTest
 
 

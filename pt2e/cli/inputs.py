@@ -17,7 +17,7 @@ from pt2mx.errors import MXError
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.pytree_args import are_all, check_leaf, flatten_by_name
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.packages.sizes import Range
+from pt2mx.pt2e.program.sizes import Range
 
 #: the range of a number that may be any
 _ANY_NUMBER: Range = (-sys.maxsize, None)

@@ -22,7 +22,7 @@ from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import use_packed_embeddings
 from pt2mx.fx.portable import without_bit_casts
 from pt2mx.pt2e.files.user_errors import user_errors
-from pt2mx.pt2e.packages.sizes import dynamic_shapes
+from pt2mx.pt2e.program.sizes import dynamic_shapes
 
 aten = torch.ops.aten
 #: operators that ExecuTorch's kernels have, although they are not core aten operators

@@ -27,7 +27,7 @@ from pt2mx.fx.portable import without_bit_casts
 from pt2mx.kernels.packing import pack, unpack
 from pt2mx.pt2e.exporters.shifts import without_shifts
 from pt2mx.pt2e.files.user_errors import quiet_export
-from pt2mx.pt2e.packages.sizes import dynamic_shapes
+from pt2mx.pt2e.program.sizes import dynamic_shapes
 
 #: element -> OpenVINO's type of its codes
 _TYPES = {"fp4_e2m1": "f4e2m1", "fp8_e4m3": "f8e4m3", "fp8_e5m2": "f8e5m2", "int8": "i8", "int8_full": "i8"}

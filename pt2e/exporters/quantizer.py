@@ -20,7 +20,7 @@ from pt2mx.pt2e.files.user_errors import quiet_export, user_errors
 from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_pt2e
 from pt2mx.pt2e.optimize.optimize import optimize as optimize_weights
-from pt2mx.pt2e.packages.sizes import symbolic
+from pt2mx.pt2e.program.sizes import symbolic
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 

@@ -40,9 +40,9 @@ from pt2mx.pt2e.inspect.schema import (
 )
 from pt2mx.pt2e.language.ranks import ENCODER, of_checkpoint, programs_in
 from pt2mx.pt2e.packages.package import CODE, EXAMPLE, calls_in, read_signature
-from pt2mx.pt2e.packages.sizes import Range, input_nodes, ranges
 from pt2mx.pt2e.program.program import read_program
 from pt2mx.pt2e.program.provenance import provenance_of
+from pt2mx.pt2e.program.sizes import Range, input_nodes, ranges
 
 #: a line about a constant in the C++ that AOTInductor generated
 _CONSTANT = re.compile(r"constants_info_\[(\d+)\]\.(\w+) = (.*);")

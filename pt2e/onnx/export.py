@@ -24,7 +24,7 @@ from pt2mx.pt2e.files.output import check_output
 from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.onnx.exportable import exportable
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.packages.sizes import dim_names, dynamic_sizes
+from pt2mx.pt2e.program.sizes import dim_names, dynamic_sizes
 
 if TYPE_CHECKING:
     from onnx import ModelProto

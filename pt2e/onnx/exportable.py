@@ -33,7 +33,7 @@ from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
 from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.pt2e.files.user_errors import user_errors
-from pt2mx.pt2e.packages.sizes import dynamic_shapes as shapes_of
+from pt2mx.pt2e.program.sizes import dynamic_shapes as shapes_of
 
 aten = torch.ops.aten
 

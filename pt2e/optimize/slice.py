@@ -24,7 +24,7 @@ from pt2mx.pt2e.flow.prepare import prepare_pt2e
 from pt2mx.pt2e.flow.weights import carry_notes
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY
-from pt2mx.pt2e.packages.sizes import dynamic_shapes
+from pt2mx.pt2e.program.sizes import dynamic_shapes
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer

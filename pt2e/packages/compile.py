@@ -18,8 +18,8 @@ from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.packages.package import check_package_output, write_package
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
-from pt2mx.pt2e.packages.sizes import dynamic_shapes, ranges
 from pt2mx.pt2e.program.provenance import Provenance
+from pt2mx.pt2e.program.sizes import dynamic_shapes, ranges
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 

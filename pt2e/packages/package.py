@@ -23,9 +23,9 @@ from pt2mx.pt2e.files.archive import add_records, check_kind, read_record, recor
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
-from pt2mx.pt2e.packages.sizes import Range, every_symbol, symbols
 from pt2mx.pt2e.program.program import check_operators
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.program.sizes import Range, every_symbol, symbols
 
 #: the record of a PT2 archive for the example inputs of an export; packages of language models have none
 EXAMPLE = "data/sample_inputs/model.pt"

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pt2mx.analysis.agreement import fidelity
 from pt2mx.errors import MXError
 from pt2mx.pt2e.packages.pytree_args import in_memory_order, memory_order
-from pt2mx.pt2e.packages.sizes import Range, every_symbol, range_of, size_in_conditions, sizes_at, symbols
+from pt2mx.pt2e.program.sizes import Range, every_symbol, range_of, size_in_conditions, sizes_at, symbols
 
 #: lengths at which machine code has been seen to lose a row, and others around powers of two and small primes
 _LENGTHS = (1, 2, 3, 5, 7, 48, 49, 50)
@@ -48,7 +48,7 @@ def min_sizes(
         eager, compiled: as `probe` takes them.
 
     Returns:
-        symbol -> size, and the conditions on sizes, as `pt2mx.pt2e.packages.sizes` writes them. The size is 0 or 1 if
+        symbol -> size, and the conditions on sizes, as `pt2mx.pt2e.program.sizes` writes them. The size is 0 or 1 if
         the stated range allows it and both give the same outputs, otherwise 2. A stated range from 2 allows 1, because
         every range of a traced dimension starts at 2.
 

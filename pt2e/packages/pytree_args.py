@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
 from pt2mx.pt2e.files.user_errors import OTHER_SIZES
-from pt2mx.pt2e.packages.sizes import Range
+from pt2mx.pt2e.program.sizes import Range
 
 
 def flatten_by_name(arg: object, names: object, where: str, optional: Container[str] = ()) -> dict[str, object]:

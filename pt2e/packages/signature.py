@@ -24,7 +24,7 @@ from pt2mx.pt2e.packages.pytree_args import (
     in_memory_order,
     memory_order,
 )
-from pt2mx.pt2e.packages.sizes import (
+from pt2mx.pt2e.program.sizes import (
     Range,
     condition_variables,
     guards,
@@ -46,7 +46,7 @@ class Signature:
         ranges: for each tensor the ranges of its dimensions; for a number that a call may change its own range, as a
             list of one; None for a constant.
         parameters: the names of the positional arguments.
-        guards: further conditions, as `pt2mx.pt2e.packages.sizes` writes them.
+        guards: further conditions, as `pt2mx.pt2e.program.sizes` writes them.
         written: the names of the leaves that a call writes to.
         numbers: the indices of the output leaves that are numbers.
     """

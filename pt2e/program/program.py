@@ -27,8 +27,8 @@ from pt2mx.patches.program_schema import schema_read_once
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.files.user_errors import user_errors
-from pt2mx.pt2e.packages.sizes import record_dim_names
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
+from pt2mx.pt2e.program.sizes import record_dim_names
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
 #: torch saves one program at a time: it changes state of the process meanwhile

@@ -8,7 +8,7 @@ from torch.export import Dim
 
 from pt2mx import MXError
 from pt2mx.pt2e.packages.probe import equal_dims, min_sizes, probe
-from pt2mx.pt2e.packages.sizes import ranges, symbols
+from pt2mx.pt2e.program.sizes import ranges, symbols
 from tests.models import Double
 
 

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from pt2mx.pt2e.packages.sizes import (
+from pt2mx.pt2e.program.program import load_program, save_program
+from pt2mx.pt2e.program.sizes import (
     condition_variables,
     dim_names,
     dynamic_shapes,
@@ -14,7 +15,6 @@ from pt2mx.pt2e.packages.sizes import (
     ranges,
     relations,
 )
-from pt2mx.pt2e.program.program import load_program, save_program
 
 A = Dim.AUTO
 N = Dim("n", min=2, max=50)
