@@ -10,6 +10,7 @@ from pt2mx import LanguageModel, MXError, MXQuantizer
 from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.decoder import export_decoder
 from pt2mx.pt2e.language.recurrence import chunk_scan, gated_delta_rule, selective_scan
+from tests.compare import sqnr
 from tests.language_models import padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
 #: families with recurrent layers
@@ -113,7 +114,7 @@ def test_a_long_prompt_in_chunks_gives_the_same(family, monkeypatch):
     monkeypatch.setitem(runtime._CHUNK, "cpu", 13)
     result = model(ids, attention_mask=mask)
     states = [cache.past_key_values.inputs() for cache in (result, expected)]
-    assert torch.allclose(result.logits, expected.logits, atol=2e-5)
+    assert sqnr(result.logits, expected.logits) > 100  # attention adds in another order
     for name in ("conv_states", "recurrent_states"):
         assert equal(*(one.get(name, []) for one in states))
 
