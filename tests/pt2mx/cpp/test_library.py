@@ -7,12 +7,14 @@ from pt2mx import MXError, cpp
 from pt2mx.cpp.__main__ import main
 
 
+@pytest.mark.compiled
 def test_the_library_is_kept():
     path = cpp.library_path()
     assert path == cpp.library_path() and path.stat().st_mode & 0o111
     assert f'"{path}"' in cpp.cmake_lines("server") and "target_link_libraries(server" in cpp.cmake_lines("server")
 
 
+@pytest.mark.compiled
 def test_a_damaged_copy_is_written_again(tmp_path, monkeypatch):
     from pt2mx.cpp import library
 
@@ -24,6 +26,7 @@ def test_a_damaged_copy_is_written_again(tmp_path, monkeypatch):
     assert [file.name for file in path.parent.iterdir()] == ["libpt2mx_ops.so"]
 
 
+@pytest.mark.compiled
 def test_build_to_a_folder(tmp_path, capsys):
     assert cpp.build(tmp_path).read_bytes() == cpp.library_path().read_bytes()
     assert main(["--output", str(tmp_path)]) == 0
