@@ -54,7 +54,7 @@ def named(cells: list[str]) -> list[str]:
 
 
 #: the pages whose code runs in `make test`; that of the others runs with the compiled tests
-FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2mx", "fx", "pt2e", "pt2e/quantizer", "pt2e/language")]
+FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2mx", "fx", "pt2e")]
 
 
 def python_blocks():

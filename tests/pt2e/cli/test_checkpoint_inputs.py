@@ -232,6 +232,7 @@ def test_a_config_that_does_not_suffice_is_an_error_that_names_the_processor(che
         load_model(f"hf:{folder}")
 
 
+@pytest.mark.compiled
 def test_a_folder_of_images_calibrates(checkpoint, photos, transformers, tmp_path, capsys):
     options, model, *_ = PROCESSED["ViTImageProcessor"]
     folder = checkpoint(*model, transformers.ViTImageProcessor(**options))

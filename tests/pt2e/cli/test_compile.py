@@ -167,6 +167,7 @@ def test_inspect_of_a_package(here, capsys):
 
 
 @pytest.mark.parametrize("kind", ["example", "tuple.pt", "names.npz"])
+@pytest.mark.compiled_cases("tuple.pt", "names.npz")
 def test_run_prints_and_writes(kind, here, capsys):
     args, expected = torch.load("lowered2.pt")
     torch.save(args, "tuple.pt")

@@ -91,6 +91,7 @@ def test_run_of_a_file(here, capsys, tmp_path):
         (("net.onnx", "--inputs", "wide.pt"), "could not run 'net.onnx' in onnxruntime: "),
     ],
 )
+@pytest.mark.compiled_cases("arguments2-*")
 def test_runs_that_are_refused(arguments, message, here, capsys):
     assert export(here / "net.pt2", "--output", "net.onnx") == 0
     torch.save((torch.randn(3, 64), torch.randn(1)), "other.pt")

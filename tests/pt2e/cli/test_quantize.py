@@ -151,6 +151,7 @@ def test_nvfp4(folder, capsys):
     assert "static" not in capsys.readouterr().out
 
 
+@pytest.mark.compiled
 def test_it_optimizes_as_the_recipe_or_the_option_says(folder, capsys):
     (folder / "r.yaml").write_text("global: {weight: mxfp4}\nalgorithms: {gptq: , rotation: }\n")
     calibration = ["--calibration", batches(folder, **{f"b{i}": (torch.randn(256, 64),) for i in range(2)})]

@@ -28,6 +28,7 @@ def broken(converted, name, factor=1.5):
     return model
 
 
+@pytest.mark.compiled
 def test_another_graph(net, tmp_path):
     _, forms = net
     assert bisect(forms["converted"], forms["lowered"], IDS) is None

@@ -149,6 +149,7 @@ def test_encoder_decoders():
         quantize_language_model(float_model, MXQuantizer.from_recipe("mxfp4_weight_only"), [long])
 
 
+@pytest.mark.compiled
 def test_texts_that_calibrate():
     with error(39):
         texts = [torch.zeros(1, 40, dtype=torch.long)]

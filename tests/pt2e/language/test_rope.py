@@ -53,6 +53,7 @@ def test_longrope(length, prompt):
 @pytest.mark.slow_except("100")
 @torch.no_grad()
 @pytest.mark.parametrize("length", [None, 100])
+@pytest.mark.compiled_cases("100")
 def test_dynamic_frequencies(length):
     """The logits are those of transformers for texts of the length, and for those below the model's own limit, 64."""
     fields = {"num_hidden_layers": 1, "max_position_embeddings": 64, "rope_parameters": DYNAMIC}

@@ -26,6 +26,7 @@ def check_weights(before, after, scale_mode="even"):
 
 @pytest.mark.slow_cases("mixtral", "mamba")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "mamba"])  # linear layers, experts, a scan
+@pytest.mark.compiled_cases("llama")
 def test_a_decoder(family, tmp_path):
     fields = {"num_hidden_layers": 1}
     anchor = decoder_by_recipe("mxint8", family, **fields)

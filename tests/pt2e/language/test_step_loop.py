@@ -113,6 +113,7 @@ def test_greedy_text_with_a_minimum_length(llama, behind, compare):
 
 @pytest.mark.slow_except("*mistral")
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
+@pytest.mark.compiled_cases("at once-mistral")
 def test_sliding_windows(behind, compare, family):
     model, program = exported_decoder(family)
     ids, mask = padded()

@@ -156,6 +156,7 @@ def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
 
 @pytest.mark.slow_except("images")
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
+@pytest.mark.compiled_cases("images")
 def test_outputs_with_packed_weights_only(name, exported_by):
     _, inputs, _, others, _ = MODELS[name]
     converted, written = exported_by(name, "mxfp4_weight_only")
