@@ -105,17 +105,23 @@ def dynamic_sizes(program: ExportedProgram) -> Iterator[tuple[int, int, sympy.Ex
 
 
 def dim_names(program: ExportedProgram) -> dict[str, str]:
-    """Return the names that the dynamic shapes of an export, or of one before it was saved, give to symbols."""
-    names: dict[str, str] = {}
-    for node in input_nodes(program):
-        for size in node.meta["val"].shape if isinstance(node.meta["val"], Tensor) else ():
-            if not isinstance(size, torch.SymInt):
-                continue
-            env, symbol = size.node.shape_env, size.node.expr
-            sources = [source.name for source in env.var_to_sources.get(symbol, ())]
-            given = [env.source_name_to_debug_name.get(source, "") for source in sources]
-            names |= {str(symbol): name for name in given if name.isidentifier()}  # not 2*batch
-    return names or dict((program.graph_module.meta.get("custom") or {}).get(_DIMS, {}))
+    """Return the names that the dynamic shapes of an export, or of one before it was saved, give to symbols.
+
+    Of a damaged record it returns the names that can be a `Dim`'s."""
+    names = _given_names(program) or (program.graph_module.meta.get("custom") or {}).get(_DIMS)
+    pairs = names.items() if isinstance(names, dict) else ()
+    return {symbol: name for symbol, name in pairs if isinstance(name, str) and name.isidentifier()}  # not 2*batch
+
+
+def _given_names(program: ExportedProgram) -> dict[str, str]:
+    """Return the names in the shape environment of an export, which a loaded program lacks. A named dimension may equal
+    one without a name, whose symbol then stands for both."""
+    values = [node.meta["val"] for node in input_nodes(program)]
+    sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+    env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    symbols = env.source_to_var if env else {}
+    given = env.source_name_to_debug_name if env else {}
+    return {str(env.replace(symbols[source])): name for source, name in given.items() if source in symbols}
 
 
 def record_dim_names(program: ExportedProgram) -> None:

@@ -362,3 +362,20 @@ def test_saved_dimensions_keep_their_names_beside_others_that_export_infers(tmp_
     dims = dims_of(tmp_path / "pairs.onnx", pt2mx.load_program(tmp_path / "pairs.pt2"))
     assert [sizes[0] for sizes in dims.values()] == ["batch", "batch"]
     assert "batch" not in dims["x"][1] and dims["x"][1] != 6
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, x, y):
+        return self.linear(x) + self.linear(y)
+
+
+def test_dimensions_keep_their_names_beside_equal_ones_without_a_name(tmp_path):
+    inputs = torch.randn(3, 5, 64), torch.randn(3, 5, 64)
+    named, free = {0: BATCH, 1: SEQUENCE}, {0: Dim.AUTO, 1: Dim.AUTO}
+    converted = convert(Sum().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=(named, free))
+    dims = dims_of(tmp_path / "sum.onnx", converted, inputs, (named, free))
+    assert dims["x"] == dims["y"] == ["batch", "sequence", 64]

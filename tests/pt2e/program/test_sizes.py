@@ -143,6 +143,31 @@ def test_dimensions_keep_their_names(program, tmp_path):
         assert set(dim_names(one).values()) == {"batch", "width"}
 
 
+DIMS = {0: Dim("batch"), 1: Dim("sequence")}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("shapes", [(DIMS, {0: A, 1: A}), ({0: A, 1: Dim.DYNAMIC}, DIMS)], ids=["first", "second"])
+def test_names_of_dimensions_that_equal_others_without_a_name(shapes, strict, tmp_path):
+    program = torch.export.export(
+        Add(), (torch.randn(3, 5), torch.randn(3, 5)), dynamic_shapes={"xs": shapes}, strict=strict
+    )
+    save_program(program, tmp_path / "net.pt2")
+    for one in (program, load_program(tmp_path / "net.pt2")):
+        names = dim_names(one)
+        assert [[names.get(str(size)) for size in node.meta["val"].shape] for node in input_nodes(one)] == [
+            ["batch", "sequence"],
+            ["batch", "sequence"],
+        ]
+
+
+@pytest.mark.parametrize("record", ["abc", 5, None, ["s17"], {"s17": 5}, {"s17": "2*batch"}, {"s17": None}])
+def test_a_damaged_record_of_names_gives_none(record):
+    program = torch.export.export(Add(), (torch.randn(3),), dynamic_shapes={"xs": ({0: A},)})
+    program.graph_module.meta["custom"] = {"pt2mx.dims": record}
+    assert dim_names(program) == {}
+
+
 def test_ranges(program):
     assert ranges(program) == [[(2, 99), (8, 8)], [(7, 201), (8, 8)], [(3, 3)], [(2, 99), (0, None)], None]
 
