@@ -5,7 +5,6 @@ This module imports no torch. It therefore repeats choices that the Python API d
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -33,8 +32,10 @@ WORST_OPERATORS, WORST_ROWS = 10, 20
 NEW_TOKENS = 256
 #: the metavar of an option that takes names, separated by commas, by blanks or by both
 NAMES = "A,B"
+#: the endings of recipe files
+YAML = (".yaml", ".yml")
 #: what separates names, but not within a format such as mxfp4(even,even)
-_SEPARATOR = re.compile(r"[,\s]+(?![^(]*\))")
+_COMMA, _LINE_END, _BLANK = (re.compile(rf"{separator}(?![^(]*\))") for separator in (",", r"\n+", " "))
 #: the folder that `demo` writes
 DEMO_FOLDER = "pt2mx-demo"
 
@@ -69,12 +70,18 @@ def device(meaning: str) -> Argument:
 
 
 def split_names(words: Iterable[str]) -> list[str]:
-    """Return the names in the words that an option is given. A file may have blanks in its name."""
+    """Return the names in the words that an option is given, "" where one is missing. A path may hold blanks."""
     names: list[str] = []
-    for is_file, group in itertools.groupby(words, lambda word: " " in word and os.path.isfile(word)):
-        together = list(group)
-        names += together if is_file else _SEPARATOR.split(" ".join(together).strip())
+    for part in _COMMA.split("\n".join(words)):
+        for text in _LINE_END.split(part.strip()):
+            names += [text] if _is_path(text) else _BLANK.split(" ".join(text.split()))
     return names
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text is the path of a file, or of one that is missing, and no list of files."""
+    is_meant = "/" in text or text.endswith(YAML)
+    return os.path.isfile(text) or (is_meant and not any(map(os.path.isfile, text.split())))
 
 
 #: arguments of every command

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.cli.arguments import DESTINATIONS, NEW_TOKENS, OPSETS
+from pt2mx.pt2e.cli.arguments import DESTINATIONS, NEW_TOKENS, OPSETS, YAML
 from pt2mx.pt2e.cli.doctor_checks import COMPILER
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_distinct, check_output
@@ -247,7 +247,7 @@ def _check_sensitivity(options: argparse.Namespace) -> None:
     _check_evaluated_model(options)
     if (options.bits is None) != (options.output is None):
         raise MXError("--bits and --output go together: the bits of the recipe, and the file to write it to")
-    _check_eval_output(options, (".yaml", ".yml"))
+    _check_eval_output(options, YAML)
     if options.bits is None and options.activation is not None:
         raise MXError("--activation is of the recipe: give --bits and --output, too")
     if options.bits is not None and options.operands == "activations":
@@ -292,8 +292,6 @@ def _check_perplexity(options: argparse.Namespace) -> None:
 
 
 def _check_eval(options: argparse.Namespace) -> None:
-    if not all(options.tasks):
-        raise MXError(f"--tasks {','.join(options.tasks)!r} holds an empty name: give names of tasks, as a,b or a b")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise MXError(f"--include-path {options.include_path!r} is no folder: give one with YAML files of tasks")
 

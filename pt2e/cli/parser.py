@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from pt2mx.errors import MXError, nearest
-from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, DESTINATIONS, NAMES, Argument, split_names
+from pt2mx.pt2e.cli.arguments import ACTIONS, ARGUMENTS, COMMON, DESTINATIONS, NAMES, YAML, Argument, split_names
 from pt2mx.pt2e.quantizer.shipped import check_source
 from pt2mx.version import __version__
 
@@ -150,7 +150,9 @@ EXAMPLES = {
 
 
 def _is_recipe(word: str) -> bool:
-    """Return whether a word can only be meant as a recipe or a format: no file or folder has that name."""
+    """Return whether a word can only be meant as a recipe or a format: a YAML file, or no file or folder."""
+    if word.endswith(YAML):
+        return True
     try:
         check_source(word)
     except MXError:
@@ -158,11 +160,26 @@ def _is_recipe(word: str) -> bool:
     return not os.path.exists(word)
 
 
-#: option with several values -> whether a word can only be one of them
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+#: option with several values -> whether a name can only be one of them
 _IS_VALUE: dict[str, Callable[[str], bool]] = {
     **dict.fromkeys(("recipe", "recipes", "formats"), _is_recipe),
+    **dict.fromkeys(("mean", "std"), _is_number),
     "destinations": DESTINATIONS.__contains__,
 }
+
+
+def _are_values(option: argparse.Action, word: str) -> bool:
+    """Return whether a word can only hold values of an option."""
+    is_value = _IS_VALUE.get(option.dest, lambda name: False)
+    return all(map(is_value, filter(None, split_names([word]))))
 
 
 class Parser(argparse.ArgumentParser):
@@ -182,7 +199,11 @@ class Parser(argparse.ArgumentParser):
         options, rest = super().parse_known_args(self._in_order(words), namespace)
         for action in self._actions:
             if action.metavar == NAMES and (given := getattr(options, action.dest, None)):
-                setattr(options, action.dest, split_names(given))
+                names = split_names(given)
+                if not all(names):
+                    text = f"{action.option_strings[0]} {','.join(names)!r} holds an empty name"
+                    self.error(f"{text}: give names as a,b or a b")
+                setattr(options, action.dest, names)
         return options, rest
 
     def _in_order(self, words: list[str]) -> list[str]:
@@ -216,17 +237,17 @@ class Parser(argparse.ArgumentParser):
         return line
 
     def _parts_of(self, word: str) -> list[str]:
-        """Return `--recipes=a` as two words, after which argparse takes more values."""
+        """Return `--recipes=a` as two words, after which argparse takes more values. Alone, -a would be an option."""
         name, sign, value = word.partition("=")
-        several = sign and _OPTION.fullmatch(name) and self._action(name).nargs == "+"
-        return [name, value] if several else [word]
+        is_option = sign and _OPTION.fullmatch(name) and not value.startswith("-")
+        return [name, value] if is_option and self._action(name).nargs == "+" else [word]
 
     def _taken_from(
         self, values: Mapping[argparse.Action, list[int]], words: list[str], positional: argparse.Action
     ) -> int:
         """Return the index of the word that belongs to no option, among the values of options."""
         ends = [(option, places[-1]) for option, places in values.items() if len(places) > 1]
-        if len(ends) != 1 or _IS_VALUE.get(ends[0][0].dest, lambda word: False)(words[ends[0][1]]):
+        if len(ends) != 1 or _are_values(ends[0][0], words[ends[0][1]]):
             name, option = positional.dest, [*values][-1].option_strings[0]
             self.error(f"{name} is missing: give it first, as in `{self.prog} {name.upper()} {option} ...`")
         return ends[0][1]

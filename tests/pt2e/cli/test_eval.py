@@ -131,11 +131,6 @@ def test_options_are_checked_before_the_work(run, options, text):
     assert (status, out) == (2, "") and text in err
 
 
-def test_an_empty_name_of_a_task(run):
-    status, out, err = run("eval", "quantized", "--tasks", "arc_easy,")
-    assert (status, out) == (2, "") and "--tasks 'arc_easy,' holds an empty name" in err
-
-
 def scores(model, question, answer):
     """The log-likelihood of the tokens of an answer, one after the other."""
     first, last = (model.tokenizer(text)["input_ids"] for text in (question, question + answer))

@@ -163,7 +163,7 @@ def test_every_option_has_a_help_text():
         ("compare net --recipes='a, b' c", "recipes", ["a", "b", "c"]),
         ("sensitivity net --formats a b", "formats", ["a", "b"]),
         ("eval net --tasks a b,c", "tasks", ["a", "b", "c"]),
-        ("eval net --tasks ''", "tasks", [""]),
+        ("eval net --tasks 'a\tb\n c '", "tasks", ["a", "b", "c"]),
         ("perplexity net --text t --recipe a,b c", "recipe", ["a", "b", "c"]),
         ("quantize --model net --for 'vllm gguf'", "destinations", ["vllm", "gguf"]),
         ("conformance --format mxfp4,mxfp6", "format", ["mxfp4", "mxfp6"]),
@@ -180,11 +180,47 @@ def test_help_needs_no_model(capsys):
     assert exit.value.code == 0 and "usage: pt2mx perplexity" in capsys.readouterr().out
 
 
-def test_a_file_may_have_blanks_in_its_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["a b", "my own.yaml", "c"], ["a", "b", "my own.yaml", "c"]),
+        (["my own.yaml,mxfp8"], ["my own.yaml", "mxfp8"]),
+        (["my own.yaml,", "mxfp8"], ["my own.yaml", "mxfp8"]),
+        (["mxfp8", ",", "my own.yaml"], ["mxfp8", "my own.yaml"]),
+        (["my dir/no.yaml", "my dir/no"], ["my dir/no.yaml", "my dir/no"]),
+        (["own.yaml mxfp8", "mxfp8 own.yaml"], ["own.yaml", "mxfp8", "mxfp8", "own.yaml"]),
+        (["mxfp4(even,", "even)"], ["mxfp4(even, even)"]),
+    ],
+)
+def test_a_file_may_have_blanks_in_its_name(words, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my own.yaml").touch()
-    options = command_parser().parse_args(["compare", "net", "--recipes", "a b", "my own.yaml", "c"])
-    assert options.recipes == ["a", "b", "my own.yaml", "c"]
+    for name in ("my own.yaml", "own.yaml"):
+        (tmp_path / name).touch()
+    assert command_parser().parse_args(["compare", "net", "--recipes", *words]).recipes == names
+
+
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("compare minilm --recipes mxfp8,", "--recipes 'mxfp8,'"),
+        ("sensitivity net --formats a,,b", "--formats 'a,,b'"),
+        ("compare net --mean ,0.5", "--mean ',0.5'"),
+        ("eval net --tasks ''", "--tasks ''"),
+    ],
+)
+def test_a_list_has_no_empty_name(line, given, refused):
+    assert f"{given} holds an empty name: give names as a,b or a b" in refused(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "option", "value"),
+    [
+        ("compare net --mean=-0.5,-0.4", "mean", ["-0.5", "-0.4"]),
+        ("save-checkpoint f --float f --output o --unpack=-x", "unpack", ["-x"]),
+    ],
+)
+def test_values_of_several_that_begin_with_a_dash(line, option, value):
+    assert getattr(command_parser().parse_args(line.split()), option) == value
 
 
 @pytest.mark.parametrize(
@@ -214,6 +250,10 @@ def test_the_model_may_come_after_the_names(line):
         ("compare --recipes mxfp8 mxfp4", "compare MODEL --recipes"),
         ("compare --recipes 'net mxfp4'", "compare MODEL --recipes"),
         ("compare --recipes a net --mean 0.5 0.4", "compare MODEL --mean"),
+        ("compare --recipes mxfp8 --mean 0.4 0.5", "compare MODEL --mean"),
+        ("compare --std 0.4 0.5,0.6", "compare MODEL --std"),
+        ("compare --recipes mxfp8 my.yaml", "compare MODEL --recipes"),
+        ("compare --recipes mxfp8 mxfp6,mxfp4", "compare MODEL --recipes"),
         ("perplexity --text t --recipe net", "perplexity FOLDER --recipe"),
         ("recipes show --for vllm gguf", "recipes show RECIPE --for"),
     ],
