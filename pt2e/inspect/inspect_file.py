@@ -27,6 +27,7 @@ from pt2mx.fx.graph.qdq import is_portable
 from pt2mx.kernels.packing import unpacked_length
 from pt2mx.ops.contract import OPERATORS
 from pt2mx.pt2e.files.archive import check_kind, read_record, record_names
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.flow.packed_weights import PackedWeight, packed_weights
 from pt2mx.pt2e.inspect.schema import (
     FileInfo,
@@ -58,7 +59,7 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
         path: the path of a program, a package or such a folder.
 
     Raises:
-        MXError: for another file, or a folder without programs.
+        MXError: for another file, a damaged one, or a folder without programs.
     """
     if not Path(path).is_dir():
         return [_file_info(path)]
@@ -77,7 +78,8 @@ def inspect_file(path: str | os.PathLike[str]) -> list[FileInfo]:
 
 def _file_info(path: str | os.PathLike[str]) -> FileInfo:
     if any(name.startswith(CODE) for name in record_names(path)):
-        return _package_info(path)
+        with user_errors(f"read the package {str(path)!r}", "compile its program again"):
+            return _package_info(path)
     check_kind(path, "program")
     return _program_info(path, read_program(path))
 

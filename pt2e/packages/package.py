@@ -21,6 +21,7 @@ from pt2mx.errors import MXError
 from pt2mx.patches.exact_lengths import exact_lengths
 from pt2mx.pt2e.files.archive import add_records, check_kind, read_record, record_names
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
+from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.packages.probe import min_sizes
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program.program import check_operators
@@ -135,8 +136,8 @@ def load_package(path: str | os.PathLike[str]) -> Package:
         number, nesting, dtype, shape or device than the program takes. Its `device` is where it runs.
 
     Raises:
-        MXError: where the file is no package, or a package without a signature; for operators that it calls and that
-            nothing defines in this process.
+        MXError: where the file is no package, a damaged one, or one without a signature; for operators that it calls
+            and that nothing defines in this process.
 
     Example:
         >>> import tempfile, torch, pt2mx
@@ -156,7 +157,8 @@ def load_package(path: str | os.PathLike[str]) -> Package:
 def open_package(path: str | os.PathLike[str]) -> Package:
     """Load a package as `load_package` does, without the warning."""
     signature = read_signature(path)
-    check_operators(path, (call["target"].replace("::", ".") for call in calls_in(path)))
+    with user_errors(f"read the package {str(path)!r}", "compile its program again"):
+        check_operators(path, [call["target"].replace("::", ".") for call in calls_in(path)])
     return Package(torch._inductor.aoti_load_package(str(path)), signature)
 
 

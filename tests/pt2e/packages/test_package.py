@@ -12,6 +12,7 @@ from torch.export import Dim
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.cli.float_model import export
+from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
@@ -199,15 +200,40 @@ def test_a_written_input_shares_no_memory(loaded):
         loaded(x, rows, parts, image, x.view(-1)[:3], **CONSTANTS)
 
 
+def write_calls(path, record):
+    """Write a package that has a signature and a record of its calls, and no machine code."""
+    signature = io.BytesIO()
+    torch.save(dict.fromkeys(field.name for field in dataclasses.fields(Signature)), signature)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("net/data/aotinductor/model/c.wrapper.json", record)
+        archive.writestr(f"net/{package.EXAMPLE}", signature.getvalue())
+
+
 def test_operators_that_nothing_defines(tmp_path):
     """They are named before the machine code is loaded."""
-    signature, node = io.BytesIO(), {"node": {"target": "pt2mx_test_package::twice", "inputs": []}}
-    torch.save(dict.fromkeys(field.name for field in dataclasses.fields(Signature)), signature)
-    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
-        archive.writestr("net/data/aotinductor/model/c.wrapper.json", json.dumps({"nodes": [node]}))
-        archive.writestr(f"net/{package.EXAMPLE}", signature.getvalue())
+    node = {"node": {"target": "pt2mx_test_package::twice", "inputs": []}}
+    write_calls(tmp_path / "net.pt2", json.dumps({"nodes": [node]}))
     with pytest.raises(MXError, match=r"calls the operator pt2mx_test_package::twice, which .* --import FILE\.py"):
         load_package(tmp_path / "net.pt2")
+
+
+@pytest.mark.parametrize("read", [load_package, inspect_file])
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b'{"nodes": 5}',
+        b'{"nodes": [{}]}',
+        b'{"nodes": [{"node": {}}]}',
+        b'{"nodes": [{"node": 1}]}',
+    ],
+)
+def test_a_damaged_record_of_calls(record, read, tmp_path):
+    write_calls(tmp_path / "net.pt2", record)
+    with pytest.raises(MXError, match=r"could not read the package .*net\.pt2'.*; compile its program again"):
+        read(tmp_path / "net.pt2")
 
 
 @pytest.mark.compiled
