@@ -117,11 +117,14 @@ def _given_names(program: ExportedProgram) -> dict[str, str]:
     """Return the names in the shape environment of an export, which a loaded program lacks. A named dimension may equal
     one without a name, whose symbol then stands for both."""
     values = [node.meta["val"] for node in input_nodes(program)]
-    sizes = [size for value in values if isinstance(value, Tensor) for size in value.shape]
-    env = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
-    symbols = env.source_to_var if env else {}
-    given = env.source_name_to_debug_name if env else {}
-    return {str(env.replace(symbols[source])): name for source, name in given.items() if source in symbols}
+    sizes: list[Any] = [size for value in values if isinstance(value, Tensor) for size in value.shape]
+    envs = {size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)}  # one, or none without symbols
+    return {
+        str(env.replace(env.source_to_var[source])): name
+        for env in envs
+        for source, name in env.source_name_to_debug_name.items()
+        if source in env.source_to_var
+    }
 
 
 def record_dim_names(program: ExportedProgram) -> None:
