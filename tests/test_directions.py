@@ -119,7 +119,6 @@ def test_what_draws_is_imported_in_functions():
         assert not above, module
 
 
-@pytest.mark.compiled
 def test_no_module_imports_itself_through_others():
     graph = {name: imports(name, of_types=False) & MODULES.keys() for name in MODULES.keys() - ENTRANCES}
     # its default observer, and the subclasses that it makes, imported when it is called

@@ -1,7 +1,8 @@
 """What `tests/conftest.py` does for a run: the cases of each tier, the slowest functions, files that are left."""
 
-import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,16 +118,28 @@ def test_once():
     ), out
 
 
-def test_the_representatives_of_the_table_exist():
+@pytest.mark.compiled  # which collects a third of the suite
+def test_the_representatives_of_the_table_run():
     """Each mechanism has a test that runs by default, or among the compiled ones if the table says so."""
     table = README.partition("## Mechanisms")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:4] for line in table.splitlines() if line.startswith("| ") and "`" in line]
     assert len(rows) > 20
-    for _, representatives, _ in rows:
-        for file, name, compiled in re.findall(r"`([\w/]+\.py)::(\w+)`( \(compiled\))?", representatives):
-            tree = ast.parse((ROOT / "tests" / file).read_text())
-            named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-            assert len(named) == 1, (file, name)
-            markers = {ast.unparse(decorator) for decorator in named[0].decorator_list}
-            tiers = markers & {"pytest.mark.slow", "pytest.mark.compiled"}
-            assert tiers == ({"pytest.mark.compiled"} if compiled else set()), (file, name)
+    named = [re.findall(r"`([\w/]+\.py)::(\w+)`( \(compiled\))?", representatives) for _, representatives, _ in rows]
+    for compiled, marks in (("", "not slow and not compiled and not cuda"), (" (compiled)", "compiled and not slow")):
+        wanted = {f"tests/{file}::{name}" for row in named for file, name, tier in row if tier == compiled}
+        files = sorted({name.partition("::")[0] for name in wanted})
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            marks,
+            *files,
+        ]
+        collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        missing = wanted - {line.partition("[")[0] for line in collected.splitlines()}
+        assert not missing, (marks, missing)

@@ -188,7 +188,6 @@ class Branches(nn.Module):
 
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("fold", [True, False])
-@pytest.mark.compiled_cases("True")
 def test_graphs_inside(fold):
     inputs = torch.randn(2, 64), -torch.randn(2, 64)
     model = convert(Branches(), inputs[:1], fold=fold)

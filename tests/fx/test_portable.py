@@ -177,7 +177,6 @@ DYNAMIC = {
 @pytest.mark.parametrize("example", [10, 32, 33])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "mxfp4"])
 @pytest.mark.parametrize("name", DYNAMIC)
-@pytest.mark.compiled_cases("product-mxfp8-10")
 def test_takes_the_lengths_that_the_program_takes(name, recipe, example):
     """No length of the example, and no number of its blocks, becomes a guard."""
     kind, inputs, dims = DYNAMIC[name]

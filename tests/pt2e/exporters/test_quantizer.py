@@ -56,7 +56,6 @@ def exported(host, model, quantizer, inputs, **options):
     [("resnet", "mxfp8"), ("vit", "mxfp4"), ("bert", "mxfp6"), ("llama", "mxfp4_weight_only"), ("bert", "nvfp4")],
 )
 @torch.no_grad()
-@pytest.mark.compiled_cases("vit-mxfp4")
 def test_dynamo_gives_the_bits_of_the_converted_model(name, recipe, converted):
     model, inputs = MODELS[name](), example(name)
     quantizer = MXExportQuantizer(recipe, [example(name, seed) for seed in (1, 2)])
@@ -108,7 +107,6 @@ def test_dynamic_sizes_stay_dynamic(converted):
 @pytest.mark.slow_except("3-0")
 @pytest.mark.parametrize(("padding", "of_samples"), [(3, 0), (0, 3)])
 @torch.no_grad()
-@pytest.mark.compiled_cases("3-0")
 def test_prompts_and_single_tokens(padding, of_samples, converted):
     """`generate` passes a mask with padding alone: samples without one get a mask of ones."""
     model, inputs = MODELS["llama"](), example("llama", padding=padding)

@@ -141,7 +141,6 @@ def test_what_is_no_grid_of_patches(folder):
 
 @pytest.mark.slow_except("llava")
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
-@pytest.mark.compiled_cases("llava")
 def test_images_and_tokens_of_other_dtypes(folder, kind):
     model, prompts = LanguageModel.from_pretrained(folder(kind)), image_prompts(kind)
     others = {**prompts, "pixel_values": prompts["pixel_values"].bfloat16(), "input_ids": prompts["input_ids"].int()}

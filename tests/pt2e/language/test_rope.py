@@ -34,7 +34,6 @@ def longrope():
 
 @pytest.mark.slow_except("64-40")
 @pytest.mark.parametrize(("length", "prompt"), [(None, 12), (64, 40)])
-@pytest.mark.compiled_cases("64-40")
 def test_longrope(length, prompt):
     """The text is that of transformers where all of it is below the limit of the short factors, or above."""
     model, ids = longrope(), torch.randint(256, (2, prompt))
@@ -53,7 +52,6 @@ def test_longrope(length, prompt):
 @pytest.mark.slow_except("100")
 @torch.no_grad()
 @pytest.mark.parametrize("length", [None, 100])
-@pytest.mark.compiled_cases("100")
 def test_dynamic_frequencies(length):
     """The logits are those of transformers for texts of the length, and for those below the model's own limit, 64."""
     fields = {"num_hidden_layers": 1, "max_position_embeddings": 64, "rope_parameters": DYNAMIC}

@@ -156,7 +156,6 @@ def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
 
 @pytest.mark.slow_except("images")
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
-@pytest.mark.compiled_cases("images")
 def test_outputs_with_packed_weights_only(name, exported_by):
     _, inputs, _, others, _ = MODELS[name]
     converted, written = exported_by(name, "mxfp4_weight_only")
@@ -209,7 +208,6 @@ def test_weights_have_the_bytes_of_the_converted_model(exported_by):
 
 @pytest.mark.slow_except("18")
 @pytest.mark.parametrize("opset", [None, OPSETS[0], OPSETS[-1]])
-@pytest.mark.compiled_cases("18")
 def test_opsets(opset, tmp_path):
     model = nn.Sequential(nn.Embedding(100, 96), nn.GELU(), nn.Linear(96, 8))
     converted, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),), "mxfp8", ({0: BATCH},), opset=opset)

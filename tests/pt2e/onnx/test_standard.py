@@ -217,7 +217,6 @@ def test_scales_with_a_significand(name, static):
 
 @pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
-@pytest.mark.compiled_cases("nvfp4")
 def test_an_exported_program_with_scales_of_a_significand(name, tmp_path):
     """The file of functions runs in onnxruntime, and the target's in the evaluator."""
     torch.manual_seed(0)

@@ -117,7 +117,6 @@ def test_an_input_that_is_the_bias_too():
 
 @pytest.mark.compiled_except("mxfp8")
 @pytest.mark.parametrize("activation", [None, "mxfp8"])
-@pytest.mark.compiled_cases("mxfp8")
 def test_rotated_models_keep_the_packed_matmuls(activation, compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()

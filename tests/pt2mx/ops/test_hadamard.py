@@ -34,7 +34,6 @@ def test_is_the_product_with_the_matrix(size):
 
 @pytest.mark.slow_except("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.compiled_cases("dtype1")
 def test_opcheck(dtype):
     """Of few stages: each is some operators for which symbolic sizes are traced."""
     opcheck(hadamard, (torch.randn(2, 8, dtype=dtype, requires_grad=True), 4, -1))
