@@ -25,6 +25,11 @@ ROOM = (
     r"^the prompt has {} tokens, and {} new ones are asked for, but the model has 32 positions: give {}{} or less, or a"
 )
 TOO_LONG = "^the prompt has {} tokens, but the model has 32 positions: give a shorter one$"
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LLAMA_3 = {**YARN, "rope_type": "llama3", "original_max_position_embeddings": 32} | {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 MESSAGE = r"^the text has a token at position {}, but the model knows the positions 0 to 31: give at most 32 tokens"
 
 
@@ -100,9 +105,18 @@ def test_rope_refuses_what_was_asked_for_beyond_its_positions():
     ("name", "fields", "positions"),
     [
         ("llama", {}, 64),
+        ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 50}}, 200),
+        ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}, 64),
+        ("llama", {"rope_parameters": {**YARN, "rope_type": "linear"}}, 256),
+        ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, 64),
+        ("llama", {"rope_parameters": LLAMA_3}, 64),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {**YARN, "rope_type": "linear"}}}, 256),
         ("mistral", {"sliding_window": 8}, None),
+        ("mistral", {"sliding_window": 64}, None),
+        ("mistral", {"sliding_window": 65}, 64),
+        ("qwen2", {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "use_sliding_window": True}, 64),
         ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}, 64),
-        ("recurrent_gemma", {}, None),
+        ("recurrent_gemma", {"sliding_window": 8}, None),
         ("falcon", {"alibi": True}, None),
         ("jamba", {}, None),
         ("mamba", {}, None),
@@ -111,8 +125,8 @@ def test_rope_refuses_what_was_asked_for_beyond_its_positions():
     ],
 )
 def test_positions_of_rope(name, fields, positions):
-    config = transformers.AutoConfig.for_model(name, **fields)
-    config.max_position_embeddings = 64
+    config = transformers.AutoConfig.for_model(name, **{"max_position_embeddings": 64, **fields})
+    config.max_position_embeddings = 64  # recurrent ones have none
     assert rope_positions(config) == positions
 
 
