@@ -114,7 +114,7 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
     if interrupts:  # code that was running may have caught the KeyboardInterrupt
         raise KeyboardInterrupt
     try:
-        if result is not None:
+        if result is not None and (options.json or result.text):
             print(result.to_json() if options.json else result.text)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -122,6 +122,8 @@ def _run(options: argparse.Namespace, interrupts: list[int]) -> int:
     except OSError as error:  # a full disk
         _discard_stdout()
         raise MXError(f"cannot write the result to stdout: {error.strerror}") from None
+    if result is not None and result.error is not None:
+        raise result.error
     return 0 if result is None else result.status
 
 

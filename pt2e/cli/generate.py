@@ -29,6 +29,8 @@ from pt2mx.pt2e.language.ranks import is_first, of_first, only_first_prints
 from pt2mx.pt2e.models.input_files import read_image
 from pt2mx.pt2e.models.pretrained import load_language_model
 
+#: characters of a prompt in a message
+_SHOWN = 40
 #: a turn of a conversation, as chat templates take it
 Turn = dict[str, str]
 
@@ -52,37 +54,53 @@ def run(options: argparse.Namespace) -> Result | None:
     conversation = Conversation(model, options.system)
     is_conversation = options.chat and not prompts and not images
     rows: list[dict[str, object]] = []
+    error = None
     for batch in _batches(options.audio or prompts, together=not options.audio and not images):
-        with user_errors("generate"), only_first_prints():
-            inputs = _inputs(model, batch, conversation, images, options)
-            room = None if options.audio else model.room(inputs["input_ids"], inputs.get("attention_mask"))
-            if is_conversation and rows and room is not None and room.new_tokens < 1:
-                note(f"the conversation ends: it is longer than the {room.positions} positions of the model")
-                break
-            bounded = _within(room, settings, None if is_conversation else options.max_new_tokens)
-            cache = conversation.cache_for(inputs["input_ids"]) if is_conversation else {}
-            answers = _answers(models, inputs, bounded, batch, cache)
+        try:
+            with user_errors("generate"), only_first_prints():
+                inputs = _inputs(model, batch, conversation, images, options)
+                room = None if options.audio else model.room(inputs["input_ids"], inputs.get("attention_mask"))
+                if is_conversation and rows and room is not None and room.new_tokens < 1:
+                    note(f"the conversation ends: it is longer than the {room.positions} positions of the model")
+                    break
+                bounded = _within(room, settings, None if is_conversation else options.max_new_tokens, batch)
+                cache = conversation.cache_for(inputs["input_ids"]) if is_conversation else {}
+                answers = _answers(models, inputs, bounded, batch, cache)
+        except MXError as reason:  # the answers so far are kept
+            if not rows:
+                raise
+            error = reason
+            break
         rows += _rows("audio" if options.audio else "prompt", batch, answers)
         if is_conversation:
             conversation.add(batch[0], answers["quantized"][0])
     if not is_first():
         return None
-    result = Result("", {"answers": rows})  # the texts are printed already
+    result = Result("", {"answers": rows}, error=error)  # the texts are printed already
     if options.output is not None:
         texts = "".join(f"{row['text']}\n" for row in rows)
         write_text(result.to_json() if is_json(options.output) else texts, options.output)
-    return result if options.json else None
+    return result
 
 
-def _within(room: Room | None, settings: dict[str, Any], asked: int | None) -> dict[str, Any]:
-    """Return settings for as many tokens as a prompt leaves room for; refuse more if they were asked for."""
+def _within(room: Room | None, settings: dict[str, Any], asked: int | None, batch: list[str]) -> dict[str, Any]:
+    """Return settings for as many tokens as the prompts of a batch leave room for; refuse more if asked for them."""
     if room is None:
         return settings
-    room.check(asked or 0, "--max-new-tokens ")
+    try:
+        room.check(asked or 0, "--max-new-tokens ")
+    except MXError as error:
+        raise MXError(f"{_shown(batch[room.row])}: {error}") from None
     if settings["max_new_tokens"] <= room.new_tokens:
         return settings
-    note(f"the answer ends after {room.new_tokens} tokens at the latest: the model has {room.positions} positions")
+    tokens = f"{room.new_tokens} token{'s' * (room.new_tokens != 1)}"
+    note(f"the answer ends after {tokens} at the latest: the model has {room.positions} positions")
     return {**settings, "max_new_tokens": room.new_tokens}
+
+
+def _shown(prompt: str) -> str:
+    """Return the begin of a prompt, quoted."""
+    return repr(prompt if len(prompt) <= _SHOWN else f"{prompt[:_SHOWN]} ...")
 
 
 def _batches(prompts: list[str], together: bool) -> Iterable[list[str]]:

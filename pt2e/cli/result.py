@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pt2mx.errors import MXError
 from pt2mx.pt2e.cli.arguments import WORST_OPERATORS
 from pt2mx.pt2e.cli.progress import Progress
 from pt2mx.pt2e.files.output import json_text
@@ -33,11 +34,13 @@ class Result:
         text: the lines for people.
         data: name -> what `json.dumps` takes.
         status: the exit status.
+        error: what ended the command early, after the result; `main` reports it behind the result.
     """
 
     text: str
     data: dict[str, object]
     status: int = 0
+    error: MXError | None = None
 
     def to_json(self) -> str:
         """Return the data as one JSON object; numbers that are not finite become null."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,12 @@ def check_tokens(input_ids: object) -> Tensor:
     return input_ids
 
 
+def check_mask(mask: Tensor | None, tokens: Tensor) -> None:
+    """Raise an `MXError` for a mask of other sequences than tokens, (B, S)."""
+    if mask is not None and (mask.dim() != 2 or len(mask) != len(tokens)):
+        raise MXError(f"attention_mask must be of shape {tuple(tokens.shape)}, not {tuple(mask.shape)}")
+
+
 def check_step(
     input_ids: object, attention_mask: Tensor | None, position_ids: Tensor | None, batch: int, filled: int, slots: int
 ) -> None:
@@ -147,6 +153,8 @@ def check_length(config: object, tokens: int) -> None:
         )
 
 
+#: new tokens of a call of `generate` that asks for no number
+NEW_TOKENS = 20
 #: settings of `generate` that may end a text before its longest length
 _ENDS = ("eos_token_id", "stop_strings", "stopping_criteria", "max_time")
 
@@ -157,14 +165,29 @@ def asked_tokens(settings: Mapping[str, Any], length: int) -> int | None:
     return new if new is not None else None if longest is None else longest - length
 
 
+def default_tokens(config: object, length: int) -> int:
+    """Return the number of new tokens that transformers takes where no setting has one; it refuses 0 and less."""
+    known = getattr(config, "max_position_embeddings", None)
+    return NEW_TOKENS if known is None else min(NEW_TOKENS, known - length)
+
+
 def may_end(options: Mapping[str, Any], *configs: object) -> bool:
     """Return whether a text may end before it is as long as a call of `generate` asks for; `configs` are its others."""
+    return any(_setting(name, options, configs) is not None for name in _ENDS)
 
-    def value(name: str) -> object:
-        others = (getattr(config, name, None) for config in configs)
-        return options[name] if name in options else next((one for one in others if one is not None), None)
 
-    return any(value(name) is not None for name in _ENDS)
+def inferred_mask(tokens: Tensor, options: Mapping[str, Any], *configs: object) -> Tensor | None:
+    """Return the mask that `generate` infers from tokens of padding, (B, S) int64; None: it infers none."""
+    pad, ends = (_setting(name, options, configs) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None or (ends is not None and pad in torch.as_tensor(ends)):
+        return None
+    return tokens.ne(pad).long()
+
+
+def _setting(name: str, options: Mapping[str, Any], configs: Iterable[object]) -> Any:
+    """Return a setting of `generate`: an option, or else that of the first configuration that has one."""
+    others = (getattr(config, name, None) for config in configs)
+    return options[name] if name in options else next((one for one in others if one is not None), None)
 
 
 #: option of transformers' `generate` and models -> what it returns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -19,8 +20,11 @@ from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language.arguments import (
+    LONGEST_TEXT,
+    NEW_TOKENS,
     asked_tokens,
     check_length,
+    check_mask,
     check_no_text,
     check_outputs,
     check_prompts,
@@ -28,6 +32,8 @@ from pt2mx.pt2e.language.arguments import (
     check_step,
     check_tokens,
     check_vocabulary,
+    default_tokens,
+    inferred_mask,
     may_end,
 )
 from pt2mx.pt2e.language.cache import CACHE, CACHE_NAMES, KINDS, DecoderCache, empty_cache, room_for
@@ -300,12 +306,13 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             **options: the options of transformers' `generate`, and what a processor gives for images.
 
         Returns:
-            The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt.
+            The result of transformers' `generate`. For `text` the generated strings, or one string for one prompt. A
+            text that would go beyond the positions of the model ends there, with a warning.
 
         Raises:
             MXError: for text without a tokenizer or in place of tokens, prompts that are no text, sampling options out
-                of range, options that ask for attention weights or hidden states, and a text that becomes longer than
-                the positions of the model.
+                of range, options that ask for attention weights or hidden states, prompts that are longer than the
+                positions of the model, and more new tokens than those leave where nothing else ends the text.
         """
         check_no_text(inputs)
         check_sampling(options, self.generation_config)
@@ -329,23 +336,28 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         """Generate as transformers does, within the positions of the model; `tokens` and `mask` are those of prompts.
 
         Raises:
-            MXError: for more tokens than the model has positions: before any work where a prompt is too long, or the
-                text cannot end earlier; otherwise where it does not. A number that the caller did not give is lowered.
+            MXError: for a prompt that is longer than the positions of the model, and for more tokens where the text
+                cannot end earlier. Other texts end at the last position, with a warning.
         """
-        room = self.room(tokens, mask) if isinstance(tokens, Tensor) and tokens.dim() == 2 else None
+        given, defaults = options.get("generation_config"), self.generation_config
+        infers = isinstance(tokens, Tensor) and mask is None
+        known = inferred_mask(tokens, options, given, defaults) if infers else mask
+        room = None if tokens is None else self.room(tokens, known)
         if room is None:
             return super().generate(inputs, **self._with_images_read(tokens, mask, options))
-        given = options.get("generation_config")
-        length, defaults = tokens.shape[1], self.generation_config
+        length = tokens.shape[1]
         asked = asked_tokens({**(vars(given) if given else {}), **options}, length)
         room.check(0 if asked is None or may_end(options, given, defaults) else asked, "max_new_tokens=")
-        wanted = asked_tokens(vars(defaults), length) if asked is None else asked
-        if wanted is not None and wanted > room.new_tokens:
-            most = room.new_tokens + (asked is not None)  # a text that has one more does not end in time
+        number = asked_tokens(vars(defaults), length) if asked is None else asked
+        own = default_tokens(self.config, length) if number is None else number  # what transformers takes
+        wanted = NEW_TOKENS if number is None and own < 1 else own
+        most = min(wanted, room.new_tokens)
+        if most != own:
             options = {**options, "max_new_tokens": most, "max_length": None}
         output = super().generate(inputs, **self._with_images_read(tokens, mask, options))
-        if asked is not None and getattr(output, "sequences", output).shape[1] > length + room.new_tokens:
-            room.check(asked, "max_new_tokens=")
+        if most != wanted and getattr(output, "sequences", output).shape[1] == length + room.new_tokens:
+            text = f"{room.new_tokens} of {wanted} new tokens: the model has {room.positions} positions"
+            warnings.warn(f"the text ends after {text}", stacklevel=4)
         return output
 
     def room(self, tokens: Tensor, mask: Tensor | None = None) -> Room | None:
@@ -356,15 +368,23 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             mask: (B, S) int64, zero at padding; None: no padding.
 
         Returns:
-            The tokens of the longest prompt and the positions of the model: of its tables, or those that its RoPE was
-            made for. None for a model without a limit, and for an encoder-decoder.
+            A `Room`: `new_tokens`, the most tokens that fit behind the longest prompt; `prompt`, its tokens; `row`, its
+            row; and `positions`, those of the model: of its tables, those that its RoPE was made for, or the length
+            that it was quantized for. None for a model without a limit, and for an encoder-decoder.
+
+        Raises:
+            MXError: for anything but tokens, no token, and a mask of other sequences.
         """
-        return None if self.config.is_encoder_decoder else room_of(self._limits, tokens, mask)
+        if self.config.is_encoder_decoder:
+            return None
+        check_mask(mask, check_tokens(tokens))
+        return room_of(self._limits, tokens, mask)
 
     @cached_property
     def _limits(self) -> dict[str, int]:
-        longest = rope_positions(self.config)
-        return self.positions if longest is None else {POSITION_IDS: longest, **self.positions}
+        of_rope, longest = rope_positions(self.config), getattr(self.config, LONGEST_TEXT, None)
+        limits = {POSITION_IDS: of_rope, LONGEST_TEXT: longest, **self.positions}
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
     def tokens(self, prompts: list[str], images: Any = None) -> dict[str, Tensor]:
         """Return the tokens of prompts for `generate`, padded on the left; for an encoder on the right.

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node, map_arg
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 
 aten = torch.ops.aten
 
@@ -28,6 +29,8 @@ _LENGTH, _SLOT, _POSITION = 300, 1000, 2000
 _MOST_OFFSET = 100
 #: what counts the tokens: the slots of the cache, padding included, or the input `position_ids`
 SLOTS, POSITION_IDS = "slots", "position_ids"
+#: limit -> what else gives a text room
+_REMEDIES = {LONGEST_TEXT: "; or quantize the model with length={0}, or --text-length {0}"}
 
 
 def positions_of(program: ExportedProgram) -> dict[str, int]:
@@ -106,10 +109,12 @@ def _lookup(node: Node, known: Mapping[Node, Any]) -> tuple[int, Tensor] | None:
 
 
 class Room(NamedTuple):
-    """The tokens of the longest prompt, and the positions of the model that reads it."""
+    """The tokens of the longest prompt, the positions of the model that reads it, what counts them, and its row."""
 
     prompt: int
     positions: int
+    name: str = POSITION_IDS
+    row: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -118,21 +123,27 @@ class Room(NamedTuple):
 
     def check(self, asked: int, option: str) -> None:
         """Raise an `MXError` where a prompt and the new tokens that an option asks for have no room."""
+        other = _REMEDIES.get(self.name, "").format(self.prompt + max(asked, 1) - 1)  # the last token is not read
         if self.new_tokens < 1:
             raise MXError(
                 f"the prompt has {self.prompt} tokens, but the model has {self.positions} positions: give a shorter one"
+                f"{other}"
             )
         if asked > self.new_tokens:
             raise MXError(
                 f"the prompt has {self.prompt} tokens, and {asked} new ones are asked for, but the model has "
-                f"{self.positions} positions: give {option}{self.new_tokens} or less, or a shorter prompt"
+                f"{self.positions} positions: give {option}{self.new_tokens} or less, or a shorter prompt{other}"
             )
 
 
 def room_of(limits: Mapping[str, int], tokens: Tensor, mask: Tensor | None) -> Room | None:
     """Return the room that the positions of a model leave for prompts, (B, S); None: there is no limit."""
-    counts = {SLOTS: tokens.shape[1], POSITION_IDS: tokens.shape[1] if mask is None else int(mask.sum(-1).max())}
-    rooms = [Room(counts[name], limit) for name, limit in limits.items()]
+    lengths = [tokens.shape[1]] if mask is None else mask.sum(-1).tolist()
+    longest = max(lengths)
+    rooms = [
+        Room(longest if name == POSITION_IDS else tokens.shape[1], limit, name, lengths.index(longest))
+        for name, limit in limits.items()
+    ]
     return min(rooms, key=lambda room: room.new_tokens, default=None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 #: types of RoPE whose frequencies depend on the length of the text
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}
-#: types of layers that read texts of any length
-_WITHOUT_LIMIT = {"sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
+#: types of RoPE that divide frequencies by a factor, which multiplies the positions
+_STRETCHED = {"linear", "proportional", "yarn"}
+#: types of layers that read texts of any length, beside windows
+_WITHOUT_LIMIT = {"linear_attention", "conv", "mamba", "moe", "mlp"}
 
 
 def longest_text(model: PreTrainedModel, length: int | None = None) -> int | None:
@@ -47,17 +49,26 @@ def longest_text(model: PreTrainedModel, length: int | None = None) -> int | Non
 def rope_positions(config: Any) -> int | None:
     """Return the number of positions that a decoder with RoPE was made for; None: any number, or another kind of model.
 
-    Windows bound the distances of tokens, so layers that have them read texts of any length, as recurrent ones do.
-    Positions of images (`mrope_section`) are fewer than their tokens. `LONGEST_TEXT` of a configuration is a limit of
-    its own.
+    Windows bound the distances of tokens, so layers that have them read texts of any length, as recurrent ones do; a
+    window of more tokens than there are positions does not. Positions of images (`mrope_section`) are fewer than their
+    tokens. `LONGEST_TEXT` of a configuration is a limit of its own.
     """
     text = config.get_text_config(decoder=True)
-    rope, kinds = getattr(text, "rope_parameters", None) or {}, set(getattr(text, "layer_types", None) or ())
-    is_bounded = kinds <= _WITHOUT_LIMIT if kinds else bool(getattr(text, "sliding_window", None))
+    rope, known = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
     has_other_limit = "mrope_section" in rope or getattr(config, LONGEST_TEXT, None) is not None
-    if not rope or is_bounded or has_other_limit or getattr(text, "alibi", False):
+    if not rope or known is None or has_other_limit or getattr(text, "alibi", False):
         return None
-    return getattr(text, "max_position_embeddings", None)
+    positions = max(_stretched(one, known) for one in (rope, *rope.values()) if isinstance(one, dict))
+    kinds = set(getattr(text, "layer_types", None) or {"sliding_attention"})
+    has_window = 0 < (getattr(text, "sliding_window", None) or 0) <= positions
+    is_bounded = kinds <= _WITHOUT_LIMIT | ({"sliding_attention"} if has_window else set())
+    return None if is_bounded else positions
+
+
+def _stretched(rope: Mapping[str, Any], known: int) -> int:
+    """Return the number of positions of parameters of RoPE; a configuration says how many are known."""
+    factor = rope.get("factor") if rope.get("rope_type") in _STRETCHED else None
+    return max(known, int((factor or 1) * (rope.get("original_max_position_embeddings") or known)))
 
 
 def _length_dependent(model: PreTrainedModel) -> list[Any]:

@@ -10,6 +10,7 @@ from pt2mx.pt2e.cli.command import main
 from tests.language_models import checkpoint, transformers
 
 LENGTH = ("--max-new-tokens", "8")
+FROM_PRETRAINED = LanguageModel.from_pretrained
 _TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -125,6 +126,54 @@ def test_a_conversation_ends_at_the_last_position(run, model, monkeypatch):
     status, out, err = run("generate", "quantized", "--chat", "--json", *LENGTH)
     (row,) = json.loads(out)["answers"]
     assert status == 0 and row["tokens"] == 4 and f"it is longer than the {count + 3} positions of the model" in err
+
+
+def test_one_token_is_singular(run, model, monkeypatch):
+    monkeypatch.setattr(model, "_limits", {"position_ids": model.tokens(["Hello"])["input_ids"].shape[1]})
+    status, _, err = run("generate", "quantized", "--prompt", "Hello")
+    assert status == 0 and "ends after 1 token at the latest" in err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_line_that_is_too_long_leaves_the_answers_before_it(run, model, place, monkeypatch, as_json):
+    expected = said(model, "Hello")
+    monkeypatch.setattr(model, "_limits", {"position_ids": 30})
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"Hello\n{'l' * 50}\nWhy?\n"))
+    arguments = ("--output", "so_far.txt", *(("--json",) if as_json else ()))
+    status, out, err = run("generate", "quantized", *LENGTH, *arguments)
+    texts_of = [row["text"] for row in json.loads(out)["answers"]] if as_json else out.splitlines()
+    assert status == 2 and texts_of == [expected] and (place / "so_far.txt").read_text() == f"{expected}\n"
+    assert f"error: '{'l' * 40} ...': the prompt has 50 tokens" in err and "30 positions: give a shorter one" in err
+
+
+def test_the_error_names_the_prompt_that_is_too_long(run, model, monkeypatch):
+    monkeypatch.setattr(model, "_limits", {"position_ids": 20})
+    prompts = ("--prompt", "Hello", "--prompt", "A prompt of more tokens than that", "--prompt", "Why?")
+    status, out, err = run("generate", "quantized", *prompts)
+    assert (status, out) == (2, "") and "error: 'A prompt of more tokens than that': the prompt has 33 tokens" in err
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("rope", [None, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}])
+def test_a_model_of_32_positions(run, place, tmp_path, monkeypatch, rope):
+    fields = {"max_position_embeddings": 32} | ({} if rope is None else {"rope_parameters": rope})
+    name, output = checkpoint("llama", tmp_path / "llama", num_hidden_layers=1, **fields), str(tmp_path / "short")
+    assert main(["quantize", "--model", f"hf:{name}", "--recipe", "mxint8", "--output", output]) == 0
+    monkeypatch.setattr(LanguageModel, "from_pretrained", FROM_PRETRAINED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(output)
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(output)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nWhy?\n"))
+    for arguments in (("--prompt", "Hello"), ("--chat",)):
+        status, out, err = run("generate", output, *arguments, "--json")
+        (row,) = json.loads(out)["answers"]
+        assert status == 0 and row["tokens"] > 0 and "the model has 32 positions" in err
+    status, out, err = run("generate", output, "--prompt", "Hello", "--max-new-tokens", "28")
+    expected = FROM_PRETRAINED(output).generate(text="Hello", max_new_tokens=28, do_sample=False)
+    assert (status, out) == (0, f"{expected}\n")
+    status, out, err = run("generate", output, "--prompt", "Hello", "--max-new-tokens", "29")
+    assert (status, out) == (2, "") and "32 positions: give --max-new-tokens 28 or less" in err
+    assert ("--text-length 33" in err) == (rope is not None)
 
 
 def test_output(run, model, place):

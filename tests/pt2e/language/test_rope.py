@@ -41,10 +41,12 @@ def test_longrope(length, prompt):
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     assert torch.equal(result.generate(ids, **options), model.generate(ids, **options))
     longest = length or 32
+    room = longest + 1 - prompt
     with pytest.raises(
-        MXError, match=f"longer than {longest}, for which the program has .* --text-length {prompt + 99}"
+        MXError, match=f"{longest} positions: give max_new_tokens={room} or .* --text-length {prompt + 99}"
     ):
         result.generate(ids, **{**options, "max_new_tokens": 100})
+    assert result.generate(ids, **{**options, "max_new_tokens": room}).shape[1] == longest + 1
     with pytest.raises(MXError, match=f"text of {longest + 1} tokens is longer than {longest}"):
         result(torch.zeros(1, longest + 1, dtype=torch.long))
 
