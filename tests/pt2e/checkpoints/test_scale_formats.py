@@ -144,16 +144,21 @@ def wide(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "fields", "scales"),
+    ("form", "fields", "scales", "left"),
     [
-        ("fp8_e4m3{128x128}(f32)", {"quant_method": "fp8"}, torch.float32),
-        ("fp8_e4m3{128x128}", {"quant_method": "fp8", "scale_fmt": "ue8m0"}, torch.float8_e8m0fnu),
+        ("fp8_e4m3{128x128}(f32)", {"quant_method": "fp8"}, torch.float32, "loaders would divide its 300 x 128 values"),
+        (
+            "fp8_e4m3{128x128}",
+            {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+            torch.float8_e8m0fnu,
+            "no engine is known to load a quantized head in fp8",
+        ),
     ],
 )
 @torch.no_grad()
-def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path, form, fields, scales):
+def test_transformers_reads_blocks_of_128_rows(wide, in_format, logits, tmp_path, form, fields, scales, left):
     report = in_format(wide, tmp_path / "fp8", form, "fp8")
-    assert report.left["lm_head.weight"] == "loaders would divide its 300 x 128 values into equal blocks"
+    assert report.left["lm_head.weight"].startswith(left)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     assert fields.items() <= config.items() and config["weight_block_size"] == [128, 128]
     written = tensors(tmp_path / "fp8")
