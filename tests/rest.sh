@@ -21,8 +21,8 @@ run 10 "compiled and not slow and not cuda" tests
 slow="slow and not cuda"
 run 4 "$slow" tests/pt2mx tests/conformance tests/engines
 run 3 "$slow" tests/fx
-run 4 "$slow" tests/pt2e --ignore=tests/pt2e/language --ignore=tests/pt2e/cli
-run 8 "$slow" tests/pt2e/language
+run 18 "$slow" tests/pt2e --ignore=tests/pt2e/language --ignore=tests/pt2e/cli
+run 9 "$slow" tests/pt2e/language
 run 4 "$slow" tests/pt2e/cli
 run 8 "$slow" tests/test_[!m]*.py
 run 20 "$slow" tests/test_model_sweep.py
