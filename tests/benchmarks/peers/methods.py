@@ -31,7 +31,7 @@ class Method(NamedTuple):
     Args:
         module: the module of this folder that runs it.
         settings: setting -> the options that the module reads.
-        requirement: what pip installs for it; None: it runs in the environment of the command.
+        requirement: what pip installs for it, with blanks in between; None: it runs in the environment of the command.
         models: the models on which the command runs it.
         formats: the formats that it has; None: all formats.
         random: whether its results depend on the seed.
@@ -54,7 +54,7 @@ METHODS = {
     "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=_FP4),
     "llm-compressor": Method("llm_compressor", settings.LLM_COMPRESSOR, "llmcompressor==0.14.0.1", random=True),
     "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, _FP4, random=True),
-    "Brevitas": Method("brevitas", settings.BREVITAS, "brevitas==0.13.4", random=True),
+    "Brevitas": Method("brevitas", settings.BREVITAS, "brevitas==0.13.4 datasets", random=True),
     "Quark": Method("quark", settings.QUARK, "amd-quark==0.13", random=True),
     "NNCF": Method("nncf_weights", settings.NNCF_WEIGHTS, _NNCF),
     "ModelOpt": Method("model_opt", requirement="nvidia-modelopt==0.47.0"),
@@ -103,7 +103,7 @@ def _python(requirement: str | None) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         try:
-            return environment(folder, f"torch=={torch.__version__.partition('+')[0]}", requirement)
+            return environment(folder, f"torch=={torch.__version__.partition('+')[0]}", *requirement.split())
         except subprocess.CalledProcessError as error:
             shutil.rmtree(folder)
             raise MethodError(f"pip install {requirement} failed") from error
