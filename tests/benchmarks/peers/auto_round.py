@@ -16,7 +16,8 @@ def quantize(job: Job) -> dict[str, Tensor]:
     data = torch.utils.data.DataLoader([{"input_ids": row} for row in job.inputs], batch_size=8)
     windows, length = job.inputs.shape[:2]
     sizes = {"nsamples": windows, "seqlen": length, "batch_size": 8, "seed": job.seed}
-    scheme = {} if job.format == "W4A4" else {"act_bits": 16}
+    # it rotates the inputs where it quantizes them; with activations in float it would tune rotated weights on others
+    scheme = {} if job.format == "W4A4" or "rotation_config" in job.options else {"act_bits": 16}
     rounder = AutoRound(
         job.model, job.tokenizer, scheme="MXFP4", dataset=data, device_map=job.device, **sizes, **scheme, **job.options
     )

@@ -32,7 +32,8 @@ AUTO_ROUND = {
 _BREVITAS_GPTQ = {"gptq": True, "gpxq_act_order": True, "weight_param_method": "mse"}
 _BREVITAS_QRONOS = {"qronos": True, "qronos_alpha": 1e-3, "gpxq_act_order": True, "weight_param_method": "mse"}
 _BREVITAS_LEARNED = {
-    "learned_round": "linear_round",
+    "gpxq_block_name": "model.layers",
+    "learned_round": "identity",
     "learned_round_fast_update": True,
     "learned_round_iters": 500,
     "learned_round_scale": True,
