@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from auto_round import AutoRound
 from auto_round.algorithms.transforms.hadamard.transforms import build_hadamard_transform
 from torch import Tensor, nn
 
-from tests.benchmarks.peers.process import IN_FLOAT, ROTATION, Job, rotate_by_hooks, rotation_matrix, run
+from tests.benchmarks.peers.process import IN_FLOAT, ROTATION, Job, rotation_matrix, run
 
 
 def quantize(job: Job) -> dict[str, Tensor]:
@@ -23,18 +21,12 @@ def quantize(job: Job) -> dict[str, Tensor]:
     )
     model = rounder.quantize()[0]
     weights = {name.replace(".orig_layer.", "."): tensor for name, tensor in model.state_dict().items()}
-    for name, module in model.named_modules():
-        linear = getattr(module, "orig_layer", module)  # it is wrapped where activations are quantized
-        if f"{name}.weight" in weights and isinstance(linear, nn.Linear) and not name.endswith(IN_FLOAT):
-            hooks = getattr(module, "_stolen_pre_hooks", linear._forward_pre_hooks.values())
-            if "rotation_config" in job.options:
-                config = model._rotation_config.model_dump()
-                rotate = build_hadamard_transform(**config, location="input", inverse=True)
+    if "rotation_config" in job.options:
+        rotate = build_hadamard_transform(**model._rotation_config.model_dump(), location="input", inverse=True)
+        for name, module in model.named_modules():
+            linear = getattr(module, "orig_layer", module)  # a layer with quantized inputs is wrapped
+            if f"{name}.weight" in weights and isinstance(linear, nn.Linear) and not name.endswith(IN_FLOAT):
                 weights[ROTATION.format(name)] = rotation_matrix(linear, rotate)
-            elif hooks:
-                weights[ROTATION.format(name)] = rotation_matrix(
-                    linear, functools.partial(rotate_by_hooks, linear, hooks)
-                )
     return weights
 
 

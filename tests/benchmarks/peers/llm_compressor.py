@@ -17,7 +17,7 @@ from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
 from torch import Tensor, nn
 
-from tests.benchmarks.peers.process import IN_FLOAT, ROTATION, Job, rotate_by_hooks, rotation_matrix, run
+from tests.benchmarks.peers.process import IN_FLOAT, ROTATION, Job, rotation_matrix, run
 
 TRANSFORMS = {kind.__name__: kind for kind in (AWQModifier, QuIPModifier, SmoothQuantModifier, SpinQuantModifier)}
 QUANTIZERS = {kind.__name__: kind for kind in (GPTQModifier, QuantizationModifier)}
@@ -37,10 +37,15 @@ def quantize(job: Job) -> dict[str, Tensor]:
     oneshot(model=job.model, processor=job.tokenizer, dataset=data, recipe=recipe, **sizes)
     weights = {name: tensor for name, tensor in job.model.state_dict().items() if name in names}
     for name, linear in job.model.named_modules():
-        if isinstance(linear, nn.Linear) and (hooks := linear._forward_pre_hooks.values()):
-            rotate = functools.partial(rotate_by_hooks, linear, hooks)
-            weights[ROTATION.format(name)] = rotation_matrix(linear, rotate)
+        if isinstance(linear, nn.Linear) and linear._forward_pre_hooks:
+            weights[ROTATION.format(name)] = rotation_matrix(linear, functools.partial(_rotate, linear))
     return weights
+
+
+def _rotate(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    for hook in linear._forward_pre_hooks.values():
+        inputs = hook(linear, (inputs,))
+    return inputs
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,14 +91,6 @@ def inputs_file(folder: Path, name: str) -> Path:
 def rotation_matrix(linear: nn.Linear, rotate: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the matrix of a rotation of the inputs of a linear layer, (inputs, inputs)."""
     return rotate(torch.eye(linear.in_features, device=linear.weight.device))
-
-
-def rotate_by_hooks(linear: nn.Linear, hooks: Iterable[Callable[..., Any]], inputs: Tensor) -> Tensor:
-    """Return what hooks before a linear layer make of its inputs."""
-    for hook in hooks:
-        returned = hook(linear, (inputs,))
-        inputs = returned[0] if isinstance(returned, tuple) else returned
-    return inputs
 
 
 def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
