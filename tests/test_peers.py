@@ -20,6 +20,7 @@ from tests.benchmarks.peers import (
     methods,
     models,
     ours,
+    outcomes,
     process,
     results,
     torchao_int8,
@@ -44,8 +45,19 @@ def test_the_interval_of_a_difference():
     assert figures.difference_text([value + 0.25 for value in values], values) == "+0.2500 (+0.2500 to +0.2500)"
     assert figures.difference_text([0.0, 1.0], [1.0, 1.0]) == "-0.5000 (-1.0000 to +0.0000)"
     assert figures.mean_text(values) == "0.7000 (0.3000 to 1.1000)"
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is longer"):
+    with pytest.raises(ValueError, match="1 windows cannot be compared with 4"):
         figures.difference_text([0.0], values)
+
+
+def test_the_interval_over_windows_and_seeds():
+    """A sample draws both: equal windows leave the seeds, equal seeds leave the windows."""
+    assert figures.bootstrap_interval([[0.0, 0.0], [1.0, 1.0]]) == figures.bootstrap_interval([0.0, 1.0])
+    assert figures.bootstrap_interval([[0.0, 1.0]] * 3) == figures.bootstrap_interval([0.0, 1.0])
+    assert figures.mean([[0.0, 1.0], [1.0, 1.0]]) == 0.75
+    low, high = figures.bootstrap_interval([[0.0, 0.5], [0.5, 1.0]], share=0.7)
+    assert low == 0.25 and high == 0.75
+    one_seed = figures.difference_text([[0.5, 1.5], [1.5, 2.5]], [0.0, 1.0])
+    assert one_seed == "+1.0000 (+0.5000 to +1.5000)"
 
 
 def test_figures_of_known_predictions():
@@ -91,12 +103,43 @@ LOADS = {
 }
 
 
+#: linear layers of a decoder whose inputs and weights change sign in every second channel
+_SIGNED = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
+
+
+def _quantize_rotated(job):
+    """Round to nearest after a rotation that changes signs only, with which rounding commutes."""
+    weights = torchao_mx.quantize(job)
+    for name, linear in job.model.named_modules():
+        if name.endswith(_SIGNED):
+            signs = process.rotation_matrix(linear, lambda inputs: inputs * inputs.new_tensor([1, -1]).repeat(32))
+            weights[f"{name}.weight"] = weights[f"{name}.weight"] @ signs
+            weights[process.ROTATION.format(name)] = signs
+    return weights
+
+
+def _quantize_by_chance(job):
+    """Return the weights of torchao, the first of a row without sign at chance."""
+    weights = torchao_mx.quantize(job)
+    weights["model.layers.0.mlp.up_proj.weight"][:, 0] *= torch.randint(2, ())
+    return weights
+
+
+def _refuse(job):
+    raise RuntimeError(f"no {job.format}")
+
+
 #: method -> its function; others are presets of this project
 QUANTIZE = {
     "torchao": torchao_mx.quantize,
     "torchao INT8": torchao_int8.quantize,
     "float": lambda job: job.model.state_dict(),
+    "rotated": _quantize_rotated,
 }
+
+
+def _text(packages, length, backward=False):
+    return built_in_text()[::-1][: length // 8] if backward else built_in_text()[: length // 8]
 
 
 @pytest.fixture(params=LOADS)
@@ -104,11 +147,11 @@ def tiny(request, monkeypatch):
     """The name of a model of `MODELS`, in whose stead there is a tiny one."""
     changed = {"load": LOADS[request.param]}
     if request.param == "efficientnet":
-        images = torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split([4, 3])
+        images = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split([4, 3, 3])
         changed["inputs"] = lambda tokenizer: images
     else:
         changed["inputs"] = partial(texts.calibration_and_held_out, length=32, seen=4, held_out=3)
-        monkeypatch.setattr(texts, "package_text", lambda packages, length: built_in_text()[: length // 8])
+        monkeypatch.setattr(texts, "package_text", _text)
     monkeypatch.setitem(models.MODELS, request.param, models.MODELS[request.param]._replace(**changed))
     return request.param
 
@@ -119,7 +162,8 @@ def run(monkeypatch, tmp_path):
 
     def run_here(folder, method, job):
         file = folder / "job.json"
-        file.write_text(json.dumps({"method": method, "iterations": 1, "device": "cpu", **job}))
+        options = {"setting": "nearest", "options": {"scale_mode": "even"}, "seed": 0, "device": "cpu"}
+        file.write_text(json.dumps({**options, **job}))
         monkeypatch.setattr("sys.argv", ["", str(file)])
         process.run(QUANTIZE.get(method, ours.quantize))
         return file.with_suffix(".safetensors"), json.loads(file.with_suffix(".cost").read_text())
@@ -133,14 +177,17 @@ def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
     job = {"auto": models.MODELS[tiny].auto, "model_name": tiny}
     in_float, loss = evaluated.of_float(), models.MODELS[tiny].metric.loss
-    assert in_float[loss] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert in_float["test"][loss] == in_float["validation"][loss] == pytest.approx([0, 0, 0], abs=1e-6)
     by_format = []
     for name in ("W4", "W4A4"):
         nearest, torchao = (
             evaluated.of_result(run(tmp_path, method, {**job, "format": name})[0], name)
-            for method in ("nearest", "torchao")
+            for method in ("pt2mx", "torchao")
         )
-        assert nearest[loss] == pytest.approx(torchao[loss], rel=1e-3) and min(nearest[loss]) > 1e-5
+        for part in process.EVALUATED:
+            assert nearest[part][loss] == pytest.approx(torchao[part][loss], rel=1e-3)
+            assert min(nearest[part][loss]) > 1e-5
+        assert nearest["test"] != nearest["validation"]
         by_format.append(nearest)
     assert by_format[0] != by_format[1]
     assert evaluated.of_float() == in_float  # the model has its own weights again
@@ -148,31 +195,99 @@ def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
         evaluated.of_result(run(tmp_path, "float", {**job, "format": "W4"})[0], "W4")
 
 
+@pytest.mark.parametrize("tiny", ["smollm2"], indirect=True)
+def test_rotations_of_inputs_are_evaluated(tiny, run, tmp_path):
+    evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
+    job = {"auto": models.MODELS[tiny].auto, "model_name": tiny}
+    for name in ("W4", "W4A4"):
+        nearest, rotated = (
+            evaluated.of_result(run(tmp_path, method, {**job, "format": name})[0], name)["test"]["KL"]
+            for method in ("torchao", "rotated")
+        )
+        assert rotated == pytest.approx(nearest, rel=1e-4)
+
+
 @pytest.mark.slow_except("efficientnet")
 def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
-    monkeypatch.setattr(peers, "run_method", run)
     name = models.MODELS[tiny].formats[0]
-    command = ["--model", tiny, "--formats", name, "--layers", "1", "--methods"]
-    peers.main([*command, "balanced"])
-    windows = (tmp_path / "results" / f"{tiny}-1" / process.HELD_OUT).read_bytes()
+    command = ["--model", tiny, "--formats", name, "--layers", "1", "--methods", "pt2mx", "--settings"]
     ran = []
     monkeypatch.setattr(
-        peers, "run_method", lambda folder, method, job: (ran.append(method), run(folder, method, job))[1]
+        peers, "run_method", lambda folder, method, job: (ran.append(job["setting"]), run(folder, method, job))[1]
     )
+    peers.main([*command, "balanced"])
+    folder = tmp_path / "results" / f"{tiny}-1"
+    windows = [process.inputs_file(folder, part).read_bytes() for part in process.EVALUATED]
     capsys.readouterr()
     peers.main([*command, "nearest", "balanced"])
-    assert ran == ["nearest"]
-    header, in_float, nearest, balanced = (re.split("  +", line) for line in capsys.readouterr().out.splitlines()[:4])
-    assert header[:2] == ["format", "method"] and header[-4:] == ["over balanced", "seconds", "peak MB", "on"]
-    assert in_float[0] == "float" and nearest[:2] == [name, "nearest"] and balanced[:2] == [name, "balanced"]
-    kept = results.Results(tmp_path / "results" / f"{tiny}-1")
-    both = [kept.load(method, name).scores[models.MODELS[tiny].metric.loss] for method in ("nearest", "balanced")]
-    assert nearest[-4] == figures.difference_text(*both) and "over balanced" not in balanced
-    assert float(nearest[-2]) > 100 and nearest[-1].startswith("cpu, 20")
+    assert ran == ["balanced", "nearest"]
+    first, second = (text.splitlines() for text in capsys.readouterr().out.split("\n\n")[:2])
+    assert first[0] == "The best setting of each method:" and second[0] == "All settings:"
+    header, in_float, best = (re.split("  +", line) for line in first[1:])
+    assert header[:5] == ["format", "method", "setting", "seeds", "validation"]
+    assert in_float[0] == "float" and best[:2] == [name, "pt2mx"]
+    kept, loss = results.Results(folder), models.MODELS[tiny].metric.loss
+    both = {s: kept.load(results.Run("pt2mx", s, name)).scores for s in ("nearest", "balanced")}
+    assert best[2] == min(both, key=lambda setting: sum(both[setting]["validation"][loss]))
     peers.main([*command, "nearest", "--again"])
-    assert ran == ["nearest"] * 2
-    assert (tmp_path / "results" / f"{tiny}-1" / process.HELD_OUT).read_bytes() == windows
+    assert ran == ["balanced", "nearest", "nearest"]
+    assert [process.inputs_file(folder, part).read_bytes() for part in process.EVALUATED] == windows
+
+
+def _outcome(setting, *seeds, method="peer", refusal=""):
+    """Return the outcome of losses for validation and test, a pair for each seed."""
+    made = [{part: {"KL": pair[i]} for i, part in enumerate(process.EVALUATED)} for pair in seeds]
+    return outcomes.Outcome(
+        results.Run(method, setting, "W4"), [results.Result(scores, 3.5, 120, "cpu", "2026-11-27") for scores in made]
+    )
+
+
+def test_the_best_setting_is_chosen_by_validation():
+    """The test inputs have no say, and seeds count alike."""
+    first = _outcome("first", ([0.3, 0.5], [0.1, 0.1]))
+    second = _outcome("second", ([0.2, 0.2], [0.7, 0.9]), ([0.4, 0.4], [0.5, 0.7]))
+    ours = _outcome("balanced", ([0.3, 0.3], [0.2, 0.4]), method="pt2mx")
+    chosen = outcomes.best([first, second, ours], "KL")
+    assert [outcome.run.setting for outcome in chosen] == ["second", "balanced"]
+    metric = figures.Metric(figures.divergences, lambda scores: {"KL": figures.mean_text(scores["KL"])}, "KL")
+    of_first, of_second, of_ours = outcomes.rows([first, second, ours], chosen, metric)
+    assert of_first["over pt2mx"] == "-0.2000 (-0.3000 to -0.1000)" and "over pt2mx" not in of_ours
+    assert of_second["over pt2mx"] == "+0.4000 (+0.3000 to +0.5000)" and of_second["seeds"] == 2
+    assert of_second["validation"] == "0.3000" and of_second["KL"].startswith("0.7000 (")
+
+
+@pytest.mark.parametrize("tiny", ["smollm2"], indirect=True)
+def test_seeds_and_refusals(tiny, run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(peers, "run_method", lambda folder, method, job: run(folder, job["setting"], job))
+    monkeypatch.setitem(QUANTIZE, "by chance", _quantize_by_chance)
+    monkeypatch.setitem(QUANTIZE, "refused", _refuse)
+    options = {"scale_mode": "even"}
+    fake = methods.Method("ours", {"torchao": options, "by chance": options, "float": {}, "refused": {}}, random=True)
+    monkeypatch.setitem(methods.METHODS, "fake", fake)
+    peers.main(["--formats", "W4", "--layers", "1", "--methods", "fake", "--seeds", "3"])
+    printed = capsys.readouterr().out
+    best, settings = (text.splitlines()[3:] for text in printed.split("\n\n")[:2])
+    assert [line.split("  ")[0] for line in settings] == ["W4"] * 2 and len(best) == 1
+    assert "W4, fake, refused, seed 0 refuses: no W4\n" in printed
+    assert re.search(r"W4, fake, float, seed 0 refuses: .* of the values of \S+ are not fp4_e2m1", printed)
+    kept = results.Results(tmp_path / "results" / "smollm2-1")
+    seeds = {
+        s: [kept.load(results.Run("fake", s, "W4", seed)).scores for seed in range(3)] for s in list(fake.settings)[:2]
+    }
+    assert seeds["torchao"][0] == seeds["torchao"][1] and seeds["by chance"][0] != seeds["by chance"][1]
+    assert kept.load(results.Run("fake", "refused", "W4")).refusal == "no W4"
+
+
+def test_validation_and_test_read_different_files(monkeypatch, tmp_path):
+    for i in range(8):
+        (tmp_path / f"{i}.py").write_text(f'"""{f"file {i} " * 40}"""\n')
+    monkeypatch.setattr(texts, "folder", lambda name: tmp_path)
+    seen, validation, test = texts.calibration_and_held_out(tokenizer_of_bytes(), length=40, seen=2, held_out=3)
+    assert seen.shape == (2, 40) and validation.shape == test.shape == (3, 40)
+    files = [set(re.findall(r"file \d", texts.package_text(["any"], 800, backward))) for backward in (False, True)]
+    assert all(len(names) == 3 for names in files) and not files[0] & files[1]
 
 
 @pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
@@ -181,9 +296,9 @@ def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     """Every layer has weights of one scale per channel, also after an activation function that two layers share."""
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], None, tmp_path / "kept")
     file, _ = run(tmp_path, "torchao INT8", {"auto": "", "model_name": tiny, "format": "W8A8"})
-    losses = evaluated.of_result(file, "W8A8")["1 - cosine"]
-    assert 1e-7 < min(losses) and max(losses) < 1e-3
-    job = process.Job(_tiny_cnn(), None, torch.randn(4, 3, 32, 32), tiny, "torchao INT8", "W8A8", 0, "cpu")
+    for scores in evaluated.of_result(file, "W8A8").values():
+        assert 1e-7 < min(scores["1 - cosine"]) and max(scores["1 - cosine"]) < 1e-3
+    job = process.Job(_tiny_cnn(), None, torch.randn(4, 3, 32, 32), tiny, "W8A8", "default", {}, 0, "cpu")
     targets = [str(node.target) for node in torchao_int8.quantize(job).graph.nodes]
     assert targets.count("quantized_decomposed.dequantize_per_channel.default") == 3
     assert targets.count("quantized_decomposed.quantize_per_tensor.default") >= 3
@@ -207,11 +322,23 @@ def test_convolutions_that_pad_become_plain():
 
 
 def test_results_are_kept_per_window(tmp_path):
-    kept, result = results.Results(tmp_path / "new"), results.Result({"KL": [0.5, 0.25]}, 3.5, 120, "cpu", "2026-11-27")
-    assert kept.load("SpinQuant + GPTQ", "W4") is None
-    kept.save("SpinQuant + GPTQ", "W4", result)
-    assert kept.load("SpinQuant + GPTQ", "W4") == result and kept.load("SpinQuant + GPTQ", "W4A4") is None
-    assert [file.name for file in (tmp_path / "new").iterdir()] == ["SpinQuant-GPTQ_W4.json"]
+    scores = {"validation": {"KL": [0.25, 0.75]}, "test": {"KL": [0.5, 0.25]}}
+    kept, result = results.Results(tmp_path / "new"), results.Result(scores, 3.5, 120, "cpu", "2026-11-27")
+    run = results.Run("llm-compressor", "SpinQuant + GPTQ", "W4", 2)
+    assert kept.load(run) is None
+    kept.save(run, result)
+    assert (
+        kept.load(run) == result and kept.load(run._replace(seed=0)) is kept.load(run._replace(format="W4A4")) is None
+    )
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["llm-compressor_SpinQuant-GPTQ_W4_2.json"]
+    assert str(run) == "W4, llm-compressor, SpinQuant + GPTQ, seed 2"
+
+
+def test_the_error_of_a_process():
+    raised = "a warning\nTraceback (most recent call last):\n  File x\n    call()\nValueError: one\n  two\n"
+    assert methods._error(raised) == "ValueError: one two"
+    assert methods._error(f"{raised}\nDuring this:\n\n{raised}") == "ValueError: one two"
+    assert methods._error("first\nlast\n") == "last" and methods._error("") == ""
 
 
 def test_a_peer_that_cannot_run_is_named(monkeypatch, tmp_path):
@@ -245,5 +372,6 @@ def test_the_methods_of_a_model():
         assert {method.module for method in chosen} > {"ours"}
         for method in chosen:
             assert (methods.ROOT / "tests" / "benchmarks" / "peers" / f"{method.module}.py").exists()
+            assert method.settings and json.loads(json.dumps(method.settings))
             assert method.formats is None or set(method.formats) & set(models.MODELS[name].formats)
     assert models.MODELS["efficientnet"].formats == tuple(efficientnet.FORMATS)

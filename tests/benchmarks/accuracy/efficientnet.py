@@ -38,7 +38,7 @@ _HELD_OUT = "chelsea.png", "coffee.png", "flower.jpg", "rocket.jpg"
 
 
 def case(version: int = 0) -> Case:
-    model, (seen, held_out) = load(version), calibration_and_held_out(SIZES[version])
+    model, (seen, _, held_out) = load(version), calibration_and_held_out(SIZES[version])
     shapes = ({0: torch.export.Dim("batch", max=1024)},)
     exported = torch.export.export(model, (held_out[:2],), dynamic_shapes=shapes).module()
     with torch.no_grad():
@@ -58,9 +58,12 @@ def case(version: int = 0) -> Case:
     return Case(exported, seen.split(AT_ONCE), quantizer, judge, tuple(FORMATS), lessons=lessons, rate=5e-5)
 
 
-def calibration_and_held_out(size: int = SIZES[0]) -> tuple[Tensor, Tensor]:
-    """Return the crops for calibration and for the test, (count, 3, size, size) each."""
-    return crops(_SEEN, CALIBRATION, 2, size), crops(_HELD_OUT, HELD_OUT, 1, size)
+def calibration_and_held_out(size: int = SIZES[0]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the crops for calibration, validation and the test, (count, 3, size, size) each.
+
+    Validation has other crops of the pictures for calibration: there are few photographs.
+    """
+    return crops(_SEEN, CALIBRATION, 2, size), crops(_SEEN, HELD_OUT, 3, size), crops(_HELD_OUT, HELD_OUT, 1, size)
 
 
 def quantizer(name: str, scale_mode: str) -> MXQuantizer:

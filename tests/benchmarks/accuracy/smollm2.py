@@ -39,7 +39,7 @@ def case(count: int = HELD_OUT) -> Case:
     """The case, evaluated on a number of blocks."""
     decoder, tokenizer = load()
 
-    seen, held_out = texts.calibration_and_held_out(tokenizer, WINDOW, CALIBRATION, count)
+    seen, _, held_out = texts.calibration_and_held_out(tokenizer, WINDOW, CALIBRATION, count)
     windows = held_out.split(1)
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(Logits(decoder), (seen[:2],), dynamic_shapes=shapes).module()

@@ -42,12 +42,13 @@ def package_docstrings(names: Sequence[str]) -> list[str]:
     return _shuffled(dict.fromkeys(docstring for docstring in _docstrings(paths) if len(docstring) > 200))
 
 
-def package_text(names: Sequence[str], length: int) -> str:
+def package_text(names: Sequence[str], length: int, backward: bool = False) -> str:
     """The first long docstring of files of packages, in an order that is always the same, cut to a number of
-    characters."""
+    characters; `backward` begins with the last file, so that two texts share none."""
     paths = [path for name in names for path in sorted(folder(name).rglob("*.py"))]
+    order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist()
     text = ""
-    for index in torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist():
+    for index in order[::-1] if backward else order:
         long = (docstring for docstring in _docstrings(paths[index : index + 1]) if len(docstring) > 200)
         text += "".join(f"{docstring}\n\n" for docstring in itertools.islice(long, 1))
         if len(text) >= length:
@@ -55,13 +56,16 @@ def package_text(names: Sequence[str], length: int) -> str:
     return text[:length]
 
 
-def calibration_and_held_out(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens of docstrings, (seen, length) and (held_out, length) int64."""
+def calibration_and_held_out(tokenizer: Any, length: int, seen: int, held_out: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens of docstrings for calibration, (seen, length), validation and test, (held_out, length) int64.
 
-    def tokens(packages: tuple[str, ...], count: int) -> Tensor:
-        return token_blocks(tokenizer, package_text(packages, _LETTERS * count * length), count, length)
+    Validation and test read different files of the same packages.
+    """
 
-    return tokens(SEEN, seen), tokens(HELD_OUT, held_out)
+    def tokens(packages: tuple[str, ...], count: int, backward: bool = False) -> Tensor:
+        return token_blocks(tokenizer, package_text(packages, _LETTERS * count * length, backward), count, length)
+
+    return tokens(SEEN, seen), tokens(HELD_OUT, held_out, backward=True), tokens(HELD_OUT, held_out)
 
 
 def token_blocks(tokenizer: Any, text: str, count: int, length: int) -> Tensor:

@@ -1,15 +1,19 @@
 """Accuracy by this project and by its peers: the same model, calibration and held-out inputs.
 
     python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet] [--layers 4] [--formats W4 W4A4]
-        [--methods balanced AutoRound ...] [--again] [--device cpu]
+        [--methods pt2mx AutoRound ...] [--settings balanced hadamard ...] [--seeds 3] [--again] [--device cpu]
 
-Each method runs in a process of its own, the peers in environments in `build/peers/` that the first run makes with pip.
-The scores of each window are kept in `build/peers/results/`: later runs show them and do not run the method again,
-unless `--again` is given. Delete the folder to draw other windows.
+Each method has settings. The first table has the best setting of each by its loss on the validation inputs, with its
+figures on the test inputs; the second has all settings. Below are the errors of settings that a method refuses.
+
+Each run has a process of its own, the peers in environments in `build/peers/` that the first run makes with pip. The
+scores of each window are kept in `build/peers/results/`: later calls show them and do not run the setting again, unless
+`--again` is given. Delete the folder to draw other windows.
 
 The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers round W4A8 as
-W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations. `over balanced` is the mean difference from the
-loss of `balanced`, window by window, with its 95% interval. The seconds are processor time, on other devices wall time.
+W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations. `over pt2mx` is the mean difference from the loss
+of the best setting of pt2mx, window by window, with its 95% interval over windows and seeds. The seconds and the memory
+are of the first seed; the seconds are processor time, on other devices wall time.
 """
 
 from __future__ import annotations
@@ -20,77 +24,82 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.benchmarks.measure import Row, hardware, print_table
 from tests.benchmarks.peers.evaluation import Evaluation
-from tests.benchmarks.peers.figures import Metric, difference_text
 from tests.benchmarks.peers.methods import FOLDER, METHODS, MethodError, run_method
 from tests.benchmarks.peers.models import MODELS
-from tests.benchmarks.peers.results import Result, Results
-
-#: the method that others are compared with
-OURS = "balanced"
+from tests.benchmarks.peers.outcomes import NAMES, Outcome, best, rows
+from tests.benchmarks.peers.results import Result, Results, Run
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    settings = dict.fromkeys(setting for method in METHODS.values() for setting in method.settings)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--layers", type=int, metavar="N", help="keep the first N layers of a language model")
     parser.add_argument("--methods", nargs="+", choices=METHODS, metavar="METHOD", help="by default all of the model")
+    parser.add_argument("--settings", nargs="+", choices=settings, metavar="SETTING", help="by default all")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="by default all formats of the model")
-    parser.add_argument("--again", action="store_true", help="run methods that have a result")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run methods that draw numbers N times")
+    parser.add_argument("--again", action="store_true", help="run settings that have a result")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
-    methods = options.methods or [name for name, method in METHODS.items() if options.model in method.models]
     folder = FOLDER / "results" / f"{options.model}-{options.layers or 'all'}"
-    results, errors = Results(folder), []
+    results, outcomes = Results(folder), []
     with tempfile.TemporaryDirectory() as jobs:
         evaluation = Evaluation(Path(jobs), model, options.layers, folder, options.device)
-        rows: list[Row] = [{"format": "float", "method": "", **model.metric.cells(evaluation.of_float())}]
         job = {"auto": model.auto, "model_name": options.model, "device": options.device}
-        for name in options.formats or model.formats:
-            chosen = [method for method in methods if name in (METHODS[method].formats or (name,))]
-            for method in chosen:
-                if options.again or results.load(method, name) is None:
-                    try:
-                        results.save(method, name, _measured(evaluation, Path(jobs), method, {**job, "format": name}))
-                        print(f"{name}, {method}: done", file=sys.stderr)
-                    except MethodError as error:
-                        errors.append(f"{name}, {method}: {error}")
-            rows += _rows(results, model.metric, chosen, name)
-    print_table(rows, list(dict.fromkeys(key for row in rows for key in row)))
-    print("", *errors, sep="\n")
-    print(f"{options.layers or 'all'} layers, {len(evaluation.windows)} windows held out; {hardware()}")
+        for runs in _runs(options):
+            for run in runs:
+                if options.again or results.load(run) is None:
+                    result = _measured(evaluation, Path(jobs), run, job)
+                    results.save(run, result)
+                    print(f"{run}: {result.refusal or 'done'}", file=sys.stderr)
+            outcomes.append(Outcome(runs[0], [result for run in runs if (result := results.load(run))]))
+    complete = [outcome for outcome in outcomes if not outcome.refusal]
+    chosen = best(complete, model.metric.loss)
+    exact = {**evaluation.of_float()["test"]}
+    in_float: Row = {"format": "float", **dict.fromkeys(NAMES, ""), **model.metric.cells(exact)}
+    for title, shown in (("The best setting of each method", chosen), ("All settings", complete)):
+        table = [in_float, *rows(shown, chosen, model.metric)]
+        print(f"{title}:")
+        print_table(table, list(dict.fromkeys(key for row in table for key in row)))
+        print()
+    for outcome in outcomes:
+        if outcome.refusal:
+            print(f"{outcome.run} refuses: {outcome.refusal}")
+    windows = len(evaluation.windows["test"])
+    print(f"{options.layers or 'all'} layers, {windows} windows for the test; {hardware()}")
 
 
-def _measured(evaluation: Evaluation, folder: Path, method: str, job: dict[str, str]) -> Result:
-    """Run a method and return its result.
+def _runs(options: argparse.Namespace) -> Iterator[list[Run]]:
+    """Return the runs of each setting that the command line chose, one for each seed."""
+    for name in options.formats or MODELS[options.model].formats:
+        for method, known in METHODS.items():
+            chosen = method in options.methods if options.methods else options.model in known.models
+            if chosen and name in (known.formats or (name,)):
+                seeds = range(options.seeds if known.random else 1)
+                for setting in known.settings:
+                    if setting in (options.settings or known.settings):
+                        yield [Run(method, setting, name, seed) for seed in seeds]
 
-    Raises:
-        MethodError: for a method that cannot run, or whose weights are not MXFP4.
-    """
-    file, cost = run_method(folder, method, job)
-    try:
-        scores = evaluation.of_result(file, job["format"])
-    except (ValueError, RuntimeError) as error:
-        raise MethodError(str(error)) from error
+
+def _measured(evaluation: Evaluation, folder: Path, run: Run, job: dict[str, Any]) -> Result:
+    """Return the result of a run, with the error of a method that cannot run or whose weights are not MXFP4."""
     processor = job["device"] if job["device"] == "cpu" else torch.cuda.get_device_name(job["device"])
-    return Result(scores, cost["seconds"], cost["peak MB"], processor, datetime.date.today().isoformat())
-
-
-def _rows(results: Results, metric: Metric, methods: list[str], name: str) -> Iterator[Row]:
-    """Return the rows of a format, of the methods that have a result."""
-    ours = results.load(OURS, name)
-    for method in methods:
-        if (result := results.load(method, name)) is not None:
-            row: Row = {"format": name, "method": method, **metric.cells(result.scores)}
-            if ours is not None and method != OURS:
-                row[f"over {OURS}"] = difference_text(result.scores[metric.loss], ours.scores[metric.loss])
-            cost = {"seconds": f"{result.seconds:.0f}", "peak MB": f"{result.peak:.0f}"}
-            yield {**row, **cost, "on": f"{result.processor}, {result.day}"}
+    options = {"setting": run.setting, "options": METHODS[run.method].settings[run.setting]}
+    where = processor, datetime.date.today().isoformat()
+    try:
+        file, cost = run_method(folder, run.method, {**job, **options, "format": run.format, "seed": run.seed})
+        scores = evaluation.of_result(file, run.format)
+    except (MethodError, ValueError, RuntimeError) as error:
+        return Result({}, 0, 0, *where, refusal=str(error))
+    return Result(scores, cost["seconds"], cost["peak MB"], *where)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,12 +12,23 @@ from torch import Tensor, nn
 import pt2mx
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.peers.figures import Scores
-from tests.benchmarks.peers.models import IN_FLOAT, Model
-from tests.benchmarks.peers.process import CALIBRATION, CHECKPOINT, HELD_OUT, OUTPUT, save_checkpoint
+from tests.benchmarks.peers.models import Model
+from tests.benchmarks.peers.process import (
+    CALIBRATION,
+    CHECKPOINT,
+    EVALUATED,
+    IN_FLOAT,
+    OUTPUT,
+    ROTATION,
+    inputs_file,
+    save_checkpoint,
+)
+
+Outputs = Mapping[str, Iterable[Tensor]]
 
 
 class Evaluation:
-    """The float model, and the held-out inputs on which methods are compared with it.
+    """The float model, and the inputs for validation and the test on which methods are compared with it.
 
     Args:
         folder: the folder of the jobs, which gets the checkpoint and the inputs.
@@ -31,25 +42,28 @@ class Evaluation:
         self.model = model
         self.net, tokenizer = model.load(layers)
         save_checkpoint(folder / CHECKPOINT, self.net, tokenizer)
-        if not (kept / HELD_OUT).exists():
+        names = CALIBRATION, *EVALUATED
+        if not all(inputs_file(kept, name).exists() for name in names):
             kept.mkdir(parents=True, exist_ok=True)
-            for name, inputs in zip((CALIBRATION, HELD_OUT), model.inputs(tokenizer), strict=True):
-                save_file({"inputs": inputs}, kept / name)
-        for name in (CALIBRATION, HELD_OUT):
-            (folder / name).symlink_to((kept / name).absolute())
+            for name, inputs in zip(names, model.inputs(tokenizer), strict=True):
+                save_file({"inputs": inputs}, inputs_file(kept, name))
+        for name in names:
+            inputs_file(folder, name).symlink_to(inputs_file(kept, name).absolute())
         self.net.to(device)
-        self.windows = load_file(folder / HELD_OUT, device)["inputs"].split(1)
+        self.windows = {name: load_file(inputs_file(folder, name), device)["inputs"].split(1) for name in EVALUATED}
         self.forward = model.wrap(self.net)
         with torch.no_grad():
-            self.references = [self.forward(window) for window in self.windows]
+            self.references = {name: [*map(self.forward, windows)] for name, windows in self.windows.items()}
 
-    def of_float(self) -> Scores:
-        """Return the scores of the float model."""
+    def of_float(self) -> dict[str, Scores]:
+        """Return the scores of the float model, for validation and the test."""
         return self._scores(self.references)
 
     @torch.no_grad()
-    def of_result(self, file: Path, name: str) -> Scores:
+    def of_result(self, file: Path, name: str) -> dict[str, Scores]:
         """Return the scores of outputs, or of dequantized weights with the activation quantizer of this project.
+
+        The quantizer rounds the inputs of a linear layer after the rotation, if the result has one.
 
         Args:
             file: what the process of a method wrote.
@@ -59,27 +73,38 @@ class Evaluation:
             ValueError: for weights that are not MXFP4.
             RuntimeError: for weights that do not fit the model.
         """
-        result = load_file(file, str(self.windows[0].device))
-        if OUTPUT.format(0) in result:
-            return self._scores(result[OUTPUT.format(i)] for i in range(len(self.windows)))
+        result = load_file(file, str(self.windows["test"][0].device))
+        if OUTPUT.format("test", 0) in result:
+            return self._scores(
+                {
+                    part: [result[OUTPUT.format(part, i)] for i in range(len(windows))]
+                    for part, windows in self.windows.items()
+                }
+            )
         original = {key: tensor.clone() for key, tensor in self.net.state_dict().items()}
         chosen = config(name, "even")
         hooks = []
+        linears = {path: module for path, module in self.net.named_modules() if isinstance(module, nn.Linear)}
+        rotations = {path: result.pop(ROTATION.format(path), None) for path in linears}
         try:
             self.net.load_state_dict(result)
-            for path, linear in self.net.named_modules():
-                if isinstance(linear, nn.Linear) and not path.endswith(IN_FLOAT):
+            for path, linear in linears.items():
+                rounded = not path.endswith(IN_FLOAT)
+                if rounded:
                     _check_grid(path, linear.weight, chosen.weight)
-                    if chosen.activation is not None:
-                        hooks.append(linear.register_forward_pre_hook(_rounding(chosen.activation)))
-            return self._scores(self.forward(window) for window in self.windows)
+                hook = _before(rotations[path], chosen.activation if rounded else None)
+                hooks.append(linear.register_forward_pre_hook(hook))
+            return self._scores({part: map(self.forward, windows) for part, windows in self.windows.items()})
         finally:
             for hook in hooks:
                 hook.remove()
             self.net.load_state_dict(original)
 
-    def _scores(self, outputs: Iterable[Tensor]) -> Scores:
-        return self.model.metric.scores(outputs, self.windows, self.references)
+    def _scores(self, outputs: Outputs) -> dict[str, Scores]:
+        return {
+            part: self.model.metric.scores(outputs[part], windows, self.references[part])
+            for part, windows in self.windows.items()
+        }
 
 
 def _check_grid(name: str, weight: Tensor, spec: pt2mx.MXSpec) -> None:
@@ -88,5 +113,11 @@ def _check_grid(name: str, weight: Tensor, spec: pt2mx.MXSpec) -> None:
         raise ValueError(f"{changed:.2%} of the values of {name} are not {spec.element.name}")
 
 
-def _rounding(spec: pt2mx.MXSpec) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
-    return lambda module, inputs: pt2mx.fake_quantize_mx(inputs[0], spec)
+def _before(rotation: Tensor | None, spec: pt2mx.MXSpec | None) -> Callable[[nn.Module, tuple[Tensor]], Tensor]:
+    """Return a hook that rotates and rounds the inputs of a linear layer; None leaves that out."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        rotated = inputs[0] if rotation is None else inputs[0] @ rotation
+        return rotated if spec is None else pt2mx.fake_quantize_mx(rotated, spec)
+
+    return hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.functional import cosine_similarity
 from pt2mx.pt2e.language.texts import perplexity
 
 Cells = dict[str, str]
+#: the values of a score: one for each window, or a list of them for each seed
+Values = Sequence[float] | Sequence[Sequence[float]]
 #: score -> its value for each window
 Scores = dict[str, list[float]]
 #: outputs, windows, outputs of the float model -> scores
@@ -24,12 +26,12 @@ class Metric(NamedTuple):
 
     Args:
         scores: the scores of outputs.
-        cells: scores -> the cells of the table.
+        cells: scores of one seed or of several -> the cells of the table.
         loss: the score by which methods are compared; lower is better.
     """
 
     scores: Scoring
-    cells: Callable[[Scores], Cells]
+    cells: Callable[[Mapping[str, Values]], Cells]
     loss: str
 
 
@@ -50,11 +52,11 @@ def divergences(outputs: Iterable[Tensor], windows: Sequence[Tensor], references
     return {**scores, "KL": [row.divergence or 0.0 for row in rows], "same": [row.agreement or 0.0 for row in rows]}
 
 
-def divergence_cells(scores: Scores) -> Cells:
+def divergence_cells(scores: Mapping[str, Values]) -> Cells:
     return {
-        "perplexity": f"{math.exp(_mean(scores['log-perplexity'])):.2f}",
+        "perplexity": f"{math.exp(mean(scores['log-perplexity'])):.2f}",
         "KL, 95% interval": mean_text(scores["KL"]),
-        "same argmax": f"{_mean(scores['same']):.1%}",
+        "same argmax": f"{mean(scores['same']):.1%}",
     }
 
 
@@ -72,13 +74,13 @@ def cosines(outputs: Iterable[Tensor], windows: Sequence[Tensor], references: Se
     return {"1 - cosine": losses, "same": [float(o.argmax() == reference.argmax()) for o, reference in pairs]}
 
 
-def embedding_cells(scores: Scores) -> Cells:
+def embedding_cells(scores: Mapping[str, Values]) -> Cells:
     losses = scores["1 - cosine"]
-    return {"1 - cosine, 95% interval": mean_text(losses), "worst": f"{1 - max(losses):.4f}"}
+    return {"1 - cosine, 95% interval": mean_text(losses), "worst": f"{1 - float(_by_seed(losses).max()):.4f}"}
 
 
-def class_cells(scores: Scores) -> Cells:
-    return {**embedding_cells(scores), "same class": f"{_mean(scores['same']):.0%}"}
+def class_cells(scores: Mapping[str, Values]) -> Cells:
+    return {**embedding_cells(scores), "same class": f"{mean(scores['same']):.0%}"}
 
 
 DIVERGENCE = Metric(divergences, divergence_cells, "KL")
@@ -86,34 +88,48 @@ EMBEDDING = Metric(cosines, embedding_cells, "1 - cosine")
 CLASSES = Metric(cosines, class_cells, "1 - cosine")
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def mean(values: Values) -> float:
+    """Return the mean over windows and seeds."""
+    return float(_by_seed(values).mean())
 
 
-def mean_text(values: Sequence[float], sign: str = "") -> str:
+def mean_text(values: Values, sign: str = "") -> str:
     """Return a mean and its bootstrap interval as text, with "+" as `sign` for positive values."""
     low, high = bootstrap_interval(values)
-    return f"{_mean(values):{sign}.4f} ({low:{sign}.4f} to {high:{sign}.4f})"
+    return f"{mean(values):{sign}.4f} ({low:{sign}.4f} to {high:{sign}.4f})"
 
 
-def difference_text(values: Sequence[float], others: Sequence[float]) -> str:
+def difference_text(values: Values, others: Values) -> str:
     """Return the mean of `values - others`, window by window, and its bootstrap interval as text.
 
     A window that is hard for one method is hard for the other. The interval of their differences is therefore narrower
-    than the intervals of two means tell.
+    than the intervals of two means tell. A method of one seed is compared with each seed of the other.
+
+    Raises:
+        ValueError: for different numbers of windows.
     """
-    return mean_text([value - other for value, other in zip(values, others, strict=True)], "+")
+    pair = _by_seed(values), _by_seed(others)
+    if pair[0].shape[1] != pair[1].shape[1]:
+        raise ValueError(f"{pair[0].shape[1]} windows cannot be compared with {pair[1].shape[1]}")
+    return mean_text((pair[0] - pair[1]).tolist(), "+")
 
 
-def bootstrap_interval(values: Sequence[float], share: float = 0.95, draws: int = 10000) -> tuple[float, float]:
+def bootstrap_interval(values: Values, share: float = 0.95, draws: int = 10000) -> tuple[float, float]:
     """Return the interval that holds the means of a share of samples, drawn from the values with replacement.
 
     Args:
-        values: one value for each window.
+        values: one value for each window, or a list of them for each seed; a sample draws windows and seeds.
         share: the share of the means.
         draws: the number of samples.
     """
-    sample = torch.randint(len(values), (draws, len(values)), generator=torch.Generator().manual_seed(0))
-    means = torch.tensor(values, dtype=torch.float64)[sample].mean(1)
+    table, generator = _by_seed(values), torch.Generator().manual_seed(0)
+    seeds, windows = table.shape
+    window = torch.randint(windows, (draws, 1, windows), generator=generator)
+    seed = torch.randint(seeds, (draws, seeds, 1), generator=generator)
+    means = table[seed, window].mean((1, 2))
     low, high = means.quantile(torch.tensor([(1 - share) / 2, (1 + share) / 2], dtype=torch.float64)).tolist()
     return low, high
+
+
+def _by_seed(values: Values) -> Tensor:
+    return torch.atleast_2d(torch.tensor(values, dtype=torch.float64))

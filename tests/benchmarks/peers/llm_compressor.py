@@ -1,34 +1,51 @@
-"""llm-compressor: GPTQ, alone and after SmoothQuant or the rotations of SpinQuant that weights absorb.
+"""llm-compressor: GPTQ, alone and after SmoothQuant or rotations, and AWQ.
 
 It chooses the device itself: a GPU where torch sees one.
 """
 
 from __future__ import annotations
 
+import functools
+
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.quip import QuIPModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.modifiers.transform.spinquant import SpinQuantModifier
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.benchmarks.peers.process import Job, run
+from tests.benchmarks.peers.process import IN_FLOAT, ROTATION, Job, rotation_matrix, run
+
+TRANSFORMS = {kind.__name__: kind for kind in (AWQModifier, QuIPModifier, SmoothQuantModifier, SpinQuantModifier)}
+QUANTIZERS = {kind.__name__: kind for kind in (GPTQModifier, QuantizationModifier)}
 
 
 def quantize(job: Job) -> dict[str, Tensor]:
     rows = job.inputs.tolist()
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
-    before = {
-        "SmoothQuant": [SmoothQuantModifier(smoothing_strength=0.5)],
-        "SpinQuant": [SpinQuantModifier(transform_type="random-hadamard")],  # for widths that are no power of two
-    }
     scheme = "MXFP4" if job.format == "W4A4" else "MXFP4A16"
-    gptq = GPTQModifier(targets="Linear", ignore=["lm_head", "pooler.dense"], scheme=scheme)
-    recipe = [*before.get(job.method.split()[0], []), gptq]
+    target = {"targets": "Linear", "ignore": [*IN_FLOAT], "scheme": scheme}
+    recipe = [
+        TRANSFORMS[name](**given) if name in TRANSFORMS else QUANTIZERS[name](**target, **given)
+        for name, given in job.options.items()
+    ]
     sizes = {"num_calibration_samples": len(rows), "max_seq_length": len(rows[0])}
     names = set(job.model.state_dict())
     oneshot(model=job.model, processor=job.tokenizer, dataset=data, recipe=recipe, **sizes)
-    return {name: tensor for name, tensor in job.model.state_dict().items() if name in names}
+    weights = {name: tensor for name, tensor in job.model.state_dict().items() if name in names}
+    for name, linear in job.model.named_modules():
+        if isinstance(linear, nn.Linear) and linear._forward_pre_hooks:
+            weights[ROTATION.format(name)] = rotation_matrix(linear, functools.partial(_rotate, linear))
+    return weights
+
+
+def _rotate(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    for hook in linear._forward_pre_hooks.values():
+        inputs = hook(linear, (inputs,))
+    return inputs
 
 
 if __name__ == "__main__":

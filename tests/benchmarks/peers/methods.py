@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from pt2mx.algorithms.options import PRESETS
+from tests.benchmarks.accuracy.case import ALGORITHMS
+from tests.benchmarks.peers import settings
 from tests.environments import environment
 
 ROOT = Path(__file__).parents[3]
@@ -21,43 +26,40 @@ LANGUAGE, IMAGES = ("smollm2", "minilm"), ("efficientnet",)
 
 
 class Method(NamedTuple):
-    """A way to quantize a model.
+    """A tool that quantizes a model.
 
     Args:
         module: the module of this folder that runs it.
-        requirement: what pip installs for it; None: it runs in the environment of the command.
+        settings: setting -> the options that the module reads.
+        requirement: what pip installs for it, with blanks in between; None: it runs in the environment of the command.
         models: the models on which the command runs it.
         formats: the formats that it has; None: all formats.
-        iterations: the steps of a method that learns.
+        random: whether its results depend on the seed.
     """
 
     module: str
+    settings: Mapping[str, Any] = {"default": {}}
     requirement: str | None = None
     models: tuple[str, ...] = LANGUAGE
     formats: tuple[str, ...] | None = None
-    iterations: int = 0
+    random: bool = False
 
 
-_AUTO_ROUND, _LLM_COMPRESSOR, _NNCF = "auto-round==0.16.1", "llmcompressor==0.14.0.1", "nncf==3.4.0"
-_ALL = LANGUAGE + IMAGES
+_NNCF = "nncf==3.4.0"
+_ALL, _FP4 = LANGUAGE + IMAGES, ("W4", "W4A8", "W4A4")
+
 METHODS = {
-    "nearest": Method("ours", models=_ALL),
-    "fast": Method("ours"),
-    "imatrix": Method("ours"),
-    "balanced": Method("ours", models=_ALL),
-    "best": Method("ours"),
-    "unrotated": Method("ours"),
-    "folded": Method("ours", models=("smollm2",)),
-    "torchao": Method("torchao_mx", models=_ALL, formats=("W4", "W4A8", "W4A4")),
-    "GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),
-    "SmoothQuant + GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),
-    "SpinQuant + GPTQ": Method("llm_compressor", _LLM_COMPRESSOR),
-    "AutoRound": Method("auto_round", _AUTO_ROUND, _ALL, ("W4", "W4A8", "W4A4"), iterations=200),
-    "AutoRound, 50 iterations": Method("auto_round", _AUTO_ROUND, iterations=50),
-    "NNCF": Method("nncf_weights", _NNCF),
-    "ModelOpt": Method("model_opt", "nvidia-modelopt==0.47.0"),
-    "NNCF INT8": Method("nncf_int8", _NNCF, IMAGES, ("W8A8",)),
-    "torchao INT8": Method("torchao_int8", None, IMAGES, ("W8A8",)),
+    "pt2mx": Method("ours", {preset: {} for preset in ("nearest", *PRESETS)}, models=_ALL),
+    "pt2mx, checkpoints": Method("ours", {name: {} for name in ALGORITHMS}, models=("smollm2",)),
+    "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=_FP4),
+    "llm-compressor": Method("llm_compressor", settings.LLM_COMPRESSOR, "llmcompressor==0.14.0.1", random=True),
+    "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, _FP4, random=True),
+    "Brevitas": Method("brevitas", settings.BREVITAS, "brevitas==0.13.4 datasets", random=True),
+    "Quark": Method("quark", settings.QUARK, "amd-quark==0.13", random=True),
+    "NNCF": Method("nncf_weights", settings.NNCF_WEIGHTS, _NNCF),
+    "ModelOpt": Method("model_opt", requirement="nvidia-modelopt==0.47.0"),
+    "NNCF INT8": Method("nncf_int8", requirement=_NNCF, models=IMAGES, formats=("W8A8",)),
+    "torchao INT8": Method("torchao_int8", models=IMAGES, formats=("W8A8",)),
 }
 
 
@@ -71,20 +73,26 @@ def run_method(folder: Path, name: str, job: dict[str, Any]) -> tuple[Path, dict
     Args:
         folder: the folder of the job, with the checkpoint and the inputs.
         name: the method.
-        job: `auto`, `model_name`, `format` and `device`.
+        job: the options of `process.Job`, and `auto`.
 
     Raises:
-        MethodError: with the last line that the method printed.
+        MethodError: with the error that the method printed.
     """
     method = METHODS[name]
     file = folder / "job.json"
-    file.write_text(json.dumps({**job, "method": name, "iterations": method.iterations}))
+    file.write_text(json.dumps(job))
     command = [str(_python(method.requirement)), "-m", f"tests.benchmarks.peers.{method.module}", str(file)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
-        raise MethodError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        raise MethodError(_error(done.stderr) or f"exit status {done.returncode}")
     return file.with_suffix(".safetensors"), json.loads(file.with_suffix(".cost").read_text())
+
+
+def _error(printed: str) -> str:
+    """Return the error after the last traceback, or the last line, on one line."""
+    *before, last = re.split(r"Traceback \(most recent call last\):\n(?: .*\n)+", printed.strip())
+    return " ".join((last if before else last.rpartition("\n")[2]).split())[:400]
 
 
 def _python(requirement: str | None) -> Path:
@@ -95,7 +103,7 @@ def _python(requirement: str | None) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         try:
-            return environment(folder, f"torch=={torch.__version__.partition('+')[0]}", requirement)
+            return environment(folder, f"torch=={torch.__version__.partition('+')[0]}", *requirement.split())
         except subprocess.CalledProcessError as error:
             shutil.rmtree(folder)
             raise MethodError(f"pip install {requirement} failed") from error

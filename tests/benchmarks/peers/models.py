@@ -1,7 +1,7 @@
 """The models on which methods are compared: their weights and inputs, and the metric of a result.
 
-Language models are calibrated on docstrings of sympy and scipy, and evaluated on docstrings of networkx, scikit-learn
-and numpy; EfficientNet on the photographs of `accuracy/efficientnet.py`.
+Language models are calibrated on docstrings of sympy and scipy; validated and tested on docstrings of networkx,
+scikit-learn and numpy, of different files. EfficientNet uses the photographs of `accuracy/efficientnet.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from tests.benchmarks.accuracy.packages import folder
 from tests.benchmarks.accuracy.texts import calibration_and_held_out
 from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
-#: modules that stay in float; names of their ends
-IN_FLOAT = ("lm_head", "pooler.dense")
-
 
 class Model(NamedTuple):
     """A model to compare methods on.
 
     Args:
         load: number of layers to keep, or None for all -> the model and its tokenizer, None for a model of images.
-        inputs: tokenizer -> the calibration inputs and the held-out inputs, (windows, ...) each.
+        inputs: tokenizer -> the inputs for calibration, validation and the test, (windows, ...) each.
         wrap: the model -> a module from inputs to its output.
         quantizer: format, scale mode -> the quantizer of this project.
         metric: how outputs are compared.
@@ -41,7 +38,7 @@ class Model(NamedTuple):
     """
 
     load: Callable[[int | None], tuple[nn.Module, Any]]
-    inputs: Callable[[Any], tuple[Tensor, Tensor]]
+    inputs: Callable[[Any], tuple[Tensor, Tensor, Tensor]]
     wrap: Callable[[nn.Module], nn.Module]
     quantizer: Callable[[str, str], MXQuantizer]
     metric: Metric

@@ -17,11 +17,11 @@ def quantize(job: Job) -> nn.Module:
     wrapped = subject.wrap(job.model.to(job.device))
     model = torch.export.export(wrapped, (inputs[:2],), dynamic_shapes=shapes).module()
     quantizer = subject.quantizer(job.format, "even")
-    if job.method != "nearest":
+    if job.setting != "nearest":
         batches = [(batch,) for batch in inputs.split(subject.at_once)]
-        algorithms = ALGORITHMS.get(job.method)
+        algorithms = ALGORITHMS.get(job.setting)
         model = pt2mx.optimize(
-            model, quantizer, batches, algorithms=algorithms, preset=None if algorithms else job.method
+            model, quantizer, batches, algorithms=algorithms, preset=None if algorithms else job.setting
         )
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
 

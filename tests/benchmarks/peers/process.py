@@ -1,9 +1,9 @@
 """The process that quantizes a model by one method: read the job, measure the method, write what it made.
 
-A folder holds the job: `checkpoint/`, the calibration inputs, the held-out inputs, and `NAME.json` with the options.
-The process writes `NAME.safetensors` and `NAME.cost`, the seconds and the peak memory. The first holds the dequantized
-weights of the whole model. Methods that have activation quantizers of their own write the outputs for the held-out
-inputs instead.
+A folder holds the job: `checkpoint/`, the inputs for calibration, validation and the test, and `NAME.json` with the
+options. The process writes `NAME.safetensors` and `NAME.cost`, the seconds and the peak memory. The first holds the
+dequantized weights of the whole model, and the rotations that linear layers apply to their inputs. Methods that have
+activation quantizers of their own write the outputs for the inputs of validation and test instead.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from torch import Tensor, nn
 
 from tests.benchmarks.peak import peak
 
-#: the files of the inputs, `inputs` (windows, ...)
-CALIBRATION, HELD_OUT = "calibration.safetensors", "held_out.safetensors"
+#: modules that stay in float; names of their ends
+IN_FLOAT = ("lm_head", "pooler.dense")
+#: the names of the inputs that methods see, and of those that they are evaluated on
+CALIBRATION, EVALUATED = "calibration", ("validation", "test")
 CHECKPOINT, PICKLED = "checkpoint", "model.pt"
-#: the name of the outputs for a held-out window of that index
-OUTPUT = "output {}"
+#: the name of the outputs for a window of that name and index
+OUTPUT = "output {} {}"
+#: the name of the matrix, (inputs, inputs), by which a linear layer multiplies its inputs
+ROTATION = "{}.rotation"
 
 
 class Job(NamedTuple):
@@ -37,9 +41,10 @@ class Job(NamedTuple):
         tokenizer: its tokenizer; None: a model of images.
         inputs: the calibration inputs, (windows, tokens) int64 or (windows, 3, height, width) float32.
         model_name: the name of the model.
-        method: the name of the method.
         format: the formats of weights and activations, such as "W4" or "W4A8".
-        iterations: the steps of methods that learn.
+        setting: the name of the setting of the method.
+        options: the options of the setting.
+        seed: seed for methods that draw numbers.
         device: where to quantize; a device other than the CPU makes the seconds wall time.
     """
 
@@ -47,9 +52,10 @@ class Job(NamedTuple):
     tokenizer: Any
     inputs: Tensor
     model_name: str
-    method: str
     format: str
-    iterations: int
+    setting: str
+    options: Any
+    seed: int
     device: str
 
 
@@ -76,25 +82,40 @@ def load_checkpoint(folder: Path, auto: str) -> tuple[nn.Module, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
+def inputs_file(folder: Path, name: str) -> Path:
+    """Return the file of inputs in the folder of a job, `inputs` (windows, ...)."""
+    return folder / f"{name}.safetensors"
+
+
+@torch.no_grad()
+def rotation_matrix(linear: nn.Linear, rotate: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the matrix of a rotation of the inputs of a linear layer, (inputs, inputs)."""
+    return rotate(torch.eye(linear.in_features, device=linear.weight.device))
+
+
 def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
     """Quantize the model of the job that the command line names.
 
     Args:
-        quantize: returns the dequantized weights, or a module to call with held-out inputs on the job's device.
+        quantize: returns the dequantized weights, or a module to call with inputs on the job's device.
     """
     file = Path(sys.argv[1])
     options = json.loads(file.read_text())
     model, tokenizer = load_checkpoint(file.parent / CHECKPOINT, options.pop("auto"))
-    job = Job(model, tokenizer, load_file(file.parent / CALIBRATION)["inputs"], **options)
-    torch.manual_seed(0)
+    job = Job(model, tokenizer, load_file(inputs_file(file.parent, CALIBRATION))["inputs"], **options)
+    torch.manual_seed(job.seed)
     clock = time.process_time if job.device == "cpu" else time.perf_counter
     begin = clock()
     result = quantize(job)
     cost = {"seconds": clock() - begin, "peak MB": peak()}
     if isinstance(result, nn.Module):
-        held_out = load_file(file.parent / HELD_OUT)["inputs"].split(1)
+        windows = {name: load_file(inputs_file(file.parent, name))["inputs"].split(1) for name in EVALUATED}
         with torch.no_grad():
-            result = {OUTPUT.format(i): result(window.to(job.device)) for i, window in enumerate(held_out)}
+            result = {
+                OUTPUT.format(name, i): result(window.to(job.device))
+                for name in EVALUATED
+                for i, window in enumerate(windows[name])
+            }
     saved = {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in result.items()}
     save_file(saved, file.with_suffix(".safetensors"))
     file.with_suffix(".cost").write_text(json.dumps(cost))

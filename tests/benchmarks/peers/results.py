@@ -1,4 +1,4 @@
-"""Results of methods, which are kept so that later runs of the command show them, too."""
+"""Results of runs, which are kept so that later calls of the command show them, too."""
 
 from __future__ import annotations
 
@@ -10,26 +10,40 @@ from typing import NamedTuple
 from tests.benchmarks.peers.figures import Scores
 
 
+class Run(NamedTuple):
+    """What identifies a result on one model: the method, its setting, the format and the seed."""
+
+    method: str
+    setting: str
+    format: str
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.format}, {self.method}, {self.setting}, seed {self.seed}"
+
+
 class Result(NamedTuple):
-    """What a method reached and cost.
+    """What a run reached and cost.
 
     Args:
-        scores: score -> its value for each held-out window.
+        scores: "validation" and "test" -> score -> its value for each window; empty for a refusal.
         seconds: processor time, or wall time on another device.
         peak: the peak memory of the process in MB.
         processor: what it ran on, "cpu" or the name of a GPU.
         day: when it ran.
+        refusal: the error of a method that does not run with this setting.
     """
 
-    scores: Scores
+    scores: dict[str, Scores]
     seconds: float
     peak: float
     processor: str
     day: str
+    refusal: str = ""
 
 
 class Results:
-    """The results of the methods on one model, one file for each method and format.
+    """The results on one model, one file for each run.
 
     Args:
         folder: where the files lie.
@@ -38,14 +52,14 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, method: str, name: str) -> Result | None:
-        """Return the result of a method for a format; None where there is none."""
-        file = self._file(method, name)
+    def load(self, run: Run) -> Result | None:
+        """Return the result of a run; None where there is none."""
+        file = self._file(run)
         return Result(**json.loads(file.read_text())) if file.exists() else None
 
-    def save(self, method: str, name: str, result: Result) -> None:
+    def save(self, run: Run, result: Result) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file(method, name).write_text(json.dumps(result._asdict()))
+        self._file(run).write_text(json.dumps(result._asdict()))
 
-    def _file(self, method: str, name: str) -> Path:
-        return self.folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', method)}_{name}.json"
+    def _file(self, run: Run) -> Path:
+        return self.folder / f"{'_'.join(re.sub(r'[^A-Za-z0-9]+', '-', str(part)) for part in run)}.json"
