@@ -142,7 +142,6 @@ def test_the_page_and_the_table_say_one_size_of_the_float_model(optimize, capsys
         (["nothing"], "unknown model 'nothing'"),
         (["onnx:net.onnx"], "an ONNX file is not taken here"),
         (["net.py:make", "--recipes", "mxfp5"], "no recipe 'mxfp5'"),
-        (["net.py:make", "--recipes", ""], "no recipe ''"),
         (["net.py:make", "--calibration", "none"], "--calibration none leaves no batch to evaluate on"),
         (["net.py:make", "--calibration", "nowhere"], "no file or folder 'nowhere': give a folder of batches"),
         (["net.py:broken"], "NaN or Inf in the weights 0.weight"),
