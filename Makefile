@@ -45,7 +45,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "not cuda"
 
-# those of compiled code that `make test` leaves out, in about ten minutes
+# those of compiled code that `make test` leaves out, in a quarter of an hour or more
 test-compiled: $(VENV)/.installed
 	$(PYTEST) -m "compiled and not slow and not cuda"
 

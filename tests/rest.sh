@@ -17,7 +17,7 @@ run() {
     ((status == 0 || status == 5)) || exit "$status" # 5: the group has no such test
 }
 
-run 10 "compiled and not slow and not cuda" tests
+run 16 "compiled and not slow and not cuda" tests
 slow="slow and not cuda"
 run 4 "$slow" tests/pt2mx tests/conformance tests/engines
 run 3 "$slow" tests/fx
