@@ -212,7 +212,9 @@ class Parser(argparse.ArgumentParser):
         if subparsers(self) or not {"--", *_HELP}.isdisjoint(words):
             return words
         words = [part for word in words for part in self._parts_of(word)]
-        free, values, option = list[int](), dict[argparse.Action, list[int]](), None
+        free: list[int] = []
+        values: dict[argparse.Action, list[int]] = {}
+        option = None
         for i, word in enumerate(words):
             if name := _OPTION.fullmatch(word.partition("=")[0]):
                 option = self._action(name[0])

@@ -382,8 +382,8 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
 
     @cached_property
     def _limits(self) -> dict[str, int]:
-        of_rope, longest = rope_positions(self.config), getattr(self.config, LONGEST_TEXT, None)
-        limits = {POSITION_IDS: of_rope, LONGEST_TEXT: longest, **self.positions}
+        longest = getattr(self.config, LONGEST_TEXT, None)
+        limits = {POSITION_IDS: rope_positions(self.config), LONGEST_TEXT: longest, **self.positions}
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def tokens(self, prompts: list[str], images: Any = None) -> dict[str, Tensor]:

@@ -54,7 +54,8 @@ def rope_positions(config: Any) -> int | None:
     tokens. `LONGEST_TEXT` of a configuration is a limit of its own.
     """
     text = config.get_text_config(decoder=True)
-    rope, known = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    known = getattr(text, "max_position_embeddings", None)
     has_other_limit = "mrope_section" in rope or getattr(config, LONGEST_TEXT, None) is not None
     if not rope or known is None or has_other_limit or getattr(text, "alibi", False):
         return None
