@@ -12,21 +12,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.picture import PICTURE, picture
+
 FOLDER = Path(__file__).parent
 MEASURED, RESULTS, README = FOLDER / "measured.json", FOLDER / "results.md", FOLDER.parents[2] / "README.md"
 #: model -> its title in `results.md`
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, whose package holds 4-bit codes",
+    "smollm2-continued": "SmolLM2-135M-Instruct, trained on in float",
     "minilm": "MiniLM",
     "efficientnet": "EfficientNet-Lite0",
 }
 #: head of a column of README's table -> the model and the format
 COLUMNS = {
-    "SmolLM2, FP4 weights": ("smollm2", "W4"),
+    "FP4 weights": ("smollm2", "W4"),
     "and FP8 activations": ("smollm2", "W4A8"),
     "and FP4 activations": ("smollm2", "W4A4"),
-    "MiniLM, FP4 both": ("minilm", "W4A4"),
-    "EfficientNet, 8 bits": ("efficientnet", "W8A8"),
 }
 #: row of README's table -> its methods, where it puts MX formats, and the layout of its files
 ROWS = {
@@ -131,3 +132,4 @@ def with_table(page: str) -> str:
 if __name__ == "__main__":
     RESULTS.write_text(results())
     README.write_text(with_table(README.read_text()))
+    PICTURE.write_text(picture())
