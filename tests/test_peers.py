@@ -82,6 +82,23 @@ def test_figures_of_known_predictions():
 
 def _tiny_bert():
     torch.manual_seed(0)
+def _at(*degrees):
+    """Return embeddings of these directions, (1, 2) each."""
+    turns = torch.tensor(degrees).deg2rad()
+    return torch.stack([turns.cos(), turns.sin()], 1).split(1)
+
+
+def test_halves_of_texts_find_each_other():
+    exact, moved = _at(0, 10, 90, 130), _at(0, 100, 90, 130)
+    in_float, scores = (figures.embeddings(outputs, [], exact) for outputs in (exact, moved))
+    assert in_float["ranking"] == pytest.approx([1] * 4) and in_float["first"] == [1, 1, 1, 1]
+    # the second window has come between the other text's halves
+    assert scores["first"] == [0, 0, 0, 0] and scores["reciprocal rank"] == pytest.approx([1 / 2, 1 / 3, 1 / 2, 1 / 2])
+    assert scores["ranking"] == pytest.approx([0.5, -0.5, 0.5, 0.5])
+    assert scores["1 - cosine"] == pytest.approx([0, 1, 0, 0], abs=1e-6)
+    assert figures.EMBEDDING.cells(in_float)["recall@1"] == "1.0000 (1.0000 to 1.0000)"
+
+
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300}
     return BertModel(BertConfig(**sizes, num_hidden_layers=2, initializer_range=0.5))
 
@@ -138,8 +155,9 @@ QUANTIZE = {
 }
 
 
-def _text(packages, length, backward=False):
-    return built_in_text()[::-1][: length // 8] if backward else built_in_text()[: length // 8]
+def _texts(packages, backward=False, read=None):
+    text = built_in_text()[::-1] if backward else built_in_text()
+    return (text[i : i + 512] for i in range(0, len(text), 512))
 
 
 @pytest.fixture(params=LOADS)
@@ -147,11 +165,12 @@ def tiny(request, monkeypatch):
     """The name of a model of `MODELS`, in whose stead there is a tiny one."""
     changed = {"load": LOADS[request.param]}
     if request.param == "efficientnet":
-        images = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split([4, 3, 3])
+        images = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split(4)
         changed["inputs"] = lambda tokenizer: images
     else:
-        changed["inputs"] = partial(texts.calibration_and_held_out, length=32, seen=4, held_out=3)
-        monkeypatch.setattr(texts, "package_text", _text)
+        inputs = models.MODELS[request.param].inputs.func
+        changed["inputs"] = partial(inputs, length=32, seen=4, held_out=4)
+        monkeypatch.setattr(texts, "package_texts", _texts)
     monkeypatch.setitem(models.MODELS, request.param, models.MODELS[request.param]._replace(**changed))
     return request.param
 
@@ -177,7 +196,7 @@ def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
     job = {"auto": models.MODELS[tiny].auto, "model_name": tiny}
     in_float, loss = evaluated.of_float(), models.MODELS[tiny].metric.loss
-    assert in_float["test"][loss] == in_float["validation"][loss] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert in_float["test"][loss] + in_float["validation"][loss] == pytest.approx([0] * 8, abs=1e-6)
     by_format = []
     for name in ("W4", "W4A4"):
         nearest, torchao = (
