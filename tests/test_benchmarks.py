@@ -178,6 +178,8 @@ def test_sentences_of_packages(monkeypatch):
     monkeypatch.setattr(texts, "package_docstrings", lambda names: [f"{shared} {other} Short. {long}{long}"])
     assert texts.more_sentences(5) == [other] and texts.more_sentences(0) == []
     assert max(map(len, texts._docstrings([Path(__file__)]))) > 50
+    with pytest.raises(ValueError, match="the text has 4 tokens, 2 windows of 3 need more"):
+        texts.token_blocks(tokenizer_of_bytes(), "text", 2, 3)
 
 
 def test_functions_of_files(monkeypatch, tmp_path):

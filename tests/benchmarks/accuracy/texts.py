@@ -108,7 +108,7 @@ def calibration_and_halves(tokenizer: Any, length: int, seen: int, held_out: int
 
     def halves(backward: bool) -> Tensor:
         texts = (text[: 2 * _LETTERS * length] for text in package_texts(HELD_OUT, backward))
-        ids = (tokenizer(text, add_special_tokens=False)["input_ids"][: 2 * length] for text in texts)
+        ids = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][: 2 * length] for text in texts)
         long = (row for row in ids if len(row) == 2 * length)
         return torch.tensor([*itertools.islice(long, held_out // 2)]).view(held_out, length)
 
@@ -128,8 +128,16 @@ def package_blocks(
 
 
 def token_blocks(tokenizer: Any, text: str, count: int, length: int) -> Tensor:
-    """Return the first tokens of a text, (count, length) int64."""
+    """Return the first tokens of a text, (count, length) int64.
+
+    Raises:
+        ValueError: for a text that is too short.
+    """
     ids = tokenizer(text[: _LETTERS * count * length], verbose=False)["input_ids"]
+    if len(ids) < count * length:
+        raise ValueError(
+            f"the text has {len(ids)} tokens, {count} windows of {length} need more: install more packages"
+        )
     return torch.tensor(ids[: count * length]).view(count, length)
 
 
