@@ -8,10 +8,12 @@ from subprocess import CalledProcessError
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import BertConfig, BertModel
 
 from pt2mx.pt2e.language.texts import built_in_text
+from tests.benchmarks import continued
 from tests.benchmarks.accuracy import efficientnet, texts
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import (
@@ -76,12 +78,10 @@ def test_figures_of_known_predictions():
     scores = figures.cosines([torch.tensor([[1.0, 0.0]])] * 2, windows, expected)
     assert scores["1 - cosine"] == pytest.approx([0.4, 0]) and scores["same"] == [0, 1]
     embedding = {"1 - cosine, 95% interval": "0.2000 (0.0000 to 0.4000)", "worst": "0.6000"}
-    assert figures.EMBEDDING.cells(scores) == embedding
+    assert figures.embedding_cells(scores) == embedding
     assert figures.CLASSES.cells(scores) == {**embedding, "same class": "50%"}
 
 
-def _tiny_bert():
-    torch.manual_seed(0)
 def _at(*degrees):
     """Return embeddings of these directions, (1, 2) each."""
     turns = torch.tensor(degrees).deg2rad()
@@ -99,6 +99,8 @@ def test_halves_of_texts_find_each_other():
     assert figures.EMBEDDING.cells(in_float)["recall@1"] == "1.0000 (1.0000 to 1.0000)"
 
 
+def _tiny_bert():
+    torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 300}
     return BertModel(BertConfig(**sizes, num_hidden_layers=2, initializer_range=0.5))
 
@@ -385,6 +387,20 @@ def test_the_environment_of_a_peer(tmp_path, monkeypatch):
     )
 
 
+def test_windows_of_minilm_are_halves_of_docstrings(monkeypatch, tmp_path):
+    """Docstrings that are too short for two windows are left out."""
+    for i, repeats in enumerate((70, 30, 40, 90)):
+        (tmp_path / f"{i}.py").write_text(f'"""{f"text {i} " * repeats}"""\n')
+    monkeypatch.setattr(texts, "folder", lambda name: tmp_path)
+    monkeypatch.setattr(texts, "HELD_OUT", ("any",))
+    tokenizer = tokenizer_of_bytes()
+    seen, *evaluated = texts.calibration_and_halves(tokenizer, length=112, seen=2, held_out=4)
+    assert seen.shape == (2, 112)
+    for halves in evaluated:
+        firsts, seconds = (tokenizer.batch_decode(rows) for rows in (halves[::2], halves[1::2]))
+        assert firsts == seconds and {*firsts} < {f"text {i} " * 16 for i in (0, 2, 3)} and len({*firsts}) == 2
+
+
 def test_the_methods_of_a_model():
     for name in models.MODELS:
         chosen = [method for method in methods.METHODS.values() if name in method.models]
@@ -393,4 +409,21 @@ def test_the_methods_of_a_model():
             assert (methods.ROOT / "tests" / "benchmarks" / "peers" / f"{method.module}.py").exists()
             assert method.settings and json.loads(json.dumps(method.settings))
             assert method.formats is None or set(method.formats) & set(models.MODELS[name].formats)
-    assert models.MODELS["efficientnet"].formats == tuple(efficientnet.FORMATS)
+    for name in ("efficientnet", "efficientnet-lite1"):
+        assert models.MODELS[name].formats == tuple(efficientnet.FORMATS)
+
+
+def test_the_quantizer_of_a_cnn():
+    """Small weights are INT8, and have the activations in float that others have."""
+    for name, activation in (("W4", None), ("W4A8", "mxint8"), ("W4A4", "mxfp4")):
+        recipe = yaml.safe_load(efficientnet.quantizer(name, "even").to_recipe())
+        small = recipe["small_weights"][efficientnet.SMALL]
+        assert recipe["global"]["weight"].startswith("mxfp4") and small["weight"].startswith("mxint8")
+        assert str(recipe["global"].get("activation")).startswith(str(activation))
+        assert str(small.get("activation")).startswith(str(activation and "mxint8"))
+
+
+def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(continued, "FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint: python -m tests\.benchmarks\.continued"):
+        models.MODELS["smollm2-continued"].load(1)
