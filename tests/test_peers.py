@@ -342,6 +342,15 @@ def test_convolutions_that_pad_become_plain():
     assert torch.equal(plain(x), expected) and type(plain[0][1]) is nn.Conv2d
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_first_layers_of_a_decoder(family):
+    decoder = tiny_decoder(family)
+    first = models.cut(decoder, 1, tie_word_embeddings=False)
+    assert len(first.model.layers) == 1 and first.lm_head.weight is not first.model.embed_tokens.weight
+    weight, expected = (net.model.layers[0].mlp.up_proj.weight for net in (first, decoder))
+    assert torch.equal(weight, expected)
+
+
 def test_results_are_kept_per_window(tmp_path):
     scores = {"validation": {"KL": [0.25, 0.75]}, "test": {"KL": [0.5, 0.25]}}
     kept, result = results.Results(tmp_path / "new"), results.Result(scores, 3.5, 120, "cpu", "2026-11-27")

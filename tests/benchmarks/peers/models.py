@@ -64,6 +64,8 @@ def cut(model: nn.Module, layers: int | None, **fields: Any) -> nn.Module:
     """Return a model of the same weights with its first layers only, and other fields of its configuration."""
     kept = model.config.num_hidden_layers if layers is None else layers
     settings = {**model.config.to_dict(), "num_hidden_layers": kept, **fields}
+    if "layer_types" in settings:  # one for each layer
+        settings["layer_types"] = settings["layer_types"][:kept]
     result = type(model)(type(model.config).from_dict(settings)).eval()
     weights = {**model.state_dict(), "lm_head.weight": model.get_input_embeddings().weight}  # a tied head
     result.load_state_dict({name: weights[name] for name in result.state_dict()})
