@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig
 
 from pt2mx import MXQuantizer
-from tests.benchmarks import byte_limit, cpu_decode, language, qat, qat_slices, slices, step
-from tests.benchmarks.accuracy import digits, efficientnet, texts
+from tests.benchmarks import byte_limit, continued, cpu_decode, language, qat, qat_slices, slices, step
+from tests.benchmarks.accuracy import coder, digits, efficientnet, packages, smollm2, texts
 from tests.benchmarks.random_gguf import write_random_llama
-from tests.language_models import quantized_decoder
+from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -178,6 +178,65 @@ def test_sentences_of_packages(monkeypatch):
     monkeypatch.setattr(texts, "package_docstrings", lambda names: [f"{shared} {other} Short. {long}{long}"])
     assert texts.more_sentences(5) == [other] and texts.more_sentences(0) == []
     assert max(map(len, texts._docstrings([Path(__file__)]))) > 50
+    with pytest.raises(ValueError, match="the text has 4 tokens, 2 windows of 3 need more"):
+        texts.token_blocks(tokenizer_of_bytes(), "text", 2, 3)
+
+
+def test_functions_of_files(monkeypatch, tmp_path):
+    """The first long one of each file, with its indentation, cut."""
+    body = "".join(f"        value{i} = {i}\n" for i in range(400))
+    (tmp_path / "long.py").write_text(f"def short(): pass\nclass A:\n    def long(self):\n{body}")
+    (tmp_path / "short.py").write_text("def short(): pass\n")
+    (tmp_path / "newer.py").write_text("def broken(\n")
+    monkeypatch.setattr(texts, "folder", lambda name: tmp_path)
+    (text,) = texts.package_texts(["any"], read=texts.first_function)
+    assert text == f"def long(self):\n{body}"[:2000]
+
+
+def test_parts_of_a_file_are_joined(monkeypatch, tmp_path):
+    monkeypatch.setattr(coder, "PARTS", ("no_such_part1", "no_such_part2"))
+    for i, part in enumerate(coder.PARTS):
+        (tmp_path / part / "data").mkdir(parents=True)
+        (tmp_path / part / "data" / "part.bin").write_bytes(bytes([i, 7]))
+    cached = tmp_path / "cache" / "whole.gguf"
+    with pytest.raises(packages.NotInstalledError, match=r"part1 is not installed: pip install .*part\{1\.\.22\}"):
+        coder.joined(cached)
+    monkeypatch.setattr(coder, "require", lambda *modules, command: None)
+    monkeypatch.setattr(coder, "folder", lambda name: tmp_path / name)
+    assert coder.joined(cached).read_bytes() == bytes([0, 7, 1, 7])
+    monkeypatch.setattr(coder, "folder", None)  # the second call reads the cache
+    assert coder.joined(cached) == cached and [*cached.parent.iterdir()] == [cached]
+
+
+def test_levels_of_a_weight():
+    codes = torch.arange(32).remainder(16).expand(3, 2, 32)
+    low = torch.tensor([-1.0, -0.5, 2.0])[:, None, None]
+    weight = (low + 0.125 * codes).flatten(1)
+    levels = continued.Levels.of(weight)
+    assert levels.places(weight).tolist() == [192, 0, 0]
+    assert levels.places(weight + 0.0625).tolist() == [0, 192, 96]
+    assert levels.places(weight + 0.03125).tolist() == [0, 0, 48]
+
+
+def test_training_leaves_the_levels(monkeypatch, tmp_path, capsys):
+    decoder = tiny_decoder("llama", num_hidden_layers=2)
+    for weight in continued.linear_weights(decoder).values():
+        low, step = continued.Levels.of(weight)
+        codes = ((weight.detach().unflatten(1, (-1, 32)) - low) / step).round()
+        weight.data = (low + step * codes).flatten(1)
+    monkeypatch.setattr(smollm2, "load", lambda: (decoder, tokenizer_of_bytes()))
+    monkeypatch.setattr(texts, "package_texts", lambda names, backward, read: iter(["some text"] * 999))
+    for name, value in {"WINDOWS": 2, "LENGTH": 16, "HELD_OUT": 2, "FOLDER": tmp_path, "WARM_UP": 1}.items():
+        monkeypatch.setattr(continued, name, value)
+    continued.main(["--layers", "1", "--steps", "8", "--folder", str(tmp_path)])
+    header, before, after = (re.split("  +", line) for line in capsys.readouterr().out.splitlines()[:3])
+    assert header == ["", "perplexity", "on levels", "halfway", "distance"]
+    assert before[2] == "100.00%" and float(before[4]) < 0.01 and float(after[2].rstrip("%")) < 90
+    assert float(after[1]) < float(before[1])
+    trained, _ = continued.load()
+    assert len(trained.model.layers) == 1
+    for parameter in trained.parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, parameter.bfloat16().float())
 
 
 def test_slices_of_a_small_model():

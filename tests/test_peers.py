@@ -8,10 +8,12 @@ from subprocess import CalledProcessError
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import BertConfig, BertModel
 
 from pt2mx.pt2e.language.texts import built_in_text
+from tests.benchmarks import continued
 from tests.benchmarks.accuracy import efficientnet, texts
 from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import (
@@ -77,8 +79,25 @@ def test_figures_of_known_predictions():
     scores = figures.cosines([torch.tensor([[1.0, 0.0]])] * 2, windows, expected)
     assert scores["1 - cosine"] == pytest.approx([0.4, 0]) and scores["same"] == [0, 1]
     embedding = {"1 - cosine, 95% interval": "0.2000 (0.0000 to 0.4000)", "worst": "0.6000"}
-    assert figures.EMBEDDING.cells(scores) == embedding
+    assert figures.embedding_cells(scores) == embedding
     assert figures.CLASSES.cells(scores) == {**embedding, "same class": "50%"}
+
+
+def _at(*degrees):
+    """Return embeddings of these directions, (1, 2) each."""
+    turns = torch.tensor(degrees).deg2rad()
+    return torch.stack([turns.cos(), turns.sin()], 1).split(1)
+
+
+def test_halves_of_texts_find_each_other():
+    exact, moved = _at(0, 10, 90, 130), _at(0, 100, 90, 130)
+    in_float, scores = (figures.embeddings(outputs, [], exact) for outputs in (exact, moved))
+    assert in_float["ranking"] == pytest.approx([1] * 4) and in_float["first"] == [1, 1, 1, 1]
+    # the second window has come between the other text's halves
+    assert scores["first"] == [0, 0, 0, 0] and scores["reciprocal rank"] == pytest.approx([1 / 2, 1 / 3, 1 / 2, 1 / 2])
+    assert scores["ranking"] == pytest.approx([0.5, -0.5, 0.5, 0.5])
+    assert scores["1 - cosine"] == pytest.approx([0, 1, 0, 0], abs=1e-6)
+    assert figures.EMBEDDING.cells(in_float)["recall@1"] == "1.0000 (1.0000 to 1.0000)"
 
 
 def _tiny_bert():
@@ -139,8 +158,9 @@ QUANTIZE = {
 }
 
 
-def _text(packages, length, backward=False):
-    return built_in_text()[::-1][: length // 8] if backward else built_in_text()[: length // 8]
+def _texts(packages, backward=False, read=None):
+    text = built_in_text()[::-1] if backward else built_in_text()
+    return (text[i : i + 512] for i in range(0, len(text), 512))
 
 
 @pytest.fixture(params=LOADS)
@@ -148,11 +168,12 @@ def tiny(request, monkeypatch):
     """The name of a model of `MODELS`, in whose stead there is a tiny one."""
     changed = {"load": LOADS[request.param]}
     if request.param == "efficientnet":
-        images = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split([4, 3, 3])
+        images = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split(4)
         changed["inputs"] = lambda tokenizer: images
     else:
-        changed["inputs"] = partial(texts.calibration_and_held_out, length=32, seen=4, held_out=3)
-        monkeypatch.setattr(texts, "package_text", _text)
+        inputs = models.MODELS[request.param].inputs.func
+        changed["inputs"] = partial(inputs, length=32, seen=4, held_out=4)
+        monkeypatch.setattr(texts, "package_texts", _texts)
     monkeypatch.setitem(models.MODELS, request.param, models.MODELS[request.param]._replace(**changed))
     return request.param
 
@@ -178,7 +199,7 @@ def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
     job = {"auto": models.MODELS[tiny].auto, "model_name": tiny}
     in_float, loss = evaluated.of_float(), models.MODELS[tiny].metric.loss
-    assert in_float["test"][loss] == in_float["validation"][loss] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert in_float["test"][loss] + in_float["validation"][loss] == pytest.approx([0] * 8, abs=1e-6)
     by_format = []
     for name in ("W4", "W4A4"):
         nearest, torchao = (
@@ -322,6 +343,15 @@ def test_convolutions_that_pad_become_plain():
     assert torch.equal(plain(x), expected) and type(plain[0][1]) is nn.Conv2d
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_first_layers_of_a_decoder(family):
+    decoder = tiny_decoder(family)
+    first = models.cut(decoder, 1, tie_word_embeddings=False)
+    assert len(first.model.layers) == 1 and first.lm_head.weight is not first.model.embed_tokens.weight
+    weight, expected = (net.model.layers[0].mlp.up_proj.weight for net in (first, decoder))
+    assert torch.equal(weight, expected)
+
+
 def test_results_are_kept_per_window(tmp_path):
     scores = {"validation": {"KL": [0.25, 0.75]}, "test": {"KL": [0.5, 0.25]}}
     kept, result = results.Results(tmp_path / "new"), results.Result(scores, 3.5, 120, "cpu", "2026-11-27")
@@ -367,6 +397,20 @@ def test_the_environment_of_a_peer(tmp_path, monkeypatch):
     )
 
 
+def test_windows_of_minilm_are_halves_of_docstrings(monkeypatch, tmp_path):
+    """Docstrings that are too short for two windows are left out."""
+    for i, repeats in enumerate((70, 30, 40, 90)):
+        (tmp_path / f"{i}.py").write_text(f'"""{f"text {i} " * repeats}"""\n')
+    monkeypatch.setattr(texts, "folder", lambda name: tmp_path)
+    monkeypatch.setattr(texts, "HELD_OUT", ("any",))
+    tokenizer = tokenizer_of_bytes()
+    seen, *evaluated = texts.calibration_and_halves(tokenizer, length=112, seen=2, held_out=4)
+    assert seen.shape == (2, 112)
+    for halves in evaluated:
+        firsts, seconds = (tokenizer.batch_decode(rows) for rows in (halves[::2], halves[1::2]))
+        assert firsts == seconds and {*firsts} < {f"text {i} " * 16 for i in (0, 2, 3)} and len({*firsts}) == 2
+
+
 def test_the_methods_of_a_model():
     for name in models.MODELS:
         chosen = [method for method in methods.METHODS.values() if name in method.models]
@@ -375,7 +419,24 @@ def test_the_methods_of_a_model():
             assert (methods.ROOT / "tests" / "benchmarks" / "peers" / f"{method.module}.py").exists()
             assert method.settings and json.loads(json.dumps(method.settings))
             assert method.formats is None or set(method.formats) & set(models.MODELS[name].formats)
-    assert models.MODELS["efficientnet"].formats == tuple(efficientnet.FORMATS)
+    for name in ("efficientnet", "efficientnet-lite1"):
+        assert models.MODELS[name].formats == tuple(efficientnet.FORMATS)
+
+
+def test_the_quantizer_of_a_cnn():
+    """Small weights are INT8, and have the activations in float that others have."""
+    for name, activation in (("W4", None), ("W4A8", "mxint8"), ("W4A4", "mxfp4")):
+        recipe = yaml.safe_load(efficientnet.quantizer(name, "even").to_recipe())
+        small = recipe["small_weights"][efficientnet.SMALL]
+        assert recipe["global"]["weight"].startswith("mxfp4") and small["weight"].startswith("mxint8")
+        assert str(recipe["global"].get("activation")).startswith(str(activation))
+        assert str(small.get("activation")).startswith(str(activation and "mxint8"))
+
+
+def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(continued, "FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no checkpoint: python -m tests\.benchmarks\.continued"):
+        models.MODELS["smollm2-continued"].load(1)
 
 
 def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):

@@ -3,7 +3,7 @@
 Calibrated on 256 crops of 18 pictures, distilled on 3,072 crops that are blended, pasted and recolored. Tested on 64
 crops of four other photographs of ImageNet classes: a cat, a cup of coffee, a flower and a rocket. Mean and worst
 cosine of the logits, and how often the best class agrees with the float model's. In each format the first operator and
-weights of at most 32,768 values, among them all depthwise ones, are INT8.
+weights of at most 32,768 values, among them all depthwise ones, are INT8, with INT8 activations where others have any.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
 from tests.benchmarks.accuracy.case import Case, Figures, Forward
 from tests.benchmarks.accuracy.packages import folder, require
 
-#: format -> weights; activations are INT8
-FORMATS = {"W8A8": "mxint8", "W6A8": "mxfp6_e2m3", "W4A8": "mxfp4"}
+#: format -> elements of weights and of activations
+FORMATS: dict[str, tuple[str, str | None]] = {
+    "W8A8": ("mxint8", "mxint8"),
+    "W6A8": ("mxfp6_e2m3", "mxint8"),
+    "W4A8": ("mxfp4", "mxint8"),
+    "W4": ("mxfp4", None),
+    "W4A4": ("mxfp4", "mxfp4"),
+}
 SMALL, AT_ONCE = 32_768, 32
 #: height and width of the images of Lite0 to Lite2
 SIZES = 224, 240, 260
@@ -68,9 +74,9 @@ def calibration_and_held_out(size: int = SIZES[0]) -> tuple[Tensor, Tensor, Tens
 
 def quantizer(name: str, scale_mode: str) -> MXQuantizer:
     """Return the quantizer of a format of `FORMATS`, with FP4 of that scale mode."""
-    spec = parse(FORMATS[name], scale_mode=scale_mode) if name == "W4A8" else FORMATS[name]
-    int8 = get_default_mx_quantization_config(weight="mxint8", activation="mxint8")
-    chosen = MXQuantizer().set_global(get_default_mx_quantization_config(weight=spec, activation="mxint8"))
+    weight, activation = (parse(e, scale_mode=scale_mode) if e == "mxfp4" else e for e in FORMATS[name])
+    int8 = get_default_mx_quantization_config(weight="mxint8", activation=activation and "mxint8")
+    chosen = MXQuantizer().set_global(get_default_mx_quantization_config(weight=weight, activation=activation))
     return chosen.set_first(int8).set_small_weights(int8, SMALL)
 
 

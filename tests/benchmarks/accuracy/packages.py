@@ -18,11 +18,11 @@ class NotInstalledError(Exception):
     """A package that a model needs is not installed."""
 
 
-def require(*modules: str) -> None:
-    """Raise NotInstalledError for a package that cannot be imported."""
+def require(*modules: str, command: str = COMMAND) -> None:
+    """Raise NotInstalledError, which names the command, for a package that cannot be imported."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise NotInstalledError(f"{module} is not installed: {COMMAND}")
+            raise NotInstalledError(f"{module} is not installed: {command}")
 
 
 def folder(module: str) -> Path:

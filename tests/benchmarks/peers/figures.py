@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 
 from pt2mx.pt2e.language.texts import perplexity
 
@@ -79,12 +79,50 @@ def embedding_cells(scores: Mapping[str, Values]) -> Cells:
     return {"1 - cosine, 95% interval": mean_text(losses), "worst": f"{1 - float(_by_seed(losses).max()):.4f}"}
 
 
+@torch.no_grad()
+def embeddings(outputs: Iterable[Tensor], windows: Sequence[Tensor], references: Sequence[Tensor]) -> Scores:
+    """Return the scores of `cosines`, and for each window how its embedding orders the other windows by cosine.
+
+    - "ranking": Spearman's correlation with the order of the float model.
+    - "first": whether the other half of its text, window i ^ 1, comes first.
+    - "reciprocal rank": 1 over the place of that half.
+
+    Args:
+        outputs: an embedding (1, width) for each window.
+        windows: the inputs; 2i and 2i + 1 are halves of one text.
+        references: the embedding of the float model for each window.
+    """
+    outputs = [*outputs]
+    found, exact = map(_others, (outputs, references))
+    half = torch.arange(len(outputs)) // 2 * 2  # its place among the others
+    place = 1 + (found > found.gather(1, half[:, None])).sum(1).double()
+    scores = {"ranking": _spearman(found, exact), "first": (place == 1).double(), "reciprocal rank": 1 / place}
+    return {**cosines(outputs, windows, references), **{name: values.tolist() for name, values in scores.items()}}
+
+
+def _others(outputs: Sequence[Tensor]) -> Tensor:
+    """Return the cosine of each output, (1, width), to the n - 1 others in their order, (n, n - 1)."""
+    unit = normalize(torch.cat([*outputs]).cpu().double())
+    return (unit @ unit.mT)[~torch.eye(len(unit), dtype=torch.bool)].view(len(unit), -1)
+
+
+def _spearman(values: Tensor, others: Tensor) -> Tensor:
+    """Return Spearman's rank correlation of each row, (rows,), of values without ties, (rows, columns)."""
+    ranks = (table.argsort(1).argsort(1).double() for table in (values, others))
+    return cosine_similarity(*(rank - rank.mean(1, keepdim=True) for rank in ranks))
+
+
 def class_cells(scores: Mapping[str, Values]) -> Cells:
     return {**embedding_cells(scores), "same class": f"{mean(scores['same']):.0%}"}
 
 
+def retrieval_cells(scores: Mapping[str, Values]) -> Cells:
+    names = {"ranking": "ranking", "recall@1": "first", "MRR": "reciprocal rank"}
+    return {**embedding_cells(scores), **{name: mean_text(scores[score]) for name, score in names.items()}}
+
+
 DIVERGENCE = Metric(divergences, divergence_cells, "KL")
-EMBEDDING = Metric(cosines, embedding_cells, "1 - cosine")
+EMBEDDING = Metric(embeddings, retrieval_cells, "1 - cosine")
 CLASSES = Metric(cosines, class_cells, "1 - cosine")
 
 

@@ -22,7 +22,8 @@ from tests.environments import environment
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "peers"
-LANGUAGE, IMAGES = ("smollm2", "minilm"), ("efficientnet",)
+DECODERS, IMAGES = ("smollm2", "smollm2-continued", "coder"), ("efficientnet", "efficientnet-lite1")
+LANGUAGE = (*DECODERS, "minilm")
 
 
 class Method(NamedTuple):
@@ -50,7 +51,7 @@ _ALL, _FP4 = LANGUAGE + IMAGES, ("W4", "W4A8", "W4A4")
 
 METHODS = {
     "pt2mx": Method("ours", {preset: {} for preset in ("nearest", *PRESETS)}, models=_ALL),
-    "pt2mx, checkpoints": Method("ours", {name: {} for name in ALGORITHMS}, models=("smollm2",)),
+    "pt2mx, checkpoints": Method("ours", {name: {} for name in ALGORITHMS}, models=DECODERS),
     "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=_FP4),
     "llm-compressor": Method("llm_compressor", settings.LLM_COMPRESSOR, "llmcompressor==0.14.0.1", random=True),
     "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, _FP4, random=True),

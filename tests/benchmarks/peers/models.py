@@ -1,7 +1,8 @@
 """The models on which methods are compared: their weights and inputs, and the metric of a result.
 
 Language models are calibrated on docstrings of sympy and scipy; validated and tested on docstrings of networkx,
-scikit-learn and numpy, of different files. EfficientNet uses the photographs of `accuracy/efficientnet.py`.
+scikit-learn and numpy, of different files; the coder, on functions of these files. MiniLM's test windows are halves of
+docstrings. EfficientNet uses the photographs of `accuracy/efficientnet.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from pt2mx import MXQuantizer
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.models.packaged import SentenceEncoder
-from tests.benchmarks.accuracy import efficientnet, smollm2
+from tests.benchmarks import continued
+from tests.benchmarks.accuracy import coder, efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder
-from tests.benchmarks.accuracy.texts import calibration_and_held_out
+from tests.benchmarks.accuracy.texts import calibration_and_halves, calibration_and_held_out, first_function
 from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
 
@@ -62,15 +64,29 @@ def cut(model: nn.Module, layers: int | None, **fields: Any) -> nn.Module:
     """Return a model of the same weights with its first layers only, and other fields of its configuration."""
     kept = model.config.num_hidden_layers if layers is None else layers
     settings = {**model.config.to_dict(), "num_hidden_layers": kept, **fields}
+    if "layer_types" in settings:  # one for each layer
+        settings["layer_types"] = settings["layer_types"][:kept]
     result = type(model)(type(model.config).from_dict(settings)).eval()
     weights = {**model.state_dict(), "lm_head.weight": model.get_input_embeddings().weight}  # a tied head
     result.load_state_dict({name: weights[name] for name in result.state_dict()})
     return result
 
 
-def _smollm2(layers: int | None) -> tuple[nn.Module, Any]:
-    decoder, tokenizer = smollm2.load()
+def _decoder(load: Callable[[], tuple[nn.Module, Any]], layers: int | None) -> tuple[nn.Module, Any]:
+    decoder, tokenizer = load()
     return cut(decoder, layers, tie_word_embeddings=False), tokenizer  # methods may rotate the embedding alone
+
+
+def _efficientnet(version: int) -> Model:
+    return Model(
+        load=lambda layers: (with_plain_convolutions(efficientnet.load(version)), None),
+        inputs=lambda tokenizer: efficientnet.calibration_and_held_out(efficientnet.SIZES[version]),
+        wrap=lambda model: model,
+        quantizer=efficientnet.quantizer,
+        metric=CLASSES,
+        formats=tuple(efficientnet.FORMATS),
+        at_once=efficientnet.AT_ONCE,
+    )
 
 
 def _minilm(layers: int | None) -> tuple[nn.Module, Any]:
@@ -97,30 +113,30 @@ def _linears(name: str, scale_mode: str) -> MXQuantizer:
     return MXQuantizer().set_operator_type("aten.linear", config(name, scale_mode))
 
 
+_SMOLLM2 = Model(
+    load=partial(_decoder, smollm2.load),
+    inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=32),
+    wrap=smollm2.Logits,
+    quantizer=smollm2.quantizer,
+    metric=DIVERGENCE,
+    auto="AutoModelForCausalLM",
+)
+
 MODELS = {
-    "smollm2": Model(
-        load=_smollm2,
-        inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=32),
-        wrap=smollm2.Logits,
-        quantizer=smollm2.quantizer,
-        metric=DIVERGENCE,
-        auto="AutoModelForCausalLM",
+    "smollm2": _SMOLLM2,
+    "smollm2-continued": _SMOLLM2._replace(load=partial(_decoder, continued.load)),
+    "coder": _SMOLLM2._replace(
+        load=partial(_decoder, coder.load),
+        inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=8, read=first_function),
     ),
     "minilm": Model(
         load=_minilm,
-        inputs=partial(calibration_and_held_out, length=64, seen=128, held_out=64),
+        inputs=partial(calibration_and_halves, length=64, seen=128, held_out=256),
         wrap=Embedding,
         quantizer=_linears,
         metric=EMBEDDING,
         auto="AutoModel",
     ),
-    "efficientnet": Model(
-        load=lambda layers: (with_plain_convolutions(efficientnet.load()), None),
-        inputs=lambda tokenizer: efficientnet.calibration_and_held_out(),
-        wrap=lambda model: model,
-        quantizer=efficientnet.quantizer,
-        metric=CLASSES,
-        formats=tuple(efficientnet.FORMATS),
-        at_once=efficientnet.AT_ONCE,
-    ),
+    "efficientnet": _efficientnet(0),
+    "efficientnet-lite1": _efficientnet(1),
 }
