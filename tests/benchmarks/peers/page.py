@@ -43,6 +43,11 @@ ROWS = {
 }
 #: the mark of a loss whose linear layers rotate their inputs
 ROTATES = "°"
+_INTRODUCTION = """# Peers at 4 bits: all settings
+
+`python -m tests.benchmarks.peers.page` makes this page of `measured.json`. [The benchmarks](../README.md#peers-at-4-bits)
+say how the figures were measured.
+"""
 BEGIN, END = "<!-- peers: made by tests.benchmarks.peers.page -->\n", "<!-- end of peers -->\n"
 
 
@@ -74,11 +79,8 @@ def _lines(entry: Mapping[str, Any]) -> str:
 def results() -> str:
     """Return the text of `results.md`."""
     measured = _measured()
-    intro = (
-        "# Peers at 4 bits: all settings\n\n"
-        "`python -m tests.benchmarks.peers.page` makes this page of `measured.json`; [the benchmarks](../README.md#peers-at-4-bits) say how the figures were measured.\n"
-    )
-    return "\n".join([intro, *(_section(TITLES[name], measured[name]) for name in TITLES if name in measured)])
+    sections = (_section(title, measured[name]) for name, title in TITLES.items() if name in measured)
+    return "\n".join([_INTRODUCTION, *sections])
 
 
 def _section(title: str, entry: Mapping[str, Any]) -> str:
