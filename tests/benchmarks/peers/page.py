@@ -45,8 +45,8 @@ ROWS = {
 ROTATES = "°"
 _INTRODUCTION = """# Peers at 4 bits: all settings
 
-`python -m tests.benchmarks.peers.page` makes this page of `measured.json`. [The benchmarks](../README.md#peers-at-4-bits)
-say how the figures were measured.
+`python -m tests.benchmarks.peers.page` makes this page of `measured.json`.
+[The benchmarks](../README.md#peers-at-4-bits) say how the figures were measured.
 """
 BEGIN, END = "<!-- peers: made by tests.benchmarks.peers.page -->\n", "<!-- end of peers -->\n"
 
