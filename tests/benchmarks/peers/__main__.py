@@ -11,8 +11,8 @@ scores of each window are kept in `build/peers/results/`: later calls show them 
 `--again` is given. Delete the folder to draw other windows.
 
 The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers round W4A8 as
-W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations; in W4A4 they are MXFP4, in W4 float. `over pt2mx` is
-the mean difference from the loss of the best setting of pt2mx, window by window, with its 95% interval over windows and
+W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations; in W4A4 they are MXFP4, in W4 float. `over pt2mx`
+is the mean difference from the loss of the best setting of pt2mx, window by window, with its 95% interval over windows and
 seeds. The seconds and the memory are of the first seed; the seconds are processor time, on other devices wall time.
 """
 
