@@ -23,6 +23,7 @@ from tests.benchmarks.peers import (
     models,
     ours,
     outcomes,
+    page,
     process,
     results,
     torchao_int8,
@@ -145,7 +146,7 @@ def _quantize_by_chance(job):
 
 
 def _refuse(job):
-    raise RuntimeError(f"no {job.format}")
+    raise methods.MethodError(f"no {job.format}")
 
 
 #: method -> its function; others are presets of this project
@@ -246,7 +247,7 @@ def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, cap
     first, second = (text.splitlines() for text in capsys.readouterr().out.split("\n\n")[:2])
     assert first[0] == "The best setting of each method:" and second[0] == "All settings:"
     header, in_float, best = (re.split("  +", line) for line in first[1:])
-    assert header[:5] == ["format", "method", "setting", "seeds", "validation"]
+    assert header[:6] == ["format", "method", "setting", "rotates inputs", "seeds", "validation"]
     assert in_float[0] == "float" and best[:2] == [name, "pt2mx"]
     kept, loss = results.Results(folder), models.MODELS[tiny].metric.loss
     both = {s: kept.load(results.Run("pt2mx", s, name)).scores for s in ("nearest", "balanced")}
@@ -411,6 +412,7 @@ def test_windows_of_minilm_are_halves_of_docstrings(monkeypatch, tmp_path):
 
 
 def test_the_methods_of_a_model():
+    assert page.TITLES.keys() == models.MODELS.keys()
     for name in models.MODELS:
         chosen = [method for method in methods.METHODS.values() if name in method.models]
         assert {method.module for method in chosen} > {"ours"}
@@ -436,3 +438,56 @@ def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_pa
     monkeypatch.setattr(continued, "FOLDER", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"has no checkpoint: python -m tests\.benchmarks\.continued"):
         models.MODELS["smollm2-continued"].load(1)
+
+
+def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
+    """README's table has the best loss of each column in bold type, and a mark where inputs are rotated."""
+    monkeypatch.setattr(page, "MEASURED", tmp_path / "measured.json")
+    names = "format", "method", "rotates inputs", "KL, 95% interval"
+
+    def entry(*found):
+        best = [dict(zip(names, row, strict=True)) for row in found]
+        return {"windows": 2, "float": {"format": "float"}, "best": best, "all": best, "refusals": {"W4, AWQ": "no"}}
+
+    ours, peer = ("W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)"), ("W4", "torchao", "no", "0.5000 (0.4 to 0.6)")
+    page.record("second", entry(peer))
+    page.record("first", entry(ours))
+    page.record("first", entry(ours, peer))
+    assert page.MEASURED.read_text().count("\n") == 2 * 11 + 2 + 2  # a line for each row
+    monkeypatch.setattr(page, "COLUMNS", {"One": ("first", "W4"), "Two": ("second", "W4")})
+    monkeypatch.setattr(page, "TITLES", {"second": "The second", "first": "The first"})
+    shown = "before\n" + page.BEGIN + "old\n" + page.END + "after\n"
+    assert page.with_table(shown) == "before\n" + page.BEGIN + page.readme_table() + page.END + "after\n"
+    lines = page.readme_table().splitlines()
+    assert lines[:2] == ["|  | MX formats act on | layout of its files | One | Two |", f"|{' --- |' * 5}"]
+    assert "| **pt2mx** | every operator of a graph | programs, ONNX | **.1000**° |  |" in lines
+    assert "| torchao 0.18 | linear layers | torchao | .5000 | **.5000** |" in lines
+    text = page.results()
+    assert text.index("## The second") < text.index("## The first") and "- W4, AWQ: `no`" in text
+    assert "| float |  |  |  |\n| W4 | torchao | no | 0.5000 (0.4 to 0.6) |\n" in text
+
+
+def test_the_pages_are_those_of_the_measured_file():
+    assert page.RESULTS.read_text() == page.results(), "python -m tests.benchmarks.peers.page"
+    assert page.README.read_text() == page.with_table(page.README.read_text()), "python -m tests.benchmarks.peers.page"
+
+
+@pytest.mark.parametrize("tiny", ["smollm2"], indirect=True)
+def test_weights_of_peers_serve_two_formats(tiny, run, monkeypatch, tmp_path):
+    """W4A8 has the weights of W4; `--record` runs nothing."""
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    monkeypatch.setattr(page, "MEASURED", tmp_path / "measured.json")
+    ran = []
+    monkeypatch.setattr(
+        peers, "run_method", lambda folder, method, job: (ran.append(method), run(folder, method, job))[1]
+    )
+    command = ["--layers", "1", "--formats", "W4", "W4A8", "--settings", "even", "--methods", "torchao"]
+    peers.main(command)
+    assert ran == ["torchao"]
+    kept = results.Results(tmp_path / "results" / "smollm2-1")
+    weights, both = (kept.load(results.Run("torchao", "even", name)).scores["test"]["KL"] for name in ("W4", "W4A8"))
+    assert all(abs(one - other) < 0.2 * one for one, other in zip(weights, both, strict=True)) and weights != both
+    peers.main([*command, "pt2mx", "--record"])
+    assert ran == ["torchao"]
+    recorded = json.loads(page.MEASURED.read_text())["smollm2"]
+    assert [row["format"] for row in recorded["best"]] == ["W4", "W4A8"] and recorded["windows"] == 4

@@ -80,4 +80,8 @@ def _convert(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         model.save_pretrained(f"{temporary}/all")
         tokenizer.save_pretrained(f"{temporary}/all")
-        Path(f"{temporary}/all").rename(target)
+        try:
+            Path(f"{temporary}/all").rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process wrote it meanwhile
+                raise

@@ -10,10 +10,11 @@ Each run has a process of its own, the peers in environments in `build/peers/` t
 scores of each window are kept in `build/peers/results/`: later calls show them and do not run the setting again, unless
 `--again` is given. Delete the folder to draw other windows.
 
-The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the peers round W4A8 as
-W4. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations; in W4A4 they are MXFP4, in W4 float. `over pt2mx`
-is the mean difference from the loss of the best setting of pt2mx, window by window, with its 95% interval over windows and
-seeds. The seconds and the memory are of the first seed; the seconds are processor time, on other devices wall time.
+The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the weights that peers
+make for W4 are evaluated with W4A8, too. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations; in W4A4 they
+are MXFP4, in W4 float. `over pt2mx` is the mean difference from the loss of the best setting of pt2mx, window by
+window, with its 95% interval over windows and seeds. The seconds and the memory are of the first seed; the seconds are
+processor time, on other devices wall time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ import torch
 
 from tests.benchmarks.measure import Row, hardware, print_table
 from tests.benchmarks.peers.evaluation import Evaluation
-from tests.benchmarks.peers.methods import FOLDER, METHODS, MethodError, run_method
+from tests.benchmarks.peers.methods import FOLDER, METHODS, OWN, SAME_WEIGHTS, MethodError, run_method
 from tests.benchmarks.peers.models import MODELS
 from tests.benchmarks.peers.outcomes import NAMES, Outcome, best, rows
+from tests.benchmarks.peers.page import record
 from tests.benchmarks.peers.results import Result, Results, Run
+
+TITLES = "The best setting of each method", "All settings"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run methods that draw numbers N times")
     parser.add_argument("--again", action="store_true", help="run settings that have a result")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--record", action="store_true", help="run nothing; write the kept results into measured.json")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
     folder = FOLDER / "results" / f"{options.model}-{options.layers or 'all'}"
@@ -56,25 +61,28 @@ def main(arguments: list[str] | None = None) -> None:
         job = {"auto": model.auto, "model_name": options.model, "device": options.device}
         for runs in _runs(options):
             for run in runs:
-                if options.again or results.load(run) is None:
-                    result = _measured(evaluation, Path(jobs), run, job)
-                    results.save(run, result)
-                    print(f"{run}: {result.refusal or 'done'}", file=sys.stderr)
-            outcomes.append(Outcome(runs[0], [result for run in runs if (result := results.load(run))]))
+                if not options.record and (options.again or results.load(run) is None):
+                    for measured, result in _measured(evaluation, Path(jobs), run, job):
+                        results.save(measured, result)
+                        print(f"{measured}: {result.refusal or 'done'}", file=sys.stderr)
+            if kept := [result for run in runs if (result := results.load(run))]:
+                outcomes.append(Outcome(runs[0], kept))
     complete = [outcome for outcome in outcomes if not outcome.refusal]
     chosen = best(complete, model.metric.loss)
-    exact = {**evaluation.of_float()["test"]}
-    in_float: Row = {"format": "float", **dict.fromkeys(NAMES, ""), **model.metric.cells(exact)}
-    for title, shown in (("The best setting of each method", chosen), ("All settings", complete)):
-        table = [in_float, *rows(shown, chosen, model.metric)]
+    in_float: Row = {"format": "float", **model.metric.cells(evaluation.of_float()["test"])}
+    tables = {"best": rows(chosen, chosen, model.metric), "all": rows(complete, chosen, model.metric)}
+    for title, shown in zip(TITLES, tables.values(), strict=True):
+        table = [in_float, *shown]
         print(f"{title}:")
-        print_table(table, list(dict.fromkeys(key for row in table for key in row)))
+        print_table(table, list(dict.fromkeys(["format", *NAMES, *(key for row in table for key in row)])))
         print()
-    for outcome in outcomes:
-        if outcome.refusal:
-            print(f"{outcome.run} refuses: {outcome.refusal}")
+    refusals = {str(outcome.run): outcome.refusal for outcome in outcomes if outcome.refusal}
+    for run, refusal in refusals.items():
+        print(f"{run} refuses: {refusal}")
     windows = len(evaluation.windows["test"])
     print(f"{options.layers or 'all'} layers, {windows} windows for the test; {hardware()}")
+    if options.record:
+        record(options.model, {"windows": windows, "float": in_float, **tables, "refusals": refusals})
 
 
 def _runs(options: argparse.Namespace) -> Iterator[list[Run]]:
@@ -89,17 +97,27 @@ def _runs(options: argparse.Namespace) -> Iterator[list[Run]]:
                         yield [Run(method, setting, name, seed) for seed in seeds]
 
 
-def _measured(evaluation: Evaluation, folder: Path, run: Run, job: dict[str, Any]) -> Result:
-    """Return the result of a run, with the error of a method that cannot run or whose weights are not MXFP4."""
+def _measured(evaluation: Evaluation, folder: Path, run: Run, job: dict[str, Any]) -> Iterator[tuple[Run, Result]]:
+    """Return the result of a run, and of those that its weights serve, too.
+
+    A result has the error of a method that cannot run or whose weights are not MXFP4.
+    """
     processor = job["device"] if job["device"] == "cpu" else torch.cuda.get_device_name(job["device"])
     options = {"setting": run.setting, "options": METHODS[run.method].settings[run.setting]}
     where = processor, datetime.date.today().isoformat()
+    shared = run.method not in OWN and run.format in SAME_WEIGHTS
+    runs = [run._replace(format=name) for name in (SAME_WEIGHTS if shared else (run.format,))]
     try:
         file, cost = run_method(folder, run.method, {**job, **options, "format": run.format, "seed": run.seed})
-        scores = evaluation.of_result(file, run.format)
-    except (MethodError, ValueError, RuntimeError) as error:
-        return Result({}, 0, 0, *where, refusal=str(error))
-    return Result(scores, cost["seconds"], cost["peak MB"], *where)
+    except MethodError as error:
+        yield from ((each, Result({}, 0, 0, *where, refusal=str(error))) for each in runs)
+        return
+    for each in runs:
+        try:
+            scores = evaluation.of_result(file, each.format)
+            yield each, Result(scores, cost["seconds"], cost["peak MB"], *where, rotates=cost["rotates"])
+        except (ValueError, RuntimeError) as error:
+            yield each, Result({}, 0, 0, *where, refusal=str(error))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -37,6 +38,9 @@ def quantize(job: Job) -> dict[str, Tensor]:
     oneshot(model=job.model, processor=job.tokenizer, dataset=data, recipe=recipe, **sizes)
     weights = {name: tensor for name, tensor in job.model.state_dict().items() if name in names}
     for name, linear in job.model.named_modules():
+        if isinstance(linear, nn.Linear) and hasattr(linear, "quantization_scheme"):
+            arguments = linear.quantization_scheme.weights  # GPTQ alone leaves rounded weights
+            weights[f"{name}.weight"] = forward_quantize(linear, linear.weight, "weight", arguments)
         if isinstance(linear, nn.Linear) and linear._forward_pre_hooks:
             weights[ROTATION.format(name)] = rotation_matrix(linear, functools.partial(_rotate, linear))
     return weights

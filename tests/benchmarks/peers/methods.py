@@ -62,6 +62,10 @@ METHODS = {
     "NNCF INT8": Method("nncf_int8", requirement=_NNCF, models=IMAGES, formats=("W8A8",)),
     "torchao INT8": Method("torchao_int8", models=IMAGES, formats=("W8A8",)),
 }
+#: the methods of this project, which quantizes activations itself
+OWN = tuple(name for name, method in METHODS.items() if method.module == "ours")
+#: the formats for which peers make the same weights
+SAME_WEIGHTS = ("W4", "W4A8")
 
 
 class MethodError(Exception):
@@ -112,7 +116,7 @@ def _python(requirement: str | None) -> Path:
 
 
 def _installed(requirement: str) -> bool:
-    name, _, version = requirement.partition("==")
+    name, _, version = requirement.split()[0].partition("==")
     try:
         return importlib.metadata.version(name) == version
     except importlib.metadata.PackageNotFoundError:

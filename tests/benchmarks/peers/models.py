@@ -44,7 +44,7 @@ class Model(NamedTuple):
     wrap: Callable[[nn.Module], nn.Module]
     quantizer: Callable[[str, str], MXQuantizer]
     metric: Metric
-    formats: tuple[str, ...] = ("W4", "W4A4")
+    formats: tuple[str, ...] = ("W4", "W4A8", "W4A4")
     at_once: int = 2
     auto: str = ""
 
@@ -115,7 +115,7 @@ def _linears(name: str, scale_mode: str) -> MXQuantizer:
 
 _SMOLLM2 = Model(
     load=partial(_decoder, smollm2.load),
-    inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=16),
+    inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=32),
     wrap=smollm2.Logits,
     quantizer=smollm2.quantizer,
     metric=DIVERGENCE,
@@ -135,7 +135,6 @@ MODELS = {
         wrap=Embedding,
         quantizer=_linears,
         metric=EMBEDDING,
-        formats=("W4", "W4A8", "W4A4"),
         auto="AutoModel",
     ),
     "efficientnet": _efficientnet(0),

@@ -12,7 +12,7 @@ from tests.benchmarks.peers.results import Result, Run
 #: the method that others are compared with
 OURS = "pt2mx"
 #: the columns of a row between the format and the figures of the test
-NAMES = "method", "setting", "seeds", "validation"
+NAMES = "method", "setting", "rotates inputs", "seeds", "validation"
 
 
 class Outcome(NamedTuple):
@@ -66,7 +66,8 @@ def rows(outcomes: Iterable[Outcome], chosen: Iterable[Outcome], metric: Metric)
 def _row(outcome: Outcome, ours: Outcome | None, metric: Metric) -> Row:
     run, first, test = outcome.run, outcome.results[0], outcome.scores("test")
     loss = f"{mean(outcome.scores('validation')[metric.loss]):.4f}"
-    names = dict(zip(NAMES, (run.method, run.setting, len(outcome.results), loss), strict=True))
+    rotates = "yes" if first.rotates else "no"
+    names = dict(zip(NAMES, (run.method, run.setting, rotates, len(outcome.results), loss), strict=True))
     row: Row = {"format": run.format, **names, **metric.cells(test)}
     if ours is not None and outcome != ours:
         row[f"over {OURS}"] = difference_text(test[metric.loss], ours.scores("test")[metric.loss])

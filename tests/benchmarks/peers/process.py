@@ -1,9 +1,10 @@
 """The process that quantizes a model by one method: read the job, measure the method, write what it made.
 
 A folder holds the job: `checkpoint/`, the inputs for calibration, validation and the test, and `NAME.json` with the
-options. The process writes `NAME.safetensors` and `NAME.cost`, the seconds and the peak memory. The first holds the
-dequantized weights of the whole model, and the rotations that linear layers apply to their inputs. Methods that have
-activation quantizers of their own write the outputs for the inputs of validation and test instead.
+options. The process writes `NAME.safetensors` and `NAME.cost`, the seconds, the peak memory, and whether linear layers
+rotate their inputs. The first holds the dequantized weights of the whole model, and the rotations that linear layers
+apply to their inputs. Methods that have activation quantizers of their own write the outputs for the inputs of
+validation and test instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from tests.benchmarks.peak import peak
 
@@ -93,6 +95,13 @@ def rotation_matrix(linear: nn.Linear, rotate: Callable[[Tensor], Tensor]) -> Te
     return rotate(torch.eye(linear.in_features, device=linear.weight.device))
 
 
+def _rotates(result: dict[str, Tensor] | nn.Module) -> bool:
+    """Return whether linear layers rotate their inputs, which this project's graphs do by an operator `hadamard`."""
+    if isinstance(result, nn.Module):
+        return any("hadamard" in str(module.graph) for module in result.modules() if isinstance(module, GraphModule))
+    return any(name.endswith(ROTATION.format("")) for name in result)
+
+
 def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
     """Quantize the model of the job that the command line names.
 
@@ -107,7 +116,7 @@ def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
     clock = time.process_time if job.device == "cpu" else time.perf_counter
     begin = clock()
     result = quantize(job)
-    cost = {"seconds": clock() - begin, "peak MB": peak()}
+    cost = {"seconds": clock() - begin, "peak MB": peak(), "rotates": _rotates(result)}
     if isinstance(result, nn.Module):
         windows = {name: load_file(inputs_file(file.parent, name))["inputs"].split(1) for name in EVALUATED}
         with torch.no_grad():

@@ -32,6 +32,7 @@ class Result(NamedTuple):
         processor: what it ran on, "cpu" or the name of a GPU.
         day: when it ran.
         refusal: the error of a method that does not run with this setting.
+        rotates: whether linear layers rotate their inputs.
     """
 
     scores: dict[str, Scores]
@@ -40,6 +41,7 @@ class Result(NamedTuple):
     processor: str
     day: str
     refusal: str = ""
+    rotates: bool = False
 
 
 class Results:

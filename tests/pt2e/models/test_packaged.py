@@ -15,6 +15,7 @@ def test_the_checkpoint_has_the_values_of_the_file_and_no_progress_bar_appears(t
     monkeypatch.setattr(packaged, "load_tokenizer", lambda file: tokenizer_of_bytes())
     packaged._convert(tmp_path, tmp_path / "cache" / "checkpoint")
     assert capfd.readouterr() == ("", "")
+    packaged._convert(tmp_path, tmp_path / "cache" / "checkpoint")  # as a process that began before the first ended
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["checkpoint"]
     state = load_language_model(str(tmp_path / "cache" / "checkpoint")).state_dict()
     assert state.keys() == model.state_dict().keys()

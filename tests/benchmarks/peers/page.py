@@ -1,0 +1,136 @@
+"""The pages made of `measured.json`: `results.md`, and the table and the picture of the project's README.
+
+    python -m tests.benchmarks.peers.page
+
+`python -m tests.benchmarks.peers --record` writes the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+MEASURED, RESULTS, README = FOLDER / "measured.json", FOLDER / "results.md", FOLDER.parents[2] / "README.md"
+#: model -> its title in `results.md`
+TITLES = {
+    "smollm2": "SmolLM2-135M-Instruct, whose package holds 4-bit codes",
+    "smollm2-continued": "SmolLM2-135M-Instruct, trained further in bfloat16",
+    "coder": "Qwen2.5-Coder-1.5B-Instruct, whose packages hold codes of 5.0 bits",
+    "minilm": "MiniLM",
+    "efficientnet": "EfficientNet-Lite0",
+    "efficientnet-lite1": "EfficientNet-Lite1",
+}
+#: head of a column of README's table -> the model and the format
+COLUMNS = {
+    "SmolLM2, FP4 weights": ("smollm2", "W4"),
+    "and FP8 activations": ("smollm2", "W4A8"),
+    "and FP4 activations": ("smollm2", "W4A4"),
+    "MiniLM, FP4 both": ("minilm", "W4A4"),
+    "EfficientNet, 8 bits": ("efficientnet", "W8A8"),
+}
+#: row of README's table -> its methods, where it puts MX formats, and the layout of its files
+ROWS = {
+    "**pt2mx**": (("pt2mx",), "every operator of a graph", "programs, ONNX"),
+    "pt2mx for vLLM": (("pt2mx, checkpoints",), "linear layers", "compressed-tensors"),
+    "AutoRound 0.16": (("AutoRound",), "linear layers", "auto-round"),
+    "Brevitas 0.13": (("Brevitas",), "modules, emulated", "not tried"),
+    "llm-compressor 0.14": (("llm-compressor",), "linear layers", "compressed-tensors"),
+    "ModelOpt 0.47": (("ModelOpt",), "modules, emulated", "modelopt"),
+    "NNCF 3.4": (("NNCF", "NNCF INT8"), "weights for OpenVINO", "OpenVINO"),
+    "Quark 0.13": (("Quark",), "modules, ONNX graphs", "quark"),
+    "torchao 0.18": (("torchao", "torchao INT8"), "linear layers", "torchao"),
+}
+#: the mark of a loss whose linear layers rotate their inputs
+ROTATES = "°"
+BEGIN, END = "<!-- peers: made by tests.benchmarks.peers.page -->\n", "<!-- end of peers -->\n"
+
+
+def record(model: str, entry: Mapping[str, Any]) -> None:
+    """Replace the entry of a model in `measured.json`, with one line for each row.
+
+    Args:
+        model: its name.
+        entry: `windows`, `float`, the rows of `best` and of `all`, and `refusals`.
+    """
+    measured = {**_measured(), model: entry}
+    parts = [f'"{name}": {{\n{_lines(kept)}\n}}' for name, kept in sorted(measured.items())]
+    MEASURED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def _measured() -> dict[str, Any]:
+    return json.loads(MEASURED.read_text()) if MEASURED.exists() else {}
+
+
+def _lines(entry: Mapping[str, Any]) -> str:
+    def text(value: Any) -> str:
+        if not isinstance(value, list):
+            return json.dumps(value)
+        return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
+
+    return ",\n".join(f'"{key}": {text(value)}' for key, value in entry.items())
+
+
+def results() -> str:
+    """Return the text of `results.md`."""
+    measured = _measured()
+    intro = (
+        "# Peers at 4 bits: all settings\n\n"
+        "`python -m tests.benchmarks.peers.page` makes this page of `measured.json`; [the benchmarks](../README.md#peers-at-4-bits) say how the figures were measured.\n"
+    )
+    return "\n".join([intro, *(_section(TITLES[name], measured[name]) for name in TITLES if name in measured)])
+
+
+def _section(title: str, entry: Mapping[str, Any]) -> str:
+    parts = [f"## {title}", f"{entry['windows']} windows for the test. The best setting of each method by validation:"]
+    parts += [_table([entry["float"], *entry["best"]]), "All settings:", _table(entry["all"])]
+    if entry["refusals"]:
+        parts += ["Refused:", "\n".join(f"- {run}: `{error}`" for run, error in entry["refusals"].items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [header, ["---"] * len(header), *([str(row.get(key, "")) for key in header] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def readme_table() -> str:
+    """Return the table of README.md: the loss of the best setting of each tool, with the best one in bold type."""
+    losses = {column: dict(_losses(*place)) for column, place in COLUMNS.items()}
+    header = ["", "MX formats act on", "layout of its files", *COLUMNS]
+    lines = [header, ["---"] * len(header)]
+    for name, (methods, *facts) in ROWS.items():
+        lines.append([name, *facts, *(_cell(losses[column], methods) for column in COLUMNS)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _losses(model: str, name: str) -> Iterator[tuple[str, tuple[float, bool]]]:
+    """Yield each method with the loss of its best setting, and whether that rotates inputs."""
+    for row in _measured()[model]["best"]:
+        if row["format"] == name:
+            loss = next(str(value) for key, value in row.items() if "95% interval" in key)
+            yield row["method"], (float(loss.split()[0]), row["rotates inputs"] == "yes")
+
+
+def _cell(losses: Mapping[str, tuple[float, bool]], methods: Sequence[str]) -> str:
+    known = [losses[method] for method in methods if method in losses]
+    if not known:
+        return ""
+    loss, rotates = min(known)
+    text = f"{loss:.4f}".removeprefix("0")
+    best = f"**{text}**" if loss == min(losses.values())[0] else text
+    return best + ROTATES * rotates
+
+
+def with_table(page: str) -> str:
+    """Return the text of README.md with today's table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + readme_table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    RESULTS.write_text(results())
+    README.write_text(with_table(README.read_text()))
