@@ -1,6 +1,6 @@
 """Accuracy by this project and by its peers: the same model, calibration and held-out inputs.
 
-    python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet] [--layers 4] [--formats W4 W4A4]
+    python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet|...] [--layers 4] [--formats W4 W4A4]
         [--methods pt2mx AutoRound ...] [--settings balanced hadamard ...] [--seeds 3] [--again] [--device cpu]
 
 Each method has settings. The first table has the best setting of each by its loss on the validation inputs, with its
@@ -11,9 +11,10 @@ scores of each window are kept in `build/peers/results/`: later calls show them 
 `--again` is given. Delete the folder to draw other windows.
 
 The language models have MXFP4 weights (W4), with activations in MXFP8 (W4A8) or MXFP4 (W4A4); the weights that peers
-make for W4 are evaluated with W4A8, too. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations. `over pt2mx`
-is the mean difference from the loss of the best setting of pt2mx, window by window, with its 95% interval over windows
-and seeds. The seconds and the memory are of the first seed; the seconds are processor time, on other devices wall time.
+make for W4 are evaluated with W4A8, too. EfficientNet has weights of 8, 6 or 4 bits and INT8 activations; in W4A4 they
+are MXFP4, in W4 float. `over pt2mx` is the mean difference from the loss of the best setting of pt2mx, window by
+window, with its 95% interval over windows and seeds. The seconds and the memory are of the first seed; the seconds are
+processor time, on other devices wall time.
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ MEASURED, RESULTS, README = FOLDER / "measured.json", FOLDER / "results.md", FOL
 #: model -> its title in `results.md`
 TITLES = {
     "smollm2": "SmolLM2-135M-Instruct, whose package holds 4-bit codes",
-    "smollm2-continued": "SmolLM2-135M-Instruct, trained on in float",
+    "smollm2-continued": "SmolLM2-135M-Instruct, trained further in bfloat16",
+    "coder": "Qwen2.5-Coder-1.5B-Instruct, whose packages hold codes of 5.0 bits",
     "minilm": "MiniLM",
     "efficientnet": "EfficientNet-Lite0",
+    "efficientnet-lite1": "EfficientNet-Lite1",
 }
 #: head of a column of README's table -> the model and the format
 COLUMNS = {
