@@ -138,6 +138,11 @@ def convert_checkpoint(
         "statistics": sorted(statistics or ()),
     }
     options = next((one for one in quantizer.algorithms or () if isinstance(one, GPTQ)), GPTQ())
+    if options.correction is not None:
+        raise MXError(
+            f"GPTQ(correction={options.correction}) runs the model layer by layer, and statistics hold none: leave it "
+            "out, or quantize with pt2mx.quantize_language_model and save_checkpoint"
+        )
     converter = ShardConverter(plan, statistics or {}, options)
     if layout == GGUF.name:
         check_output(output, (SUFFIX,))

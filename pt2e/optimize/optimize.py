@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from pt2mx.algorithms.block_scales import BlockScales
 from pt2mx.algorithms.options import (
+    GPTQ,
     PRESETS,
     Algorithm,
     LearnedRounding,
@@ -34,6 +35,7 @@ from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
 from pt2mx.pt2e.optimize.calibrate import Calibration, observe, padding_mask_of
 from pt2mx.pt2e.optimize.distributed import Rounded, share_work
 from pt2mx.pt2e.optimize.fold_rotation import fold_rotations
+from pt2mx.pt2e.optimize.in_order import round_in_order
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from pt2mx.pt2e.optimize.report import REPORT_KEY, OptimizationReport, WeightReport
 from pt2mx.pt2e.optimize.rotation import rotate_attention, rotate_matmuls
@@ -121,6 +123,9 @@ def optimize(
             learned = algorithm
     if learned is not None and (in_place or group):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
+    correction = _correction(chosen)
+    if correction is not None and group:
+        raise MXError("GPTQ(correction=...) runs all batches together: give no group")
     anchor_spec = None if anchor is None else checked_anchor(anchor, chosen)
     if isinstance(batches, Tensor | dict) or not isinstance(batches, Iterable):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")
@@ -139,12 +144,19 @@ def optimize(
             for consumer in target.consumers:
                 check_sliceable(target.name, consumer.spec, anchor_spec)
     mask = None if padding_mask is None else padding_mask_of(result, padding_mask)
-    kept = batches if learned is None else list(batches)
+    kept = batches if learned is None and correction is None else list(batches)
     calibration = observe(result, targets, kept, mask, group) if look_at_inputs(chosen) else Calibration({}, {})
     targets = _transform(result, targets, quantizer, calibration, chosen)
     original = result if learned is None else copy_sharing_tensors(result)
     scales: dict[Node, BlockScales] = {}
-    reports = _round(result, targets, chosen, progress, group, scales, anchor_spec)
+    done: dict[int, Rounded] = {}
+    if correction is not None:
+
+        def rounded(target: WeightTarget) -> Rounded:
+            return round_weight(target, chosen, anchor_spec)
+
+        done = round_in_order(result, targets, quantizer, list(kept), mask, correction, rounded)
+    reports = _round(result, targets, chosen, progress, group, scales, anchor_spec, done)
     round_siblings(result, targets, scales)
     if learned is not None:
         blocks = learn_rounding(result, original, quantizer, list(kept), learned, scales, progress)
@@ -200,15 +212,17 @@ def _round(
     group: dist.ProcessGroup | None,
     scales: dict[Node, BlockScales],
     anchor: MXSpec | None,
+    done: dict[int, Rounded],
 ) -> list[WeightReport]:
-    """Round the weights of `model`; each rank rounds its share. `scales` gets the scales that do not follow from the
+    """Round the weights of `model` that are not `done`; each rank rounds its share. `scales` gets the scales that do not follow from the
     rounded weight, by its first consumer."""
     reports = []
+    positions = {id(target): i for i, target in enumerate(targets)}
     with tqdm(total=len(targets), disable=not progress, file=sys.stderr) as bar:
 
         def work(target: WeightTarget) -> Rounded:
             bar.set_postfix_str(target.name)
-            rounded = round_weight(target, algorithms, anchor)
+            rounded = done.get(positions[id(target)]) or round_weight(target, algorithms, anchor)
             bar.update()
             return rounded
 
@@ -220,6 +234,13 @@ def _round(
             if known is not None:
                 scales[target.consumers[0].node] = known
     return reports
+
+
+def _correction(algorithms: Sequence[Algorithm]) -> float | None:
+    for algorithm in algorithms:
+        if isinstance(algorithm, GPTQ):
+            return algorithm.correction
+    return None
 
 
 def _report_learned(reports: list[WeightReport], targets: list[WeightTarget], learned: Sequence[WeightTarget]) -> None:

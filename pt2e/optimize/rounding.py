@@ -123,7 +123,7 @@ def _reason_without_inputs(target: WeightTarget, spec: MXSpec) -> str:
 def _round_by_parts(target: WeightTarget, round_part: _RoundPart, *others: Tensor) -> Tensor:
     """Return the results of `round_part` for the parts of a weight and of other tensors of its shape."""
     view, _ = target.inputs[0]
-    value, hessians = target.value.detach(), _hessians(target)
+    value, hessians = target.wanted, _hessians(target)
     counts = torch.stack([observer.counts for observer in _observers_of(target)]).sum(0)
     if view.experts:
         hessians, counts = with_mean_expert(hessians, counts)
@@ -221,7 +221,7 @@ def rounding_errors(target: WeightTarget, *roundings: Tensor) -> list[float]:
     The error is measured on the matmuls with the observed inputs; for an embedding, on its rows weighted by how often
     they were read; otherwise on the weight itself.
     """
-    value = target.value.detach().float()
+    value = target.wanted.float()
     hessians = _hessians(target)
     peaks = [_peak(hessian) for hessian in hessians]
     hessians = [hessian / max(peaks) for hessian in hessians] if all(map(isfinite, peaks)) else []

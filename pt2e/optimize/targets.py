@@ -95,6 +95,7 @@ class WeightTarget:
         in_place: True writes new values into the memory of the old ones.
         siblings: all weights that share its tensor scale, itself included; empty if it has its own.
         amax: () float32, the largest magnitude of the siblings before they are rounded; None if it has its own scale.
+        goal: the float32 values to round in place of `value`; None: `value`.
     """
 
     name: str
@@ -110,6 +111,12 @@ class WeightTarget:
     in_place: bool = False
     siblings: list[WeightTarget] = field(default_factory=list, repr=False)
     amax: Tensor | None = None
+    goal: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def wanted(self) -> Tensor:
+        """Return the values to round, in the weight's dtype or in float32."""
+        return self.value.detach() if self.goal is None else self.goal
 
     @property
     def modules(self) -> str:

@@ -124,6 +124,9 @@ class GPTQ(Algorithm):
         damping_of_few: added to `damping`, times columns over rows of the calibration: of few inputs it would learn the
             noise.
         act_order: True takes the columns by falling energy of their input.
+        correction: the share that a weight makes up for of the errors of the layers before it, which are then rounded
+            first (GPTAQ, Li et al., arXiv:2504.02692). All batches run through the graph together. None: each weight is
+            rounded for the inputs that it has in float.
 
     Raises:
         MXError: for an option out of its range.
@@ -131,12 +134,13 @@ class GPTQ(Algorithm):
     Example:
         >>> from pt2mx.algorithms import GPTQ
         >>> GPTQ(damping=0.1)
-        GPTQ(damping=0.1, damping_of_few=0.5, act_order=True)
+        GPTQ(damping=0.1, damping_of_few=0.5, act_order=True, correction=None)
     """
 
     damping: float = 0.01
     damping_of_few: float = 0.5
     act_order: bool = True
+    correction: float | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ RANGES: dict[str, tuple[Any, float, float]] = {
     "damping": ((int, float), 0, 1e6),
     "damping_of_few": ((int, float), 0, 1e6),
     "act_order": (bool, 0, 1),
+    "correction": ((int, float), 0, 1),
     "steps": (int, 1, 100_000),
     "seed": (int, 0, 2**63 - 1),
 }

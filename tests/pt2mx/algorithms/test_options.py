@@ -40,7 +40,10 @@ def test_plain_algorithms_mean_the_same():
         ({"gptk": None}, "unknown algorithm 'gptk': did you mean 'gptq'"),
         ({3: None}, "unknown algorithm 3"),
         ({"gptq": 5}, "algorithm gptq: its options must be a mapping, not 5"),
-        ({"gptq": {"steps": 5}}, "algorithm gptq: unknown option 'steps': allowed: damping, damping_of_few, act_order"),
+        (
+            {"gptq": {"steps": 5}},
+            "algorithm gptq: unknown option 'steps': allowed: damping, damping_of_few, act_order, correction",
+        ),
         ((GPTQ(), GPTQ(damping=0.1)), "at least one algorithm, and each once"),
         ((), "at least one algorithm"),
         (GPTQ, "a tuple of Smoothing, Rotation"),

@@ -1,0 +1,205 @@
+"""Round weights in the order of the graph, each for the inputs that the rounded layers before it give.
+
+Each operator runs on all batches before the next one does, once with float weights and inputs and once with rounded
+ones. A weight first moves towards the one that gives the float results for the rounded inputs with least squared error;
+GPTQ then rounds it. Sources: GPTAQ (Li et al., arXiv:2504.02692), Qronos (Zhang et al., arXiv:2505.11695).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from pt2mx.functional import fake_quantize_mx
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.observe.torchao_pt2e import Quantizer
+from pt2mx.pt2e.optimize.distributed import Rounded
+from pt2mx.pt2e.optimize.matmul_views import Matmul, without_padding
+from pt2mx.pt2e.optimize.observers import ROWS, MXHessianObserver, sample
+from pt2mx.pt2e.optimize.segments import placeholder_values
+from pt2mx.pt2e.optimize.targets import Consumer, WeightTarget, quantized_inputs
+from pt2mx.spec import MXSpec
+
+#: added to the diagonal of the sums of products, times its mean, before they are inverted
+_DAMPING = 0.01
+
+
+class _Run(Interpreter):
+    """A batch on its way through a graph; `env` holds the values that later operators read."""
+
+    def __init__(self, model: GraphModule, inputs: dict[Node, Any]) -> None:
+        super().__init__(model, garbage_collect_values=False)
+        self.env = dict(inputs)
+
+    def step(self, node: Node, changed: dict[Node, Any]) -> None:
+        """Run one operator, with other values for some of its inputs."""
+        kept = {changed_node: self.env[changed_node] for changed_node in changed}
+        self.env.update(changed)
+        result = self.run_node(node)
+        self.env.update(kept)
+        self.env[node] = result
+
+
+@torch.no_grad()
+def round_in_order(
+    model: GraphModule,
+    targets: Sequence[WeightTarget],
+    quantizer: Quantizer,
+    batches: Sequence[object],
+    mask: Node | None,
+    correction: float,
+    round_weight: Callable[[WeightTarget], Rounded],
+) -> dict[int, Rounded]:
+    """Return what `round_weight` gives for each weight, by the position of its target.
+
+    The operators of subgraphs, and weights of several matmuls, are rounded for float inputs. A graph that writes into
+    its tensors gets no result.
+
+    Args:
+        model: an exported graph, its weights in float; it does not change.
+        targets: its weights. Those that are rounded for other inputs get observers of these, and a `goal`.
+        quantizer: decides what is quantized, activations included.
+        batches: as `pt2mx.optimize` takes them.
+        mask: the padding mask of the graph.
+        correction: the share of the layers' errors that a weight makes up for, from 0 to 1.
+        round_weight: target -> its rounded value, scales and report.
+    """
+    if written_nodes(model.graph):
+        return {}
+    first_readers: dict[Node, list[int]] = defaultdict(list)
+    for i, target in enumerate(targets):
+        readers = {consumer.node for consumer in target.consumers if consumer.node.graph is model.graph}
+        if readers:
+            first_readers[min(readers)].append(i)
+    quantized: dict[Node, dict[Node, MXSpec]] = defaultdict(dict)
+    for node, tensor, _, spec in quantized_inputs(model, quantizer):
+        if node.graph is model.graph and tensor in node.all_input_nodes:
+            quantized[node][tensor] = spec
+    exact = [_Run(model, placeholder_values(model, batch)) for batch in batches]
+    rough = [_Run(model, run.env) for run in exact]
+    weights: dict[Node, Tensor] = {}
+    results: dict[int, Rounded] = {}
+    last_readers = {node: max(node.users) for node in model.graph.nodes if node.users}
+    statistics = _Statistics(exact, rough, mask)
+    for node in model.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        for i in first_readers.pop(node, ()):
+            target = targets[i]
+            statistics.give(target, correction)
+            results[i] = value, _, _ = round_weight(target)
+            for consumer in target.consumers:
+                if value is None:
+                    value = fake_quantize_mx(target.value.detach(), consumer.spec)
+                weights[consumer.weight] = value
+        for batch, (float_run, rough_run) in enumerate(zip(exact, rough, strict=True), 1):
+            with user_errors(f"run calibration batch {batch}"):
+                float_run.step(node, {})
+                rough_run.step(node, _quantized(rough_run.env, quantized[node], weights))
+            for read in node.all_input_nodes:
+                if last_readers[read] is node:
+                    del float_run.env[read], rough_run.env[read]
+        if not first_readers:
+            break
+    return results
+
+
+def _quantized(env: dict[Node, Any], specs: dict[Node, MXSpec], weights: dict[Node, Tensor]) -> dict[Node, Tensor]:
+    """Return the quantized inputs of an operator: rounded weights, and other tensors rounded to nearest."""
+    values = {}
+    for node, spec in specs.items():
+        values[node] = weights[node] if node in weights else fake_quantize_mx(env[node], spec)
+    return values
+
+
+class _Statistics:
+    """The sums of the matmul that was looked at last, which others of the same input share.
+
+    Args:
+        exact, rough: the runs of each batch in float and with rounded weights and inputs.
+        mask: the padding mask of the graph.
+    """
+
+    def __init__(self, exact: Sequence[_Run], rough: Sequence[_Run], mask: Node | None) -> None:
+        self.runs, self.mask = list(zip(exact, rough, strict=True)), mask
+        self.key: object = None
+        self.sums: tuple[MXHessianObserver, list[Tensor]] | None = None
+
+    def give(self, target: WeightTarget, correction: float) -> None:
+        """Replace the observer of a weight's input by one of the rounded input, and set its goal."""
+        (consumer, *others), matmul = target.consumers, target.consumers[0].matmul
+        if others or len(target.inputs) != 1 or matmul is None or matmul.view.experts:
+            return
+        if self.mask is not None:
+            matmul = without_padding(matmul, self.mask)
+        (view, seen) = target.inputs[0]
+        key = matmul.source, matmul.extra_inputs, matmul.view.rows, consumer.activation, seen.line, seen.block
+        if key != self.key:
+            self.key, self.sums = key, self._measured(matmul, consumer, seen)
+        if self.sums is not None:
+            observer, drifts = self.sums
+            target.inputs = [(view, observer)]
+            target.goal = _goal(target, drifts, correction)
+
+    def _measured(
+        self, matmul: Matmul, consumer: Consumer, seen: MXHessianObserver
+    ) -> tuple[MXHessianObserver, list[Tensor]] | None:
+        """Return the observer of the rounded input, and the sums of products of its columns with those of its error;
+        None where rows of the two runs are not the same ones."""
+        observer = MXHessianObserver(matmul.view.rows, seen.line, seen.block, seen.columns, seen.home)
+        drifts: list[Tensor] = []
+        for float_run, rough_run in self.runs:
+            value = rough_run.env[matmul.source]
+            rounded = value if consumer.activation is None else fake_quantize_mx(value, consumer.activation)
+            extra = [rough_run.env[node] for node in matmul.extra_inputs]
+            rows = matmul.view.rows(rounded, *extra)
+            expected = matmul.view.rows(
+                float_run.env[matmul.source], *(float_run.env[node] for node in matmul.extra_inputs)
+            )
+            if not isinstance(rows, Tensor) or not isinstance(expected, Tensor) or rows.shape != expected.shape:
+                return None
+            observer(rounded, *extra)
+            _add_drift(drifts, observer, rows, expected)
+        return observer, drifts
+
+
+def _add_drift(drifts: list[Tensor], observer: MXHessianObserver, rows: Tensor, expected: Tensor) -> None:
+    """Add `(expected - rows).T @ rows` to the sums, for each part of the columns, (groups, K', K')."""
+    if not rows.shape[1]:
+        return
+    if rows.shape[1] > ROWS:
+        some = sample(rows.shape[1], rows.device)
+        rows, expected = rows[:, some], expected[:, some]
+    widths = [part.shape[1] for part in observer.parts]
+    if not drifts:
+        drifts += [torch.zeros_like(part) for part in observer.parts]
+    rows, expected = rows.float(), expected.float()
+    for drift, columns, wanted in zip(drifts, rows.split(widths, 2), expected.split(widths, 2), strict=True):
+        drift += ((wanted - columns).mT @ columns).to(drift.device)
+
+
+def _goal(target: WeightTarget, drifts: list[Tensor], correction: float) -> Tensor | None:
+    """Return the weight that gives the float results for the rounded inputs, with least squared error."""
+    (view, observer), value = target.inputs[0], target.value.detach()
+    if not drifts or not all(part.isfinite().all() for part in (*observer.parts, *drifts)):
+        return None
+    matrices = view.to_matrices(value.float())
+    moved = []
+    for part, drift, columns in zip(
+        observer.parts, drifts, matrices.split([part.shape[1] for part in observer.parts], 2), strict=True
+    ):
+        damped = part.clone()
+        diagonal = damped.diagonal(dim1=1, dim2=2)
+        diagonal += (_DAMPING * diagonal.mean(1, keepdim=True)).clamp(min=torch.finfo(torch.float32).tiny)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed.any():
+            return None
+        share = torch.cholesky_solve(drift.mT, lower).mT.to(columns.device)
+        moved.append(columns + correction * (columns @ share))
+    return view.from_matrices(torch.cat(moved, 2), value.shape)

@@ -1,0 +1,146 @@
+"""Weights rounded in the order of the graph, each for the inputs that the rounded layers before it give."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, gptq
+
+FP4 = MXSpec("mxfp4", scale_mode="even")
+W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
+W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=FP4))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def _net(model=None):
+    """A graph, batches whose 32 columns depend on 6 numbers, and one more batch."""
+    torch.manual_seed(0)
+    mixing = torch.randn(6, 32) / 6**0.5
+    batches = [(torch.randn(128, 6) @ mixing,) for _ in range(9)]
+    return torch.export.export((model or Net()).eval(), batches[0]).module(), batches[1:], batches[0][0]
+
+
+def _optimized(graph, quantizer, batches, correction, *others):
+    return pt2mx.optimize(graph, quantizer, batches, algorithms=(*others, ScaleSearch(), GPTQ(correction=correction)))
+
+
+@torch.no_grad()
+def _error(graph, quantizer, original, x):
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer))
+    return float((converted(x) - original(x)).square().sum() / original(x).square().sum())
+
+
+@pytest.mark.parametrize(("quantizer", "less"), [(W4, 0.9), (W4A4, 0.75)], ids=["W4", "W4A4"])
+def test_outputs_come_nearer_than_for_float_inputs(quantizer, less):
+    graph, batches, x = _net()
+    errors = [_error(_optimized(graph, quantizer, batches, c), quantizer, graph, x) for c in (None, 0.5)]
+    assert errors[1] < less * errors[0]
+
+
+def test_weights_are_those_of_the_formula():
+    """Each layer by hand: the least-squares weight for the rounded inputs, half of the way, and then GPTQ."""
+    graph, batches, _ = _net()
+    optimized, model = _optimized(graph, W4A4, batches, 0.5), Net()
+    model.load_state_dict(graph.state_dict())
+    with torch.no_grad():
+        exact = rough = torch.cat([batch for (batch,) in batches])
+        for name in ("first", "second", "third"):
+            layer, rounded = model.get_submodule(name), optimized.state_dict()[f"{name}.weight"]
+            inputs = pt2mx.fake_quantize_mx(rough, FP4)
+            products, drift = inputs.T @ inputs, (exact - inputs).T @ inputs
+            damped = products + 0.01 * products.diagonal().mean() * torch.eye(len(products))
+            goal = layer.weight + 0.5 * layer.weight @ drift @ damped.inverse()
+            rows = len(inputs)
+            expected = gptq(goal, products, FP4, damping=0.01 + 0.5 * products.shape[0] / rows)
+            assert (rounded != expected).float().mean() < 0.02  # sums in another order may turn a tie
+            exact = torch.relu(layer(exact))
+            rough = torch.relu(nn.functional.linear(inputs, rounded, layer.bias))
+
+
+def test_all_of_a_rotated_model_is_rounded_once_and_float_stays():
+    graph, batches, x = _net()
+    before = {name: tensor.clone() for name, tensor in graph.state_dict().items()}
+    optimized = _optimized(graph, W4A4, batches, 1, Rotation())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in graph.state_dict().items())
+    report = pt2mx.optimization_report(optimized)
+    assert [row.algorithm for row in report.weights] == ["gptq"] * 3 and all(
+        row.rotated == 32 for row in report.weights
+    )
+    plain = _optimized(graph, W4A4, batches, None, Rotation())
+    assert _error(optimized, W4A4, graph, x) < _error(plain, W4A4, graph, x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
+
+
+def test_a_weight_of_two_layers_is_rounded_for_float_inputs():
+    graph, batches, _ = _net(Tied())
+    weights = [_optimized(graph, W4, batches, c).state_dict() for c in (None, 1.0)]
+    assert torch.equal(weights[0]["layer.weight"], weights[1]["layer.weight"])
+    assert not torch.equal(weights[0]["head.weight"], weights[1]["head.weight"])
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("seen", torch.zeros(32))
+
+    def forward(self, x):
+        self.seen.add_(x.sum(0))
+        return self.layer(x)
+
+
+def test_a_graph_that_writes_is_rounded_for_float_inputs():
+    graph, batches, _ = _net(Writes())
+    weights = [_optimized(graph, W4A4, batches, c).state_dict()["layer.weight"] for c in (None, 1.0)]
+    assert torch.equal(*weights)
+
+
+def test_padding_does_not_count():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x, attention_mask):
+            return self.second(torch.relu(self.first(x))) * attention_mask[..., None]
+
+    torch.manual_seed(0)
+    model, x, mask = Masked().eval(), torch.randn(4, 16, 32), torch.ones(4, 16, dtype=torch.int64)
+    mask[:, 10:] = 0
+    graph = torch.export.export(model, (x, mask)).module()
+    noisy = torch.where(mask[..., None] == 1, x, 100 * x)
+    weights = [
+        pt2mx.optimize(
+            graph, W4A4, [(inputs, mask)], algorithms=(GPTQ(correction=1.0),), padding_mask="attention_mask"
+        ).state_dict()
+        for inputs in (x, noisy)
+    ]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+
+
+def test_options_that_do_not_go_together():
+    graph, batches, _ = _net()
+    with pytest.raises(MXError, match=r"GPTQ\(correction=2\): correction must be a number from 0 to 1"):
+        GPTQ(correction=2)
+    with pytest.raises(MXError, match=r"GPTQ\(correction=...\) runs all batches together: give no group"):
+        pt2mx.optimize(graph, W4, batches, algorithms=(GPTQ(correction=0.5),), group=object())
+    with pytest.raises(MXError, match="run calibration batch 1"):
+        pt2mx.optimize(graph, W4, [(torch.randn(128, 8),)], algorithms=(GPTQ(correction=0.5),))
