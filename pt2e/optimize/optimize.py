@@ -214,8 +214,10 @@ def _round(
     anchor: MXSpec | None,
     done: dict[int, Rounded],
 ) -> list[WeightReport]:
-    """Round the weights of `model` that are not `done`; each rank rounds its share. `scales` gets the scales that do not follow from the
-    rounded weight, by its first consumer."""
+    """Round the weights of `model` that are not `done`; each rank rounds its share.
+
+    `scales` gets the scales that do not follow from the rounded weight, by its first consumer.
+    """
     reports = []
     positions = {id(target): i for i, target in enumerate(targets)}
     with tqdm(total=len(targets), disable=not progress, file=sys.stderr) as bar:

@@ -19,14 +19,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from pt2mx.pt2e.optimize.optimize import PRESETS
-from tests.benchmarks.accuracy.case import DISTILLED, FOLDED, UNROTATED
+from tests.benchmarks.accuracy.case import ALGORITHMS, DISTILLED
 from tests.benchmarks.accuracy.models import MODELS, rows
 from tests.benchmarks.accuracy.packages import NotInstalledError
 from tests.benchmarks.measure import Row, hardware, print_table
 
 ROUNDINGS = (*PRESETS, DISTILLED)
 #: rows of decoders, which the command measures only where `--presets` names them
-OF_DECODERS = (UNROTATED, FOLDED)
+OF_DECODERS = tuple(ALGORITHMS)
 
 
 def main() -> None:

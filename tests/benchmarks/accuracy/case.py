@@ -34,13 +34,18 @@ SCALE_MODES = {"mxfp4": ("floor", "rceil_v2", "even"), "nvfp4": ("nearest", "fou
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
 
-#: row of a decoder -> the algorithms: GPTQ and scale search without a rotation, and with one that its weights hold;
-#: `balanced` is the same with a rotation at run time
-UNROTATED, FOLDED = "unrotated", "folded"
-ALGORITHMS: dict[str, tuple[Algorithm, ...]] = {
-    UNROTATED: (ScaleSearch(), GPTQ()),
-    FOLDED: (Rotation(online=False), ScaleSearch(), GPTQ()),
+#: row of a decoder -> the algorithms whose result checkpoints hold: GPTQ and scale search without a rotation, and with
+#: one that the weights hold. Corrected: layers make up for errors of the layers before
+OF_CHECKPOINTS: dict[str, tuple[Algorithm, ...]] = {
+    "unrotated": (ScaleSearch(), GPTQ()),
+    "folded": (Rotation(online=False), ScaleSearch(), GPTQ()),
+    "folded, corrected": (Rotation(online=False), ScaleSearch(), GPTQ(correction=0.25)),
 }
+#: the same for algorithms that rotate at run time, as the presets `balanced` and `best` do
+OF_PROGRAMS: dict[str, tuple[Algorithm, ...]] = {
+    "balanced, corrected": (Rotation(), ScaleSearch(), GPTQ(correction=0.25)),
+}
+ALGORITHMS = {**OF_CHECKPOINTS, **OF_PROGRAMS}
 
 Forward = Callable[..., Tensor]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pt2mx.algorithms.options import PRESETS
-from tests.benchmarks.accuracy.case import ALGORITHMS
+from tests.benchmarks.accuracy.case import OF_CHECKPOINTS, OF_PROGRAMS
 from tests.benchmarks.peers import settings
 from tests.environments import environment
 
@@ -50,8 +50,8 @@ _NNCF = "nncf==3.4.0"
 _ALL, _FP4 = LANGUAGE + IMAGES, ("W4", "W4A8", "W4A4")
 
 METHODS = {
-    "pt2mx": Method("ours", {preset: {} for preset in ("nearest", *PRESETS)}, models=_ALL),
-    "pt2mx, checkpoints": Method("ours", {name: {} for name in ALGORITHMS}, models=DECODERS),
+    "pt2mx": Method("ours", {name: {} for name in ("nearest", *PRESETS, *OF_PROGRAMS)}, models=_ALL),
+    "pt2mx, checkpoints": Method("ours", {name: {} for name in OF_CHECKPOINTS}, models=DECODERS),
     "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=_FP4),
     "llm-compressor": Method("llm_compressor", settings.LLM_COMPRESSOR, "llmcompressor==0.14.0.1", random=True),
     "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, _FP4, random=True),
