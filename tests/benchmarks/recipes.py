@@ -14,13 +14,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
-from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table, timed
@@ -36,23 +34,12 @@ MEASURED = CONFIGS / "measured.json"
 _COMMENT = "# Measured: "
 
 
-def converted(case: Case, chosen: MXQuantizer) -> GraphModule:
-    """The model of a case, by a recipe and the algorithms that it names."""
-    model = case.model
-    if chosen.algorithms is not None:
-        model = pt2mx.optimize(model, chosen, case.batches, padding_mask=case.padding_mask)
-    prepared = pt2mx.prepare_pt2e(model, chosen)
-    calibrate_tensor_scales(prepared, case.batches)
-    return pt2mx.convert_pt2e(prepared)
-
-
 def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:
     """Measure the size, quality and seconds of a recipe."""
     results: list[GraphModule] = []
-    seconds = timed(lambda: results.append(converted(case, chosen)))
+    seconds = timed(lambda: results.append(case.by_recipe(chosen)))
     report = pt2mx.quantization_report(results[0])
-    with torch.no_grad():
-        figures = case.judge(results[0])
+    figures = case.figures(results[0])
     return {
         "bits": round(report.effective_bits, 2),
         "size": round(report.bytes_after / report.bytes_before, 3),
@@ -82,8 +69,7 @@ def main() -> None:
     rows: list[Row] = []
     for task in options.tasks:
         case = MODELS[TASKS[task][0]]()
-        with torch.no_grad():
-            exact = _quality(case.judge(case.model))
+        exact = _quality(case.figures(case.model))
         for name in options.recipes or tasks()[task]["recipes"]:
             figures = measured(case, MXQuantizer.from_recipe(name))
             rows.append({"task": task, "recipe": name, **figures})
