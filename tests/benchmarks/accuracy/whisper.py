@@ -24,7 +24,7 @@ from tests.benchmarks.accuracy.packages import folder
 from tests.benchmarks.accuracy.speech import Recording, recordings
 from tests.benchmarks.peers.figures import difference_text, mean, mean_text
 
-CALIBRATION, HELD_OUT, AT_ONCE = 8, 60, 10
+CALIBRATION, HELD_OUT, AT_ONCE = 24, 60, 10
 #: the most tokens of a transcript: a model that repeats itself must end
 _LONGEST = 160
 #: further formats -> elements of weights and of activations
