@@ -1,16 +1,18 @@
 """Recipes by task: bits, bytes, quality and seconds, as `configs/measured.json` and the tables of `configs/` have them.
 
-    python -m tests.benchmarks.recipes [--tasks encoder cnn decoder] [--recipes NAME_OR_FILE ...] [--write]
+    python -m tests.benchmarks.recipes [--tasks encoder cnn decoder asr] [--recipes NAME_OR_FILE ...] [--write]
 
 An encoder is all-MiniLM-L6-v2, a CNN EfficientNet-Lite0, a decoder SmolLM2-135M-Instruct with its head and embedding,
-each with pretrained weights (`accuracy/` describes the data for calibration and evaluation). The recipe's algorithms
-round the weights; a decoder's cache stays in float. Seconds: optimizing, preparing and converting.
+and speech is transcribed by Whisper base, each with pretrained weights (`accuracy/` describes the data for calibration
+and evaluation). The recipe's algorithms round the weights; a decoder's cache stays in float. Seconds: optimizing,
+preparing and converting.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ TASKS = {
     "encoder": ("minilm", "all-MiniLM-L6-v2", "cosine"),
     "cnn": ("efficientnet-lite0", "EfficientNet-Lite0", "cosine"),
     "decoder": ("smollm2", "SmolLM2-135M-Instruct", "perplexity"),
+    "asr": ("whisper-base", "Whisper base", "word error rate"),
 }
 CONFIGS = Path(__file__).parents[2] / "configs"
 MEASURED = CONFIGS / "measured.json"
@@ -81,7 +84,7 @@ def main() -> None:
 
 
 def _quality(figures: Figures) -> str:
-    return next(iter(figures.shown.values())).split(",")[0]
+    return re.split(r"[, ]", next(iter(figures.shown.values())))[0]
 
 
 def _keep(task: str, name: str, figures: dict[str, Any], exact: str) -> None:

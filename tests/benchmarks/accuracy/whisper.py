@@ -118,7 +118,8 @@ def features(spoken: Sequence[Recording]) -> Tensor:
 def transcribe(model: Any, tokenizer: Any, batch: Tensor) -> list[str]:
     """Return the text of each recording, by greedy search."""
     options = {"language": "en", "task": "transcribe", "max_new_tokens": _LONGEST, "do_sample": False}
-    texts: list[str] = tokenizer.batch_decode(model.generate(batch.to(model.device), **options), skip_special_tokens=True)
+    tokens = model.generate(batch.to(model.device), **options)
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return texts
 
 
