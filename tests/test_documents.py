@@ -219,7 +219,7 @@ def test_the_matrix_of_the_readme():
     assert sorted(in_rows) == recipe.names()
 
 
-@pytest.mark.parametrize("task", ["encoder", "cnn", "decoder", "asr"])
+@pytest.mark.parametrize("task", ["encoder", "cnn", "decoder"])
 def test_no_recipe_beats_a_recommended_one_in_size_and_quality(task):
     measured = tasks()[task]["recipes"]
     for size in ("smallest", "balanced", "best"):

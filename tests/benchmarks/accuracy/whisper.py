@@ -1,6 +1,6 @@
 """Whisper base, the weights of CTranslate2's file in float16, every operator quantized but the matmuls of attention.
 
-Calibrated on 8 recordings of four sentences each, and evaluated on 60 others, see `speech.py`. The loss is the word
+Calibrated on 24 recordings of five sentences each, and evaluated on 60 others, see `speech.py`. The loss is the word
 error rate: words to insert, delete and replace over the words that were said, both texts normalized as Whisper's
 authors do. Its intervals draw recordings; the one of the difference from the float model draws the same for both.
 """
