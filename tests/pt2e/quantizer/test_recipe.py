@@ -55,10 +55,7 @@ SHIPPED = {
     "decoder_smallest": [everywhere(FP4, None), *_ends("fp6_e2m3")],
     "decoder_balanced": [everywhere("fp6_e2m3", None), *_ends("int8")],
     "decoder_best": [everywhere("int8", None)],
-    "asr_smallest": [
-        everywhere("nvfp4(mse)", "int8"),
-        *_ends("int8", r"proj_out|lm_head|encoder\.layers\.\d+\.self_attn\..*", "int8"),
-    ],
+    "asr_smallest": [everywhere(FP4, "int8"), *_ends("fp6_e2m3", "proj_out|lm_head", "int8")],
     "asr_balanced": [everywhere("fp6_e2m3", "int8"), *_ends("int8", "proj_out|lm_head", "int8")],
     "asr_best": [everywhere("int8", "int8")],
     "mxfp4_first_last_mxfp8": [everywhere(FP4, FP4), ("first", 1, FP8), ("last", 1, FP8)],
