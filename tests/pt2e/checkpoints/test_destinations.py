@@ -1,5 +1,7 @@
 """Each cell of the matrix of recipes and destinations, done with a tiny model."""
 
+from collections import OrderedDict
+
 import numpy as np
 import pytest
 import torch
@@ -92,9 +94,12 @@ def _openvino(recipe, tmp_path):
 
 
 def _program(recipe, device="cpu"):
-    """Return a converted network of two layers, convolutions for recipes of these, and its input."""
+    """Return a converted network of two layers, of the kinds that the recipe's settings name, and its input."""
     torch.manual_seed(0)
-    if shipped.task_of(recipe) == "cnn":
+    if shipped.task_of(recipe) == "asr":
+        layers = {"embedding": nn.Embedding(32, 64), "linear": nn.Linear(64, 64), "lm_head": nn.Linear(64, 32)}
+        model, x = nn.Sequential(OrderedDict(layers)).eval(), torch.randint(32, (3, 8))
+    elif shipped.task_of(recipe) == "cnn":
         model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()).eval()
         x = torch.randn(1, 3, 10, 10)
     else:

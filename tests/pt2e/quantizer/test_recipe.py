@@ -22,11 +22,10 @@ def everywhere(weight, activation):
     return "global", None, MXQuantizationConfig(weight=weight, activation=activation)
 
 
-def _ends(weight):
-    config = MXQuantizationConfig(weight=weight)
+def _ends(weight, heads="lm_head|embed_out|output", activation=None):
     return (
-        ("module_name_regex", r"(.*\.)?(lm_head|embed_out|output)", config),
-        ("operator_type", "aten.embedding", config),
+        ("module_name_regex", rf"(.*\.)?({heads})", MXQuantizationConfig(weight=weight, activation=activation)),
+        ("operator_type", "aten.embedding", MXQuantizationConfig(weight=weight)),
     )
 
 
@@ -56,6 +55,9 @@ SHIPPED = {
     "decoder_smallest": [everywhere(FP4, None), *_ends("fp6_e2m3")],
     "decoder_balanced": [everywhere("fp6_e2m3", None), *_ends("int8")],
     "decoder_best": [everywhere("int8", None)],
+    "asr_smallest": [everywhere(FP4, "int8"), *_ends("fp6_e2m3", "proj_out|lm_head", "int8")],
+    "asr_balanced": [everywhere("fp6_e2m3", "int8"), *_ends("int8", "proj_out|lm_head", "int8")],
+    "asr_best": [everywhere("int8", "int8")],
     "mxfp4_first_last_mxfp8": [everywhere(FP4, FP4), ("first", 1, FP8), ("last", 1, FP8)],
 }
 
