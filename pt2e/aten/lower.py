@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
@@ -10,14 +15,16 @@ from pt2mx import ops
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.node import GroupedLinearMX, is_ours
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.fx.passes.weight_layout import make_weights_k_major
 from pt2mx.fx.portable import mark_portable, without_bit_casts
 from pt2mx.fx.share_tables import share_tables
 from pt2mx.fx.shifts import SHIFTS
 from pt2mx.fx.targets.aten import use_native_dtypes, use_scaled_mm
 from pt2mx.ops.hadamard import hadamard
+from pt2mx.ops.linear import matmul_of_each
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.export_again import check_converted, export_again
 
@@ -41,9 +48,9 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
     Args:
         program: `torch.export.export(converted, ...)`; it does not change.
         matmul: "dequantize": every operator computes with dequantized tensors. "scaled_mm": linear layers whose weight
-            and activation are both MXFP8, MXFP4 or NVFP4 become `aten._scaled_mm`, or `aten._scaled_mm_v2` for FP4.
+            and activation are both MXFP8 or both MXFP4 become `aten._scaled_mm`, those of NVFP4 `aten._scaled_mm_v2`.
         core: True decomposes the model's operators too, by torch's own decompositions into core ATen operators. Some
-            of these, as of attention and SiLU, compute other last bits. False leaves the model's operators.
+            of these, as of attention, compute other last bits. False leaves the model's operators.
 
     Returns:
         The program. With `matmul="dequantize"` and `core=False` it gives the bits of the converted model in eager mode;
@@ -51,7 +58,7 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
 
     Raises:
         MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul`, and
-            for an operator that ATen operators do not express.
+            for a custom operator of the model (`core=True`).
 
     Example:
         >>> import torch, pt2mx
@@ -68,21 +75,22 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
     if not isinstance(matmul, str) or matmul not in _PASSES:
         raise MXError(f"unknown matmul={matmul!r}: {nearest(matmul, _PASSES)}")
     check_converted(program)
-    for node in _ours(program):
-        if node.target not in _CONVERTED:
+    for node in _calls(program):
+        if is_ours(node) and node.target not in _CONVERTED:
             raise MXError(
                 f"{node.target} of {module_name(node) or node.name!r} is an operator of a lowered model: pass "
                 "torch.export.export of what convert_pt2e returned"
             )
     again = export_again(program, _PASSES[matmul])
     with user_errors("decompose the program"):
-        others = default_decompositions().materialize() if core else {}
+        others = {**default_decompositions().materialize(), **_experts(again)} if core else {}
         lowered = _without_assertions(share_tables(without_bit_casts(again, {**others, **SHIFTS})))
-    for node in _ours(lowered):
-        raise MXError(
-            f"{node.target} of {module_name(node) or node.name!r} has no form in ATen operators: quantize it in "
-            "another format, or leave the module in high precision (set_module_name(name, None))"
-        )
+    for node in _calls(lowered):
+        if node.target.namespace != "aten" and (core or is_ours(node)):
+            raise MXError(
+                f"{node.target} of {module_name(node) or node.name!r} has no form in core ATen operators: leave the "
+                "model's operators (core=False), or write the module in ATen operators"
+            )
     mark_portable(lowered)
     return lowered
 
@@ -96,6 +104,18 @@ def _without_assertions(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _ours(program: ExportedProgram) -> list[Node]:
+def _experts(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """Return the matmuls of experts that a program calls, which torch does not decompose, and how they decompose."""
+    named = {node.target: MATMULS.get(str(node.target)) for node in _calls(program)}
+    return {call: _matmul_of_each for call, matmul in named.items() if matmul and matmul.packed is GroupedLinearMX}
+
+
+def _matmul_of_each(x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any) -> Tensor:
+    is_plain = offs is not None and not any(others) and (x.dim(), weight.dim()) == (2, 3)
+    return matmul_of_each(x, weight, offs) if is_plain else NotImplemented
+
+
+def _calls(program: ExportedProgram) -> list[Node]:
+    """Return the nodes of a program and its subgraphs that call an operator."""
     graphs = graph_modules(program.graph_module)
-    return [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]
+    return [node for graph in graphs for node in graph.graph.nodes if isinstance(node.target, OpOverload)]

@@ -144,8 +144,8 @@ def _unit_of(amax: Tensor, spec: MXSpec) -> Tensor:
 
 
 def view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.view(dtype)` between float32 and int32, or bfloat16 and int16, by arithmetic. The sign and the payload of
-    a NaN are lost."""
+    """Return `x.view(dtype)` between float32 and int32, or bfloat16 and int16, by arithmetic. A NaN loses its sign and
+    its payload."""
     if (x.dtype, dtype) == (torch.float32, torch.int32):
         return _bits_of(x)
     if (x.dtype, dtype) == (torch.int32, torch.float32):

@@ -104,11 +104,16 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_and_transposed_ones():
-    """One pair of codes and scales for the table and the first layer, and one, transposed in memory, for the product."""
+    """The table and the layer share codes and scales; those of the product run along the other dimension."""
     program = program_of(Tied(), (IDS,), "mxfp8")
     lowered = lower_to_aten(program)
     stored = sorted((tuple(t.shape), t.is_contiguous(), t.dtype) for t in lowered.state_dict.values())
-    assert stored == []
+    assert stored == [
+        ((2, 20), False, torch.float8_e8m0fnu),
+        ((20, 2), True, torch.float8_e8m0fnu),
+        ((20, 64), True, torch.float8_e4m3fn),
+        ((64, 20), False, torch.float8_e4m3fn),
+    ]
     for y, expected in zip(run(lowered, IDS), run(program, IDS), strict=True):
         assert torch.equal(y, expected)
 
@@ -286,3 +291,54 @@ def test_refusals():
     ):
         with pytest.raises(MXError, match=message):
             lower_to_aten(given, **options)
+
+
+class Experts(nn.Module):
+    """The rows of each expert by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 32, 16))
+
+    def forward(self, x, offs):  # (T, 32), (3,) int32 -> (T, 16)
+        return torch._grouped_mm(x, self.weight.to(x.dtype), offs=offs)
+
+
+def test_experts_multiply_all_rows():
+    x, offs = torch.randn(9, 32, dtype=torch.bfloat16), torch.tensor([2, 2, 9], dtype=torch.int32)
+    program = program_of(Experts().bfloat16(), (x, offs), "mxfp8")
+    lowered = lower_to_aten(program)
+    assert {op for op in called(lowered) if torch.Tag.core not in op.tags} == set()
+    torch.testing.assert_close(run(lowered, x, offs), run(program, x, offs))
+
+
+@torch.library.custom_op("pt2mx_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.act = nn.Linear(64, 16), Doubled()
+
+    def forward(self, x):
+        return self.act(self.linear(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return doubled(x)
+
+
+def test_a_custom_operator_is_named_with_its_module():
+    x = torch.randn(2, 64)
+    program = program_of(Custom(), (x,), "mxfp8")
+    with pytest.raises(MXError, match=r"pt2mx_tests\.doubled\.default of 'act' has no form in core ATen operators: leave"):
+        lower_to_aten(program)
+    assert torch.equal(run(lower_to_aten(program, core=False), x), run(program, x))
