@@ -15,7 +15,7 @@ from pt2mx import ops
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import GroupedLinearMX, is_ours
+from pt2mx.fx.graph.node import GroupedLinearMX, is_ours, operator_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.fx.passes.weight_layout import make_weights_k_major
@@ -83,10 +83,11 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
             )
     again = export_again(program, _PASSES[matmul])
     with user_errors("decompose the program"):
-        others = {**default_decompositions().materialize(), **_experts(again)} if core else {}
-        lowered = _without_assertions(share_tables(without_bit_casts(again, {**others, **SHIFTS})))
+        others: dict[Any, Any] = default_decompositions().materialize() if core else {}
+        others |= {**(_experts(again) if core else {}), **SHIFTS}
+        lowered = _without_assertions(share_tables(without_bit_casts(again, others)))
     for node in _calls(lowered):
-        if node.target.namespace != "aten" and (core or is_ours(node)):
+        if operator_of(node).namespace != "aten" and (core or is_ours(node)):
             raise MXError(
                 f"{node.target} of {module_name(node) or node.name!r} has no form in core ATen operators: leave the "
                 "model's operators (core=False), or write the module in ATen operators"
@@ -111,8 +112,9 @@ def _experts(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
 
 def _matmul_of_each(x: Tensor, weight: Tensor, offs: Tensor | None = None, *others: Any) -> Tensor:
-    is_plain = offs is not None and not any(others) and (x.dim(), weight.dim()) == (2, 3)
-    return matmul_of_each(x, weight, offs) if is_plain else NotImplemented
+    if offs is None or any(others) or (x.dim(), weight.dim()) != (2, 3):
+        return NotImplemented
+    return matmul_of_each(x, weight, offs)
 
 
 def _calls(program: ExportedProgram) -> list[Node]:

@@ -77,6 +77,13 @@ class Flow:
             rows = [(o.bytes_before, o.bytes_after) for operator in report.operators for o in operator.operands]
             assert all(sum(column) <= size for column, size in zip(zip(*rows, strict=True), files, strict=True))
 
+    def core_aten(self) -> None:
+        """Lowered, the program computes as the converted model; in core operators, as torch's decompositions of it."""
+        program = _export(self.converted, self.batch)
+        assert_same(self._run(pt2mx.lower_to_aten(program, core=False).module()), self.quantized)
+        decomposed = self._run(program.run_decompositions().module())
+        assert_same(self._run(pt2mx.lower_to_aten(program).module()), decomposed)
+
     def compile(self) -> None:
         torch._dynamo.reset()
         try:
