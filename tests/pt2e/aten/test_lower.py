@@ -63,7 +63,7 @@ def run(program, *inputs):
         return program.module()(*inputs)
 
 
-@pytest.mark.slow_except("mxfp8", "nvfp4", "mxfp6_e3m2*")
+@pytest.mark.slow_except("mxfp8", "mxfp6_e3m2*")
 @pytest.mark.parametrize("text", FORMATS)
 def test_gives_the_bits_of_the_converted_model_by_core_operators(text):
     program = program_of(Net(), (IDS,), quantizer_of(text, text))
@@ -168,6 +168,7 @@ def test_subgraphs(kind):
                 torch.testing.assert_close(run(lowered, x), run(program, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_decoder_with_its_cache():
     from tests.language_models import decoder_by_recipe
 
@@ -186,12 +187,18 @@ def test_a_decoder_with_its_cache():
 
 
 def test_loads_where_pt2mx_is_not_installed(tmp_path, run_python):
+    """A dynamic batch, and packed codes with two scales; subgraphs."""
     shapes = ({0: torch.export.Dim("batch")},)
-    for name, text in (("mx", "mxfp8"), ("nv", "nvfp4")):
-        lowered = lower_to_aten(program_of(Net(), (IDS,), quantizer_of(text, text), shapes))
+    cases = {
+        "dynamic": (nn.Linear(70, 16), torch.randn(3, 70), quantizer_of("nvfp4", "mxfp8"), shapes),
+        "inner": (Cond(), X, "mxfp6", None),
+    }
+    for name, (model, x, quantizer, dynamic) in cases.items():
+        lowered = lower_to_aten(program_of(model, (x,), quantizer, dynamic))
         torch.export.save(lowered, tmp_path / f"{name}.pt2")
-        torch.save((IDS[:2], run(lowered, IDS[:2])), tmp_path / f"{name}.pt")
-    assert run_python(WITHOUT_PT2MX, ["mx", "nv"], cwd=tmp_path, fresh=True).split() == ["True", "True"]
+        x = x if dynamic is None else torch.randn(5, 70)
+        torch.save((x, run(lowered, x)), tmp_path / f"{name}.pt")
+    assert run_python(WITHOUT_PT2MX, list(cases), cwd=tmp_path, fresh=True).split() == ["True", "True"]
 
 
 SCALED = {
@@ -214,6 +221,7 @@ class Layers(nn.Module):
         return self.up(x), self.down(x), x @ self.weight
 
 
+@pytest.mark.slow_except("mxfp8")
 @pytest.mark.parametrize("case", SCALED)
 def test_scaled_matmuls_equal_up_to_the_rounding_of_sums(case):
     weight, activation, dtype, operator = SCALED[case]
