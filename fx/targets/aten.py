@@ -44,9 +44,14 @@ from pt2mx.spec import MXSpec
 aten = torch.ops.aten
 
 #: element -> the dtype of its codes, one a value. FP6 has none; torch.export does not save torch's pairs of FP4
-_CODES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8, "int8_full": torch.int8}
+CODE_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int8_full": torch.int8,
+}
 #: scale format -> the dtype of its scales
-_SCALES = {
+SCALE_DTYPES = {
     "e8m0": torch.float8_e8m0fnu,
     **dict.fromkeys(("e4m3", "e4m3_f32", "e4m3_f32_divisor"), torch.float8_e4m3fn),
     **{name: scale.dtype for name, scale in SCALE_FORMATS.items() if scale.dtype.is_floating_point},
@@ -78,9 +83,9 @@ def use_native_dtypes(model: GraphModule) -> None:
             del reads[node]
     for node, read in reads.items():
         node.target, spec, (codes, scale) = dequantize_native, calls[node].spec, read.buffers
-        _view(model, scale, _SCALES[spec.scale_format.name])
-        if spec.element.name in _CODES:
-            _view(model, codes, _CODES[spec.element.name])
+        _view(model, scale, SCALE_DTYPES[spec.scale_format.name])
+        if spec.element.name in CODE_DTYPES:
+            _view(model, codes, CODE_DTYPES[spec.element.name])
 
 
 def _view(model: GraphModule, buffer: Node, dtype: torch.dtype) -> None:
@@ -91,7 +96,7 @@ def _view(model: GraphModule, buffer: Node, dtype: torch.dtype) -> None:
 
 def _read(model: GraphModule, node: Node, call: Dequantize) -> _Read | None:
     """Return how a dequantization reads constants in dtypes that torch has; None for another one."""
-    if call.spec.block_rows > 1 or not call.spec.has_operators or call.spec.scale_format.name not in _SCALES:
+    if call.spec.block_rows > 1 or not call.spec.has_operators or call.spec.scale_format.name not in SCALE_DTYPES:
         return None
     gathers = [n for n in (call.codes, call.scale) if n.target in GATHERS and set(n.users) == {node}]
     codes, scale = (node_arg(n) if n in gathers else n for n in (call.codes, call.scale))
@@ -205,8 +210,8 @@ def _quantized(x: Node, call: FakeQuantize) -> list[Node]:
 
 def _native_weight(model: GraphModule, dequantize: Node, call: Dequantize) -> list[Node]:
     """Register the codes and the swizzled scales of a weight in torch's dtypes, and return the nodes that read them."""
-    dtype = _CODES.get(call.spec.element.name, _PAIRS_OF_FP4)
-    scale = _swizzled(tensor_of(model, call.scale)).view(_SCALES[call.spec.scale_format.name])
+    dtype = CODE_DTYPES.get(call.spec.element.name, _PAIRS_OF_FP4)
+    scale = _swizzled(tensor_of(model, call.scale)).view(SCALE_DTYPES[call.spec.scale_format.name])
     name = register_buffer(model, f"{name_of(call.scale)}_swizzled", scale)
     with model.graph.inserting_before(dequantize):
         return [native(model, name_of(call.codes), call.codes, dtype), model.graph.get_attr(name)]
@@ -222,12 +227,12 @@ def quantize_native(*args: Any) -> tuple[Tensor, Tensor]:
     call: quantization.Quantize[Tensor] = quantization.Quantize.from_args(*args)
     x, spec = call.x.reshape(-1, call.x.shape[-1]), call.spec.replace(axis=1)
     values, scale = arithmetic.quantize(x, spec, arithmetic, call.tensor_scale)
-    dtype = _CODES.get(spec.element.name)
+    dtype = CODE_DTYPES.get(spec.element.name)
     if dtype is None:
         codes = pack(elements.encode(values, spec.element), 1, spec.element.bits).view(_PAIRS_OF_FP4)
     else:
         codes = values.to(dtype)
-    return codes, _swizzled(scale).to(_SCALES[spec.scale_format.name])
+    return codes, _swizzled(scale).to(SCALE_DTYPES[spec.scale_format.name])
 
 
 def scaled_matmul(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import ops, parse
-from pt2mx.fx.targets.aten import _CODES, _SCALES, dequantize_native, quantize_native
+from pt2mx.fx.targets.aten import CODE_DTYPES, SCALE_DTYPES, dequantize_native, quantize_native
 from pt2mx.kernels.scaled_mm import unswizzle
 from pt2mx.ops.quantization import Dequantize, Quantize
 
@@ -19,7 +19,7 @@ def quantized(x, text, axis):
 
 
 def in_torchs_dtypes(spec, scale, codes):
-    return scale.view(_SCALES[spec.scale_format.name]), codes.view(_CODES.get(spec.element.name, codes.dtype))
+    return scale.view(SCALE_DTYPES[spec.scale_format.name]), codes.view(CODE_DTYPES.get(spec.element.name, codes.dtype))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
@@ -45,6 +45,6 @@ def test_quantizes_to_the_bytes(text):
     spec, t, scale, codes = quantized(x, text, 2)
     native_codes, native_scale = quantize_native(*Quantize(x, spec, None, t).args)
     assert torch.equal(native_codes.view(torch.uint8), codes.flatten(0, 1))
-    assert native_scale.dtype == _SCALES[spec.scale_format.name]
+    assert native_scale.dtype == SCALE_DTYPES[spec.scale_format.name]
     of_rows = unswizzle(native_scale.view(torch.uint8).flatten(), 10, scale.shape[2])
     assert torch.equal(of_rows, scale.flatten(0, 1))
