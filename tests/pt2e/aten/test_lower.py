@@ -205,6 +205,7 @@ SCALED = {
     "mxfp8": ("mxfp8", "mxfp8", torch.float32, aten._scaled_mm.default),
     "mxfp8 e5m2": ("mxfp8_e5m2", "mxfp8(mse)", torch.bfloat16, aten._scaled_mm.default),
     "mxfp4": ("mxfp4", "mxfp4", torch.float32, aten._scaled_mm.default),
+    "fp4 in 16": ("fp4_e2m1{16}(e4m3)", "fp4_e2m1{16}(e4m3)", torch.float32, aten._scaled_mm.default),
     "nvfp4": ("nvfp4", "nvfp4", torch.bfloat16, aten._scaled_mm_v2.default),
 }
 
