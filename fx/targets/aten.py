@@ -30,7 +30,6 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.fx.passes.packed_operands import GATHERS, argument, weights_of_matmuls
-from pt2mx.fx.targets.torchao import native
 from pt2mx.kernels import arithmetic, elements, float_scales, reference
 from pt2mx.kernels.packing import pack, split_axis, trim_axis, unpack
 from pt2mx.kernels.scaled_mm import FORMS, swizzle
@@ -210,11 +209,13 @@ def _quantized(x: Node, call: FakeQuantize) -> list[Node]:
 
 def _native_weight(model: GraphModule, dequantize: Node, call: Dequantize) -> list[Node]:
     """Register the codes and the swizzled scales of a weight in torch's dtypes, and return the nodes that read them."""
-    dtype = CODE_DTYPES.get(call.spec.element.name, _PAIRS_OF_FP4)
-    scale = _swizzled(tensor_of(model, call.scale)).view(SCALE_DTYPES[call.spec.scale_format.name])
-    name = register_buffer(model, f"{name_of(call.scale)}_swizzled", scale)
+    codes, scale = tensor_of(model, call.codes), _swizzled(tensor_of(model, call.scale))
+    named = {
+        name_of(call.codes): codes.contiguous().view(CODE_DTYPES.get(call.spec.element.name, _PAIRS_OF_FP4)),
+        f"{name_of(call.scale)}_swizzled": scale.view(SCALE_DTYPES[call.spec.scale_format.name]),
+    }
     with model.graph.inserting_before(dequantize):
-        return [native(model, name_of(call.codes), call.codes, dtype), model.graph.get_attr(name)]
+        return [model.graph.get_attr(register_buffer(model, name, value)) for name, value in named.items()]
 
 
 def _swizzled(scale: Tensor) -> Tensor:

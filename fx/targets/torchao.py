@@ -24,8 +24,8 @@ def to_torchao(model: GraphModule, pairs: Sequence[Pair], elements: Mapping[str,
     for pair in pairs:
         dtype = getattr(torch, elements[pair.spec.element.name])
         with model.graph.inserting_before(pair.node):
-            codes = native(model, f"{pair.name}_qdata", node_arg(pair.node, 0), dtype)
-            scale = native(model, f"{pair.name}_e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu)
+            codes = _native(model, f"{pair.name}_qdata", node_arg(pair.node, 0), dtype)
+            scale = _native(model, f"{pair.name}_e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu)
             args = (codes, scale, dtype, pair.spec.block_size, Dequantize.expect(pair.node).dtype)
             new = model.graph.call_function(operator, args)
         new.meta.update(pair.node.meta)
@@ -34,7 +34,7 @@ def to_torchao(model: GraphModule, pairs: Sequence[Pair], elements: Mapping[str,
     return remove_unused(model)
 
 
-def native(model: GraphModule, name: str, node: Node, dtype: torch.dtype) -> Node:
+def _native(model: GraphModule, name: str, node: Node, dtype: torch.dtype) -> Node:
     """Return a node that reads the bytes of another one's buffer as a dtype."""
     value = tensor_of(model, node).view(dtype)
     native = model.graph.get_attr(register_buffer(model, name, value))
