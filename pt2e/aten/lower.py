@@ -54,7 +54,7 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
 
     Returns:
         The program. With `matmul="dequantize"` and `core=False` it gives the bits of the converted model in eager mode;
-        with `core=True` those of `program.run_decompositions()`.
+        with `core=True` those of `program.run_decompositions()`, where torch can decompose it.
 
     Raises:
         MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul`, and
@@ -83,9 +83,8 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
             )
     again = export_again(program, _PASSES[matmul])
     with user_errors("decompose the program"):
-        others: dict[Any, Any] = default_decompositions().materialize() if core else {}
-        others |= {**(_experts(again) if core else {}), **SHIFTS}
-        lowered = _without_assertions(share_tables(without_bit_casts(again, others)))
+        others = {**core_decompositions(), **_experts(again)} if core else {}
+        lowered = _without_assertions(share_tables(without_bit_casts(again, {**others, **SHIFTS})))
     for node in _calls(lowered):
         if operator_of(node).namespace != "aten" and (core or is_ours(node)):
             raise MXError(
@@ -94,6 +93,23 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
             )
     mark_portable(lowered)
     return lowered
+
+
+def core_decompositions() -> dict[Any, Any]:
+    """Return torch's decompositions into core operators, with attention in the memory order of the CPU's kernel.
+
+    By that order views of its result were traced; torch's decomposition (2.13) gives another one, of which a `view`
+    fails, as in GPT-2.
+    """
+    table: dict[Any, Any] = default_decompositions().materialize()
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    decompose = table[attention]
+
+    def in_order(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        y, logsumexp = decompose(*args, **kwargs)  # (B, H, L, E)
+        return y.transpose(1, 2).contiguous().transpose(1, 2), logsumexp
+
+    return {**table, attention: in_order}
 
 
 def _without_assertions(program: ExportedProgram) -> ExportedProgram:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
+from pt2mx.pt2e.aten.lower import core_decompositions
 from pt2mx.pt2e.models.float_models import Batch, call
 from tests.flow import reloaded, saved_bytes, unused_bytes
 from tests.sweep.architecture import Architecture
@@ -81,7 +82,7 @@ class Flow:
         """Lowered, the program computes as the converted model; in core operators, as torch's decompositions of it."""
         program = _export(self.converted, self.batch)
         assert_same(self._run(pt2mx.lower_to_aten(program, core=False).module()), self.quantized)
-        decomposed = self._run(program.run_decompositions().module())
+        decomposed = self._run(program.run_decompositions(core_decompositions()).module())
         assert_same(self._run(pt2mx.lower_to_aten(program).module()), decomposed)
 
     def compile(self) -> None:

@@ -132,6 +132,27 @@ def test_blocks_that_are_not_finite_and_tiny_ones(text, matmul):
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+class Attention(nn.Module):
+    """A view of the result of attention, as GPT-2 has it: `run_decompositions()` of torch 2.13 refuses its strides."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):  # (B, T, 32) -> (B * T, 32)
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind()
+        y = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, 2, T, 16)
+        return self.out(y.transpose(1, 2).reshape(*x.shape).view(-1, 32))
+
+
+def test_attention_keeps_the_order_of_its_memory():
+    x = torch.randn(3, 5, 32)
+    program = program_of(Attention(), (x,), "mxfp8")
+    lowered = lower_to_aten(program)
+    assert {op for op in called(lowered) if torch.Tag.core not in op.tags} == set()
+    torch.testing.assert_close(run(lowered, x), run(program, x), rtol=0.05, atol=0.05)
+
+
 class Product(nn.Module):
     """Blocks along a dynamic dimension."""
 
