@@ -54,7 +54,7 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
 
     Returns:
         The program. With `matmul="dequantize"` and `core=False` it gives the bits of the converted model in eager mode;
-        with `core=True` those of `program.run_decompositions()`, where torch can decompose it.
+        with `core=True` those of torch's decompositions, `program.run_decompositions()`.
 
     Raises:
         MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul`, and
