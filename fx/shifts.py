@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -31,7 +34,7 @@ def _right_each(x: Tensor, bits: Tensor) -> Tensor:
     return torch.div(x, aten.pow.Scalar(2, bits), rounding_mode="floor")
 
 
-SHIFTS = {
+SHIFTS: dict[Any, Callable[..., Tensor]] = {
     aten.bitwise_left_shift.Tensor_Scalar: _left,
     aten.bitwise_left_shift.Tensor: _left_each,
     aten.bitwise_right_shift.Tensor_Scalar: _right,

@@ -83,8 +83,8 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
             )
     again = export_again(program, _PASSES[matmul])
     with user_errors("decompose the program"):
-        others = {**core_decompositions(), **_experts(again)} if core else {}
-        lowered = _without_assertions(share_tables(without_bit_casts(again, {**others, **SHIFTS})))
+        others: dict[Any, Any] = {**core_decompositions(), **_experts(again)} if core else {}
+        lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS)))
     for node in _calls(lowered):
         if operator_of(node).namespace != "aten" and (core or is_ours(node)):
             raise MXError(
