@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,10 +51,15 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
     """
     portable = _decompose(program, {**decompositions(random_bits, lambda x: blocks_in_memory), **_CALLS})
     if any(is_ours(node) for graph in graph_modules(program.graph_module) for node in graph.graph.nodes):
-        for node in portable.graph.nodes:
-            if node.op == "call_function":
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), **PORTABLE}
+        mark_portable(portable)
     return portable
+
+
+def mark_portable(program: ExportedProgram) -> None:
+    """Mark the nodes of a program whose operators are written out, so that nothing takes it for a float model."""
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), **PORTABLE}
 
 
 def without_calls(program: ExportedProgram) -> ExportedProgram:
@@ -67,16 +73,18 @@ def without_calls(program: ExportedProgram) -> ExportedProgram:
     return _decompose(program, _CALLS)
 
 
-def without_bit_casts(program: ExportedProgram) -> ExportedProgram:
+def without_bit_casts(
+    program: ExportedProgram, others: Mapping[Any, Callable[..., Any]] | None = None
+) -> ExportedProgram:
     """Decompose pt2mx's operators into aten operators that never read the bits of a float, for runtimes that cannot.
 
-    The program gives the bits of `make_portable`.
+    The program gives the bits of `make_portable`. `others`: the decompositions of more operators.
 
     Raises:
         MXError: as `make_portable`.
     """
     table = decompositions(random_bits, lambda x: arithmetic, fake_quantize=arithmetic.fake_quantize)
-    return _decompose(program, {**table, **_CALLS, **_CORE})
+    return _decompose(program, {**(others or {}), **table, **_CALLS, **_CORE})
 
 
 aten = torch.ops.aten
@@ -106,5 +114,11 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
             for spec in specs_of(node):
                 spec.check_built_in("programs of aten operators")
     # torch then asks the sizes of the example nothing: each answer would become a guard on the lengths of a call
-    with torch.no_grad(), config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]  # torch adds it as it runs
+    with (
+        torch.no_grad(),
+        config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # torch adds it as it runs
+        warnings.catch_warnings(),
+    ):
+        # torch warns of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         return program.run_decompositions(table)

@@ -23,6 +23,7 @@ from pt2mx.fx.portable import make_portable as make_portable
 from pt2mx.modes import register_scale_mode as register_scale_mode
 from pt2mx.nv_scales import mx_to_nv_scales as mx_to_nv_scales
 from pt2mx.nv_scales import nv_to_mx_scales as nv_to_mx_scales
+from pt2mx.pt2e.aten.lower import lower_to_aten as lower_to_aten
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint as convert_checkpoint
 from pt2mx.pt2e.checkpoints.destinations import for_destinations as for_destinations
 from pt2mx.pt2e.checkpoints.load import load_checkpoint as load_checkpoint

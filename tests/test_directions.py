@@ -29,6 +29,7 @@ FOLDERS = (
     "language",
     "optimize",
     "executorch",
+    "aten",
     "packages",
     "flow",
     "program",

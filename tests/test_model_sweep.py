@@ -40,6 +40,12 @@ def test_converts_to_the_bit_reloads_and_skips_nothing_silently(name):
     run(name, STAGES[:-1])
 
 
+@pytest.mark.slow_except("BertForSequenceClassification")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_lowers_to_core_aten(name):
+    run(name, (*NEEDED, "core_aten"))
+
+
 @pytest.mark.slow  # MiniLM is compiled by default, in test_real_models.py
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_compiled_agrees(name, compiler):

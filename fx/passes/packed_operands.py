@@ -169,21 +169,21 @@ def _is_first_index(indices: list[Node | None]) -> bool:
 
 
 #: operator -> a function of its arguments after the tensor: whether the call gathers along the first dimension
-_GATHERS: dict[OpOverload, Callable[..., bool]] = {
+GATHERS: dict[OpOverload, Callable[..., bool]] = {
     aten.embedding.default: lambda indices, *hints: True,
     aten.index_select.default: lambda dim, index: dim == 0,
     aten.index.Tensor: _is_first_index,
 }
 
 
-@graph_pass(tuple(_GATHERS), Dequantize)
+@graph_pass(tuple(GATHERS), Dequantize)
 def use_packed_embeddings(model: GraphModule) -> None:
     """Gather the rows of codes and scales instead of rows of the dequantized weight, and dequantize the result.
 
     The bits stay the same, because blocks run along the rows. Other users still read the same buffer of codes.
     """
     written = written_nodes(model.graph)
-    for gather in [node for node in model.graph.nodes if node.target in _GATHERS]:
+    for gather in [node for node in model.graph.nodes if node.target in GATHERS]:
         dequantize = node_arg(gather)
         call = Dequantize.of(dequantize)
         axis = None if call is None else _gathered_axis(gather, dequantize, call)
@@ -214,7 +214,7 @@ def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | No
     if shape is None or gathered is None or gather.kwargs:
         return None
     axis = call.spec.axis % len(shape)
-    keeps_blocks = axis != 0 and _GATHERS[operator_of(gather)](*gather.args[1:])
+    keeps_blocks = axis != 0 and GATHERS[operator_of(gather)](*gather.args[1:])
     return axis + len(gathered) - len(shape) if keeps_blocks else None
 
 

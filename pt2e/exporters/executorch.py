@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from pt2mx.fx.shifts import without_shifts
 from pt2mx.pt2e.executorch.edge import edge_ready
-from pt2mx.pt2e.exporters.shifts import without_shifts
 
 
 def executorch_graph(program: ExportedProgram) -> GraphModule:

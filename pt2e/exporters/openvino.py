@@ -24,8 +24,8 @@ from pt2mx.fx.graph.node import Dequantize, shape_of
 from pt2mx.fx.graph.tensors import delete_unused_tensors
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.portable import without_bit_casts
+from pt2mx.fx.shifts import without_shifts
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.pt2e.exporters.shifts import without_shifts
 from pt2mx.pt2e.files.user_errors import quiet_export
 from pt2mx.pt2e.program.sizes import dynamic_shapes
 

@@ -89,17 +89,39 @@ def fake_quantize(
     operations for scales that are powers of two, without a search."""
     if not _is_direct(spec):
         return reference.fake_quantize(x, spec, random, prims, tensor_scale)
+    values, scale, factor = _direct_blocks(x, spec, random)
+    return reference.from_blocks((values / factor * scale).to(x.dtype), spec, x.shape, elements)
+
+
+def quantize(
+    x: Tensor, spec: MXSpec, prims: Prims = elements, tensor_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x: (..., n, ...) -> what the codes of `reference.quantize(x, spec)` stand for: the values of the element,
+    (..., n, ...) fp32, 0 in blocks that are not finite, and the scales, (..., blocks, ...) fp32, NaN for these. The
+    scale of the tensor is part of neither. Blocks have one row."""
+    if _is_direct(spec):
+        values, scale, factor = _direct_blocks(x, spec)
+        finite, scale = torch.isfinite(scale), scale / factor
+    else:
+        of_blocks, values = reference.quantize_blocks(x, spec, None, prims, tensor_scale)
+        finite, scale = of_blocks.finite, of_blocks.value()
+    values = reference.from_blocks(torch.where(finite, values, 0.0), spec, x.shape, elements)
+    return values, scale.squeeze(spec.axis + 1)
+
+
+def _direct_blocks(x: Tensor, spec: MXSpec, random: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (..., n, ...) -> values of the element (..., blocks, block, ...), the scales of blocks times a factor
+    (..., blocks, 1, ...), NaN for those that are not finite, and the factor."""
     blocks = reference.to_blocks(x.to(torch.float32), spec)
     amax = blocks.abs().amax(spec.axis + 1, keepdim=True)
     unit = _unit_of(amax, spec)
     # 2**-127 is subnormal, which a processor may flush to zero: divide by twice that, and multiply by two
     is_subnormal = unit < _SMALLEST
     unit, factor = unit.clamp(min=_SMALLEST), torch.where(is_subnormal, 2.0, torch.ones_like(unit))
-    finite = torch.where(amax < float("inf"), unit, float("nan"))
     v = blocks / unit * factor
     random = None if random is None else reference.to_blocks(random, spec)
-    y = round_to_element(v, spec.element, spec.rounding, random) / factor * finite
-    return reference.from_blocks(y.to(x.dtype), spec, x.shape, elements)
+    values = round_to_element(v, spec.element, spec.rounding, random)
+    return values, torch.where(amax < float("inf"), unit, float("nan")), factor
 
 
 def _is_direct(spec: MXSpec) -> bool:
@@ -122,11 +144,16 @@ def _unit_of(amax: Tensor, spec: MXSpec) -> Tensor:
 
 
 def view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x.view(dtype)` between float32 and int32, by arithmetic. The sign and the payload of a NaN are lost."""
+    """Return `x.view(dtype)` between float32 and int32, or bfloat16 and int16, by arithmetic. A NaN loses its sign and
+    its payload."""
     if (x.dtype, dtype) == (torch.float32, torch.int32):
         return _bits_of(x)
     if (x.dtype, dtype) == (torch.int32, torch.float32):
         return _float_of(x)
+    if (x.dtype, dtype) == (torch.bfloat16, torch.int16):
+        return (_bits_of(x.to(torch.float32)) >> 16).to(torch.int16)
+    if (x.dtype, dtype) == (torch.int16, torch.bfloat16):
+        return _float_of(x.to(torch.int32) << 16).to(torch.bfloat16)
     return x if x.dtype == dtype else NotImplemented
 
 

@@ -35,6 +35,9 @@ class ExponentScale:
     def stored(self) -> Tensor:
         return self.prims.scale_bytes(self.exponent, self.finite)
 
+    def value(self) -> Tensor:
+        return self.multiply(torch.ones_like(self.exponent, dtype=torch.float32))
+
 
 def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> ExponentScale:
     """Return the scales of blocks; these have no tensor scale."""

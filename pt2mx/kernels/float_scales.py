@@ -90,7 +90,7 @@ class FloatScale:
     prims: Prims
 
     def divide(self, values: Tensor) -> Tensor:
-        scale, steps, divide = self._value(), steps_of(self.spec), self.prims.divide
+        scale, steps, divide = self.value(), steps_of(self.spec), self.prims.divide
         if self.spec.multiplies_by_reciprocal:
             v = values * self.prims.realize(steps.reciprocal(scale, self.tensor_scale, divide))
         else:
@@ -100,7 +100,7 @@ class FloatScale:
         return (v if unit == 1 else v * unit).clamp(-_LARGEST_UNITS, _LARGEST_UNITS)
 
     def multiply(self, values: Tensor) -> Tensor:
-        return _times(values, self._value(), self.tensor_scale, self.spec, self.prims)
+        return times(values, self.value(), self.tensor_scale, self.spec, self.prims)
 
     def stored(self) -> Tensor:
         scale = self.spec.scale_format
@@ -110,7 +110,7 @@ class FloatScale:
         integer, _ = _PATTERNS[scale.dtype.itemsize]
         return code.to(integer).view(scale.dtype)
 
-    def _value(self) -> Tensor:
+    def value(self) -> Tensor:
         return torch.where(self.finite, value_of(self.code, self.spec), float("nan"))
 
 
@@ -148,7 +148,7 @@ def scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: P
 def times_stored(blocks: Tensor, codes: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims) -> Tensor:
     """Return values in units of their scale, times the scales of these codes."""
     t = tensor_scale_of(tensor_scale, spec, blocks)
-    return _times(blocks, value_of(codes, spec), t, spec, prims)
+    return times(blocks, value_of(codes, spec), t, spec, prims)
 
 
 def multiplier_of(stored: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: Prims = elements) -> Tensor:
@@ -231,7 +231,8 @@ def _round(quotient: Tensor, spec: MXSpec) -> Tensor:
     return code + (value_of(code, spec) < quotient).to(torch.int32) if mode.rounds_up else code
 
 
-def _times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:
+def times(values: Tensor, scale: Tensor, t: Tensor, spec: MXSpec, prims: Prims) -> Tensor:
+    """Return values in units of their scale, times scales in fp32, (..., blocks, 1, ...), and the tensor scale t."""
     steps, unit = steps_of(spec), spec.element.unit
     factor = prims.realize(steps.apply(scale, t, prims.divide))
     return (values if unit == 1 else values * (1 / unit)) * factor

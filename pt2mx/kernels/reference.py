@@ -40,7 +40,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """x: (..., n, ...) fp32, fp16 or bf16 -> scale (..., ceil(n / block), ...) in the dtype of the scale format, data
     (..., bytes, ...) uint8."""
-    scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
+    scale, values = quantize_blocks(x, spec, random, prims, tensor_scale)
     codes = elements.encode(torch.where(scale.finite, values, 0.0), spec.element)
     codes = from_blocks(codes, spec, x.shape, prims)
     return stored_scales(scale, spec, x.shape), pack(codes, spec.axis, spec.element.bits)
@@ -94,7 +94,7 @@ def fake_quantize(
     x: Tensor, spec: MXSpec, random: Tensor | None = None, prims: Prims = elements, tensor_scale: Tensor | None = None
 ) -> Tensor:
     """x: (..., n, ...) -> dequantize(quantize(x)) to the bit, in x's dtype."""
-    scale, values = _quantize_blocks(x, spec, random, prims, tensor_scale)
+    scale, values = quantize_blocks(x, spec, random, prims, tensor_scale)
     return from_blocks(scale.multiply(values).to(x.dtype), spec, x.shape, prims)
 
 
@@ -148,7 +148,7 @@ def _scale_of(blocks: Tensor, spec: MXSpec, tensor_scale: Tensor | None, prims: 
     return _SCALES[spec.has_power_of_two_scale].scale_of(blocks, spec, tensor_scale, prims)
 
 
-def _quantize_blocks(
+def quantize_blocks(
     x: Tensor, spec: MXSpec, random: Tensor | None, prims: Prims, tensor_scale: Tensor | None
 ) -> tuple[BlockScale, Tensor]:
     """Return scales (..., blocks, 1, ...), and the element values (..., blocks, block, ...) of finite blocks."""

@@ -32,6 +32,9 @@ class BlockScale(Protocol):
     def stored(self) -> Tensor:
         """Return the stored scales."""
 
+    def value(self) -> Tensor:
+        """Return the stored scales in fp32."""
+
 
 def in_units(scale: BlockScale, blocks: Tensor, rounding: str) -> Tensor:
     """Return `scale.divide(blocks)`. It may underflow to zero, except where that would change the result of a directed

@@ -80,8 +80,13 @@ def grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     (T, N)."""
     if x.dtype == torch.bfloat16 and weight.shape[1] % 8 == weight.shape[2] % 8 == 0:
         return torch._grouped_mm(x, weight, offs=offs)
+    return matmul_of_each(x, weight, offs)
+
+
+def matmul_of_each(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Compute `torch._grouped_mm` by core operators: each expert multiplies all rows. Shapes are as above."""
     row = torch.arange(x.shape[0], device=x.device)
-    expert = torch.searchsorted(offs, row, right=True, out_int32=True)  # (T,)
+    expert = (row.unsqueeze(1) >= offs).sum(1)  # (T,)
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for i, each in enumerate(weight.unbind()):
         y = torch.where((expert == i).unsqueeze(-1), x @ each, y)

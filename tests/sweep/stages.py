@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
+from pt2mx.pt2e.aten.lower import core_decompositions
 from pt2mx.pt2e.models.float_models import Batch, call
 from tests.flow import reloaded, saved_bytes, unused_bytes
 from tests.sweep.architecture import Architecture
@@ -76,6 +77,13 @@ class Flow:
             assert report.effective_bits == 8 * report.bytes_after / report.values
             rows = [(o.bytes_before, o.bytes_after) for operator in report.operators for o in operator.operands]
             assert all(sum(column) <= size for column, size in zip(zip(*rows, strict=True), files, strict=True))
+
+    def core_aten(self) -> None:
+        """Lowered, the program computes as the converted model; in core operators, as torch's decompositions of it."""
+        program = _export(self.converted, self.batch)
+        assert_same(self._run(pt2mx.lower_to_aten(program, core=False).module()), self.quantized)
+        decomposed = self._run(program.run_decompositions(core_decompositions()).module())
+        assert_same(self._run(pt2mx.lower_to_aten(program).module()), decomposed)
 
     def compile(self) -> None:
         torch._dynamo.reset()

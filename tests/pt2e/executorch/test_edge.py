@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.executorch.edge import BESIDE_CORE, edge_ready, share_tables
+from pt2mx.pt2e.executorch.edge import BESIDE_CORE, edge_ready
 from tests.flow import calibrated, convert, exported
 
 BATCH = ({0: torch.export.Dim("batch", max=16)},)
@@ -140,31 +140,3 @@ def test_weights_of_one_format_share_their_tables():
     }
     assert tables[1] == tables[3] == 3  # of codes, of scales, and of the shifts of two codes in a byte
     assert len(ready[3].graph.nodes) - len(ready[1].graph.nodes) < 2 * 30
-
-
-class Draws(nn.Module):
-    def forward(self, x):  # (3,) -> three times (3,)
-        return x + torch.arange(3) * 2, x + torch.arange(3) * 2, x + torch.arange(4)[1:] + torch.rand(3) - torch.rand(3)
-
-
-def test_equal_tables_alone_are_shared():
-    x = torch.ones(3)
-    program = torch.export.export(Draws(), (x,)).run_decompositions()
-    first, second, _ = share_tables(program).module()(x)
-    assert torch.equal(first, torch.tensor([1.0, 3.0, 5.0])) and torch.equal(second, first)
-    tables = [node.args for node in program.graph.find_nodes(op="call_function", target=aten.arange.start_step)]
-    assert [args[:2] for args in tables] == [(0, 3), (0, 4)]
-    assert len(program.graph.find_nodes(op="call_function", target=aten.rand.default)) == 2
-
-
-class Branches(nn.Module):
-    def forward(self, x):  # (3,) -> (3,)
-        return torch.cond(x.sum() > 0, lambda x: x + torch.ones(3) * torch.ones(3), lambda x: x - 1, (x,))
-
-
-def test_subgraphs_share_tables_of_their_own():
-    x = torch.ones(3)
-    program = share_tables(torch.export.export(Branches(), (x,)).run_decompositions())
-    assert torch.equal(program.module()(x), x + 1)
-    graphs = [module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    assert sum(len(graph.find_nodes(op="call_function", target=aten.full.default)) for graph in graphs) == 1

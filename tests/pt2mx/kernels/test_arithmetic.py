@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, MXSpec
+from pt2mx import ELEMENTS, MXSpec, parse
 from pt2mx.kernels import arithmetic, elements, reference
+from pt2mx.kernels.packing import unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
 from pt2mx.scale_formats import parse_scale_format
 
@@ -88,3 +89,26 @@ def test_zero_blocks_stay_zero_where_subnormals_are_flushed():
 def test_what_is_left_to_the_casts():
     assert not arithmetic._is_direct(MXSpec("mxfp8", scale_mode="mse"))
     assert not arithmetic._is_direct(MXSpec("mxfp8", rounding="up"))
+
+
+def test_casts_of_bfloat16():
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16)
+    assert_same_bits(arithmetic.view_dtype(bits, torch.bfloat16).float(), x.float())
+    assert torch.equal(arithmetic.view_dtype(x, torch.int16)[~x.isnan()], bits[~x.isnan()])
+
+
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp4(rceil,half_away)", "mxint8(mse)", "mxfp6_e3m2(floor,up)", "nvfp4"])
+def test_values_and_scales_of_codes(text):
+    x = bits_near_every_power().view(torch.float32)[:4576].reshape(26, 176)
+    x[3, 5], x[4, 40], x[5] = float("nan"), float("inf"), 0.0
+    spec = parse(text, axis=1)
+    t = torch.tensor(0.25) if spec.has_tensor_scale else None
+    values, scale = arithmetic.quantize(x, spec, arithmetic, t)
+    stored, data = reference.quantize(x, spec, None, elements, t)
+    codes = unpack(data, 1, spec.element.bits)[:, :176]
+    finite = reference.of_each_value(~spec.scale_format.is_nan(stored), 1, spec.block_size, 176)
+    assert_same_bits(values[finite], elements.decode(codes, spec.element)[finite])
+    assert not values[~finite].any()
+    dtype = torch.float8_e8m0fnu if spec.has_power_of_two_scale else torch.float8_e4m3fn
+    assert_same_bits(scale, stored.view(dtype).float())

@@ -1,6 +1,9 @@
-"""Shifts of bits as arithmetic: transformers' exporters accept core aten operators alone, and shifts are none."""
+"""Shifts of bits as arithmetic: compilers of core aten operators have no shifts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ aten = torch.ops.aten
 def without_shifts(program: ExportedProgram) -> ExportedProgram:
     """Decompose the shifts of a program into products and rounded quotients, which are equal for integers."""
     with torch.no_grad():
-        return program.run_decompositions(_TABLE)
+        return program.run_decompositions(SHIFTS)
 
 
 def _left(x: Tensor, bits: int) -> Tensor:
@@ -31,7 +34,7 @@ def _right_each(x: Tensor, bits: Tensor) -> Tensor:
     return torch.div(x, aten.pow.Scalar(2, bits), rounding_mode="floor")
 
 
-_TABLE = {
+SHIFTS: dict[Any, Callable[..., Tensor]] = {
     aten.bitwise_left_shift.Tensor_Scalar: _left,
     aten.bitwise_left_shift.Tensor: _left_each,
     aten.bitwise_right_shift.Tensor_Scalar: _right,

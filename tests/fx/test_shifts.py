@@ -1,6 +1,6 @@
 import torch
 
-from pt2mx.pt2e.exporters.shifts import without_shifts
+from pt2mx.fx.shifts import without_shifts
 
 
 class Shifts(torch.nn.Module):

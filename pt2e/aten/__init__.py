@@ -1,0 +1,1 @@
+"""Converted models in core ATen operators and torch's own dtypes."""

@@ -1,0 +1,54 @@
+"""Export a converted program again after graph passes, for programs in other operators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from pt2mx.errors import MXError
+from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.qdq import unlike_converted
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, map_tensors
+from pt2mx.fx.passes.fold_weights import fold_all_weights
+from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
+from pt2mx.fx.passes.packed_operands import use_packed_embeddings
+from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.program.sizes import dynamic_shapes
+
+#: one operator for each quantized tensor; embeddings decode only the rows that they look up
+_PASSES = (cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
+
+
+def check_converted(program: object) -> None:
+    """Raise an MXError for what is no program of a converted model."""
+    if not isinstance(program, ExportedProgram):
+        raise MXError(
+            f"expected an ExportedProgram, not {type(program).__name__}: pass torch.export.export(converted, inputs)"
+        )
+    if kind := unlike_converted(program.graph_module, program.state_dict):
+        raise MXError(f"expected a converted program, not {kind}: pass torch.export.export(converted, inputs)")
+
+
+def export_again(program: ExportedProgram, passes: Sequence[GraphPass] = ()) -> ExportedProgram:
+    """Export a copy of a program again, with its sizes: weights are packed, and one operator computes each quantized
+    tensor. `passes` run after that, on subgraphs too.
+
+    Raises:
+        MXError: where the export fails.
+    """
+    graph = copy_sharing_tensors(program.module())
+    map_tensors(graph, Tensor.detach)
+    fold_all_weights(graph)
+    for each in graph_modules(graph):
+        run_passes(each, (*_PASSES, *passes))
+    delete_unused_tensors(graph)
+    args, kwargs = program.example_inputs
+    with torch.no_grad(), warnings.catch_warnings(), user_errors("export the program again"):
+        # torch warns of its own code
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        return torch.export.export(graph, args, kwargs, dynamic_shapes=dynamic_shapes(program, graph))
