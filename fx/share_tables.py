@@ -23,13 +23,14 @@ def share_tables(program: ExportedProgram) -> ExportedProgram:
 
 
 def _share(graph: Graph) -> None:
+    returned = set(graph.output_node().all_input_nodes)  # the program's signature has their names
     tables: set[Node] = set()
     first: dict[str, Node] = {}
     for node in list(graph.nodes):
         if not _is_deterministic(node) or not tables.issuperset(node.all_input_nodes):
             continue
         kept = first.setdefault(repr((node.target, node.args, node.kwargs)), node)
-        if kept is node:
+        if kept is node or node in returned:
             tables.add(node)
         else:
             node.replace_all_uses_with(kept)

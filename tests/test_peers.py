@@ -447,7 +447,13 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
 
     def entry(*found):
         best = [dict(zip(names, row, strict=True)) for row in found]
-        return {"windows": 2, "float": {"format": "float"}, "best": best, "all": best, "refusals": {"W4, AWQ": "no"}}
+        return {
+            "windows": 2,
+            "float": {"format": "float"},
+            "best": best,
+            "all": best,
+            "refusals": {"W4, NNCF, AWQ, seed 0": "no"},
+        }
 
     ours, peer = ("W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)"), ("W4", "torchao", "no", "0.5000 (0.4 to 0.6)")
     page.record("second", entry(peer))
@@ -460,10 +466,11 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     assert page.with_table(shown) == "before\n" + page.BEGIN + page.readme_table() + page.END + "after\n"
     lines = page.readme_table().splitlines()
     assert lines[:2] == ["|  | MX formats act on | layout of its files | One | Two |", f"|{' --- |' * 5}"]
-    assert "| **pt2mx** | every operator of a graph | programs, ONNX | **.1000**° |  |" in lines
+    assert "| **pt2mx** | every operator of a graph | programs, ONNX | **.1000**° | not run |" in lines
+    assert "| NNCF 3.4 | weights for OpenVINO | OpenVINO | refuses | refuses |" in lines
     assert "| torchao 0.18 | linear layers | torchao | .5000 | **.5000** |" in lines
     text = page.results()
-    assert text.index("## The second") < text.index("## The first") and "- W4, AWQ: `no`" in text
+    assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ, seed 0: `no`" in text
     assert "| float |  |  |  |\n| W4 | torchao | no | 0.5000 (0.4 to 0.6) |\n" in text
 
 

@@ -8,11 +8,12 @@ GPTQ then rounds it. Sources: GPTAQ (Li et al., arXiv:2504.02692), Qronos (Zhang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 
 from pt2mx.functional import fake_quantize_mx
@@ -31,14 +32,32 @@ _DAMPING = 0.01
 
 
 class _Run(Interpreter):
-    """A batch on its way through a graph; `env` holds the values that later operators read."""
+    """A batch on its way through a graph; `env` holds the values that later operators read.
 
-    def __init__(self, model: GraphModule, inputs: dict[Node, Any]) -> None:
+    Args:
+        model: the graph.
+        inputs: the value of each placeholder.
+        written: the tensors that the graph writes; the run writes into copies.
+    """
+
+    def __init__(self, model: GraphModule, inputs: dict[Node, Any], written: Set[Node]) -> None:
         super().__init__(model, garbage_collect_values=False)
-        self.env = dict(inputs)
+        self.written = written
+        self.env = {node: self._own(node, value) for node, value in inputs.items()}
+
+    def _own(self, node: Node, value: Any) -> Any:
+        return value.clone() if node in self.written and isinstance(value, Tensor) else value
+
+    def value(self, node: Node) -> Any:
+        """Return the value of a node that ran, or of a tensor of the model."""
+        if node not in self.env:
+            self.env[node] = self._own(node, self.run_node(node))
+        return self.env[node]
 
     def step(self, node: Node, changed: dict[Node, Any]) -> None:
         """Run one operator, with other values for some of its inputs."""
+        for read in node.all_input_nodes:
+            self.value(read)
         kept = {changed_node: self.env[changed_node] for changed_node in changed}
         self.env.update(changed)
         result = self.run_node(node)
@@ -58,8 +77,7 @@ def round_in_order(
 ) -> dict[int, Rounded]:
     """Return what `round_weight` gives for each weight, by the position of its target.
 
-    The operators of subgraphs, and weights of several matmuls, are rounded for float inputs. A graph that writes into
-    its tensors gets no result.
+    The operators of subgraphs, and weights of several matmuls, are rounded for float inputs.
 
     Args:
         model: an exported graph, its weights in float; it does not change.
@@ -70,8 +88,7 @@ def round_in_order(
         correction: the share of the layers' errors that a weight makes up for, from 0 to 1.
         round_weight: target -> its rounded value, scales and report.
     """
-    if written_nodes(model.graph):
-        return {}
+    written = written_nodes(model.graph)
     first_readers: dict[Node, list[int]] = defaultdict(list)
     for i, target in enumerate(targets):
         readers = {consumer.node for consumer in target.consumers if consumer.node.graph is model.graph}
@@ -81,27 +98,31 @@ def round_in_order(
     for node, tensor, _, spec in quantized_inputs(model, quantizer):
         if node.graph is model.graph and tensor in node.all_input_nodes:
             quantized[node][tensor] = spec
-    exact = [_Run(model, placeholder_values(model, batch)) for batch in batches]
-    rough = [_Run(model, run.env) for run in exact]
-    weights: dict[Node, Tensor] = {}
+    exact, rough = [], []
+    for batch in batches:
+        inputs = placeholder_values(model, batch)
+        exact.append(_Run(model, inputs, written))
+        rough.append(_Run(model, inputs, written))
+    weights: dict[tuple[Node, Node], Tensor] = {}
     results: dict[int, Rounded] = {}
     last_readers = {node: max(node.users) for node in model.graph.nodes if node.users}
-    statistics = _Statistics(exact, rough, mask)
+    statistics = _Statistics(exact, rough, mask, written)
     for node in model.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "get_attr", "output"):
             continue
         for i in first_readers.pop(node, ()):
             target = targets[i]
             statistics.give(target, correction)
             results[i] = value, _, _ = round_weight(target)
+            target.goal = None
             for consumer in target.consumers:
-                if value is None:
-                    value = fake_quantize_mx(target.value.detach(), consumer.spec)
-                weights[consumer.weight] = value
-        for batch, (float_run, rough_run) in enumerate(zip(exact, rough, strict=True), 1):
-            with user_errors(f"run calibration batch {batch}"):
-                float_run.step(node, {})
-                rough_run.step(node, _quantized(rough_run.env, quantized[node], weights))
+                nearest = fake_quantize_mx(target.value.detach(), consumer.spec) if value is None else value
+                weights[consumer.node, consumer.weight] = nearest
+        for number, (float_run, rough_run) in enumerate(zip(exact, rough, strict=True), 1):
+            with user_errors(f"run calibration batch {number}"):
+                with torch.random.fork_rng(enabled=_is_random(node)):  # both runs draw the same numbers
+                    float_run.step(node, {})
+                rough_run.step(node, _quantized(rough_run, node, quantized[node], weights))
             for read in node.all_input_nodes:
                 if last_readers[read] is node:
                     del float_run.env[read], rough_run.env[read]
@@ -110,11 +131,18 @@ def round_in_order(
     return results
 
 
-def _quantized(env: dict[Node, Any], specs: dict[Node, MXSpec], weights: dict[Node, Tensor]) -> dict[Node, Tensor]:
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _quantized(
+    run: _Run, node: Node, specs: dict[Node, MXSpec], weights: dict[tuple[Node, Node], Tensor]
+) -> dict[Node, Tensor]:
     """Return the quantized inputs of an operator: rounded weights, and other tensors rounded to nearest."""
     values = {}
-    for node, spec in specs.items():
-        values[node] = weights[node] if node in weights else fake_quantize_mx(env[node], spec)
+    for read, spec in specs.items():
+        known = weights.get((node, read))
+        values[read] = fake_quantize_mx(run.value(read), spec) if known is None else known
     return values
 
 
@@ -124,10 +152,11 @@ class _Statistics:
     Args:
         exact, rough: the runs of each batch in float and with rounded weights and inputs.
         mask: the padding mask of the graph.
+        written: the nodes whose values the graph overwrites, so that two readers may see different ones.
     """
 
-    def __init__(self, exact: Sequence[_Run], rough: Sequence[_Run], mask: Node | None) -> None:
-        self.runs, self.mask = list(zip(exact, rough, strict=True)), mask
+    def __init__(self, exact: Sequence[_Run], rough: Sequence[_Run], mask: Node | None, written: Set[Node]) -> None:
+        self.runs, self.mask, self.written = list(zip(exact, rough, strict=True)), mask, written
         self.key: object = None
         self.sums: tuple[MXHessianObserver, list[Tensor]] | None = None
 
@@ -139,7 +168,9 @@ class _Statistics:
         if self.mask is not None:
             matmul = without_padding(matmul, self.mask)
         (view, seen) = target.inputs[0]
-        key = matmul.source, matmul.extra_inputs, matmul.view.rows, consumer.activation, seen.line, seen.block
+        read = matmul.source, *matmul.extra_inputs
+        owner = None if self.written.isdisjoint(read) else consumer.node
+        key = read, matmul.view.rows, consumer.activation, seen.line, seen.block, owner
         if key != self.key:
             self.key, self.sums = key, self._measured(matmul, consumer, seen)
         if self.sums is not None:
@@ -155,13 +186,11 @@ class _Statistics:
         observer = MXHessianObserver(matmul.view.rows, seen.line, seen.block, seen.columns, seen.home)
         drifts: list[Tensor] = []
         for float_run, rough_run in self.runs:
-            value = rough_run.env[matmul.source]
+            value = rough_run.value(matmul.source)
             rounded = value if consumer.activation is None else fake_quantize_mx(value, consumer.activation)
-            extra = [rough_run.env[node] for node in matmul.extra_inputs]
+            extra = [rough_run.value(node) for node in matmul.extra_inputs]
             rows = matmul.view.rows(rounded, *extra)
-            expected = matmul.view.rows(
-                float_run.env[matmul.source], *(float_run.env[node] for node in matmul.extra_inputs)
-            )
+            expected = matmul.view.rows(*(float_run.value(node) for node in (matmul.source, *matmul.extra_inputs)))
             if not isinstance(rows, Tensor) or not isinstance(expected, Tensor) or rows.shape != expected.shape:
                 return None
             observer(rounded, *extra)

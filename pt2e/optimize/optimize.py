@@ -124,8 +124,8 @@ def optimize(
     if learned is not None and (in_place or group):
         raise MXError("learned rounding needs the float weights and all batches: give neither in_place nor group")
     correction = _correction(chosen)
-    if correction is not None and group:
-        raise MXError("GPTQ(correction=...) runs all batches together: give no group")
+    if correction is not None and (in_place or group or anchor is not None):
+        raise MXError("GPTQ(correction=...) runs all batches together: give neither in_place, group nor anchor")
     anchor_spec = None if anchor is None else checked_anchor(anchor, chosen)
     if isinstance(batches, Tensor | dict) or not isinstance(batches, Iterable):
         raise MXError(f"batches must be a list of batches, not one {type(batches).__name__}: pass [batch]")

@@ -59,7 +59,7 @@ def round_weight(target: WeightTarget, algorithms: Sequence[Algorithm], anchor: 
         kept = None if anchor is None else _nested(target, fake_quantize_mx(value, spec), spec, anchor, None)
         return kept, None, _report(target, spec, reason=f"{reason}, and no search of scales")
     if reason:
-        by_gptq = None
+        by_gptq, target.goal = None, None
     by_inputs = by_scales is not None and by_scales.by_inputs and not unguided
     rounded, scales = _round(target, spec, by_gptq, by_inputs)
     t = None if target.amax is None else tensor_scale_mx(target.amax, spec)
@@ -98,7 +98,7 @@ def _round(
             rounded = fake_quantize_mx(value, spec.replace(scale_mode=_LEAST_SQUARES))
         return fake_quantize_mx(rounded.to(value.dtype), spec), None  # as it will be stored
     importance = _round_by_parts(target, _importance) if by_gptq or by_inputs else None
-    scales = choose_scales(value, spec, importance, target.amax)
+    scales = choose_scales(target.wanted, spec, importance, target.amax)
     if by_gptq is None:
         return scales.round(value).to(value.dtype), scales
     multipliers = scales.of_values(value.shape[spec.axis])

@@ -39,8 +39,10 @@ def export_again(program: ExportedProgram, passes: Sequence[GraphPass] = ()) -> 
     tensor. `passes` run after that, on subgraphs too.
 
     Raises:
-        MXError: where the export fails.
+        MXError: for a program without example inputs, and where the export fails.
     """
+    if program.example_inputs is None:
+        raise MXError("the program has no example inputs, and is exported again with them: set program.example_inputs")
     graph = copy_sharing_tensors(program.module())
     map_tensors(graph, Tensor.detach)
     fold_all_weights(graph)

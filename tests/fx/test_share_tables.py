@@ -1,3 +1,5 @@
+import io
+
 import torch
 from torch import nn
 
@@ -19,6 +21,21 @@ def test_equal_tables_alone_are_shared():
     tables = [node.args for node in program.graph.find_nodes(op="call_function", target=aten.arange.start_step)]
     assert [args[:2] for args in tables] == [(0, 3), (0, 4)]
     assert len(program.graph.find_nodes(op="call_function", target=aten.rand.default)) == 2
+
+
+class Returns(nn.Module):
+    def forward(self, x):  # (3,) -> (3,), and equal tables, which stay two
+        return x + torch.zeros(3), torch.zeros(3), torch.zeros(3)
+
+
+def test_a_program_may_return_tables():
+    program = share_tables(torch.export.export(Returns(), (torch.ones(3),)).run_decompositions())
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    first, second, third = torch.export.load(buffer).module()(torch.ones(3))
+    second += 1
+    assert torch.equal(first, torch.ones(3)) and torch.equal(third, torch.zeros(3))
 
 
 class Branches(nn.Module):

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +102,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 def readme_table() -> str:
     """Return the table of README.md: the loss of the best setting of each tool, with the best one in bold type."""
     losses = {column: dict(_losses(*place)) for column, place in COLUMNS.items()}
+    refused = {column: _refusing(*place) for column, place in COLUMNS.items()}
     header = ["", "MX formats act on", "layout of its files", *COLUMNS]
     lines = [header, ["---"] * len(header)]
     for name, (methods, *facts) in ROWS.items():
-        lines.append([name, *facts, *(_cell(losses[column], methods) for column in COLUMNS)])
+        lines.append([name, *facts, *(_cell(losses[column], methods, refused[column]) for column in COLUMNS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
@@ -117,10 +118,15 @@ def _losses(model: str, name: str) -> Iterator[tuple[str, tuple[float, bool]]]:
             yield row["method"], (float(loss.split()[0]), row["rotates inputs"] == "yes")
 
 
-def _cell(losses: Mapping[str, tuple[float, bool]], methods: Sequence[str]) -> str:
+def _refusing(model: str, name: str) -> set[str]:
+    """Return the methods that refused a setting of a format."""
+    return {run.split(", ")[1] for run in _measured()[model]["refusals"] if run.startswith(f"{name}, ")}
+
+
+def _cell(losses: Mapping[str, tuple[float, bool]], methods: Sequence[str], refusing: Set[str]) -> str:
     known = [losses[method] for method in methods if method in losses]
     if not known:
-        return ""
+        return "refuses" if refusing.intersection(methods) else "not run"
     loss, rotates = min(known)
     text = f"{loss:.4f}".removeprefix("0")
     best = f"**{text}**" if loss == min(losses.values())[0] else text

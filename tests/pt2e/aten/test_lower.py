@@ -372,3 +372,10 @@ def test_a_custom_operator_is_named_with_its_module():
     with pytest.raises(MXError, match=r"pt2mx_tests\.doubled\.default of 'act' has no form in core ATen operators"):
         lower_to_aten(program)
     assert torch.equal(run(lower_to_aten(program, core=False), x), run(program, x))
+
+
+def test_a_program_without_example_inputs_is_refused():
+    program = program_of(nn.Linear(64, 16), (torch.randn(2, 64),), "mxfp8")
+    program.example_inputs = None
+    with pytest.raises(MXError, match="the program has no example inputs"):
+        lower_to_aten(program)

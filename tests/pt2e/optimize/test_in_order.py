@@ -97,20 +97,78 @@ def test_a_weight_of_two_layers_is_rounded_for_float_inputs():
 
 
 class Writes(nn.Module):
-    def __init__(self):
+    """A net with an activation in place, and a buffer that it reads and writes."""
+
+    def __init__(self, in_place):
         super().__init__()
-        self.layer = nn.Linear(32, 32)
-        self.register_buffer("seen", torch.zeros(32))
+        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+        self.relu = nn.ReLU(inplace=in_place)
+        self.register_buffer("mean", torch.zeros(64))
+        self.writes = in_place
 
     def forward(self, x):
-        self.seen.add_(x.sum(0))
-        return self.layer(x)
+        x = self.relu(self.second(self.relu(self.first(x))))
+        shifted = self.mean + x.mean(0)
+        if self.writes:
+            self.mean.copy_(shifted)
+        return self.third(x - shifted)
 
 
-def test_a_graph_that_writes_is_rounded_for_float_inputs():
-    graph, batches, _ = _net(Writes())
-    weights = [_optimized(graph, W4A4, batches, c).state_dict()["layer.weight"] for c in (None, 1.0)]
-    assert torch.equal(*weights)
+def test_a_graph_that_writes_has_the_weights_of_one_that_does_not():
+    weights = []
+    for in_place in (True, False):
+        torch.manual_seed(1)
+        graph, batches, _ = _net(Writes(in_place))
+        weights.append(_optimized(graph, W4A4, batches, 0.5).state_dict())
+        assert torch.equal(graph.state_dict()["mean"], torch.zeros(64))
+    plain = _optimized(graph, W4A4, batches, None).state_dict()
+    assert torch.equal(weights[0]["mean"], torch.zeros(64))
+    for name in ("first", "second", "third"):
+        assert torch.equal(*(found[f"{name}.weight"] for found in weights))
+    assert not torch.equal(plain["second.weight"], weights[0]["second.weight"])
+
+
+def test_both_runs_draw_the_same_numbers():
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            return self.second(x + 0.5 * torch.randn_like(x))
+
+    graph, batches, _ = _net(Noisy())
+    torch.manual_seed(1)
+    corrected = _optimized(graph, W4, batches, 1.0).state_dict()["second.weight"]
+    weight = graph.state_dict()["second.weight"]
+    assert float((corrected - weight).norm() / weight.norm()) < 0.2
+
+
+def test_a_weight_in_two_formats():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+            self.second.weight = self.first.weight
+            self.last = nn.Linear(32, 8, bias=False)
+
+        def forward(self, x):
+            return self.last(self.second(self.first(x)))
+
+    graph, batches, _ = _net(Shared())
+    int8 = get_default_mx_quantization_config(weight="mxint8", activation=None)
+    fp4 = get_default_mx_quantization_config(weight=FP4, activation=None)
+    quantizer = MXQuantizer().set_global(fp4).set_module_name("second", int8)
+    rounded = _optimized(graph, quantizer, batches, 1.0).state_dict()["last.weight"]
+    with torch.no_grad():
+        shared, last = graph.state_dict()["first.weight"], graph.state_dict()["last.weight"]
+        x = torch.cat([batch for (batch,) in batches])
+        inputs = x @ pt2mx.fake_quantize_mx(shared, FP4).T @ pt2mx.fake_quantize_mx(shared, int8.weight).T
+        products, drift = inputs.T @ inputs, (x @ shared.T @ shared.T - inputs).T @ inputs
+        goal = last + last @ drift @ (products + 0.01 * products.diagonal().mean() * torch.eye(32)).inverse()
+        expected = gptq(goal, products, FP4, damping=0.01 + 0.5 * 32 / len(x))
+        assert (rounded != expected).float().mean() < 0.05
 
 
 def test_padding_does_not_count():
@@ -140,7 +198,8 @@ def test_options_that_do_not_go_together():
     graph, batches, _ = _net()
     with pytest.raises(MXError, match=r"GPTQ\(correction=2\): correction must be a number from 0 to 1"):
         GPTQ(correction=2)
-    with pytest.raises(MXError, match=r"GPTQ\(correction=...\) runs all batches together: give no group"):
-        pt2mx.optimize(graph, W4, batches, algorithms=(GPTQ(correction=0.5),), group=object())
+    for given in ({"group": object()}, {"in_place": True}, {"anchor": "mxint8"}):
+        with pytest.raises(MXError, match="runs all batches together: give neither in_place, group nor anchor"):
+            pt2mx.optimize(graph, W4, batches, algorithms=(GPTQ(correction=0.5),), **given)
     with pytest.raises(MXError, match="run calibration batch 1"):
         pt2mx.optimize(graph, W4, [(torch.randn(128, 8),)], algorithms=(GPTQ(correction=0.5),))
