@@ -156,6 +156,19 @@ def test_models_whose_weights_hold_no_rotation():
     assert if_possible.algorithms == (Rotation(online=False, strict=False),)
 
 
+@pytest.mark.compiled
+def test_layers_make_up_for_the_layers_before():
+    """A program that writes a cache has a copy of it in each run."""
+    texts = [torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    weights = []
+    for correction in (None, 0.25):
+        quantizer = MXQuantizer.from_recipe("mxfp4").set_algorithms({"gptq": {"correction": correction}})
+        language_model = quantized_decoder("llama", quantizer, texts, num_hidden_layers=2)
+        weights.append(language_model.program.state_dict)
+    layers = [name for name, codes in weights[0].items() if not torch.equal(codes, weights[1][name])]
+    assert {name.split(".layers.")[1][0] for name in layers if ".layers." in name} == {"0", "1"}
+
+
 @pytest.mark.parametrize("name", ["texts", "lessons"])
 @pytest.mark.parametrize("given", [None, iter([torch.ones(1, 4, dtype=torch.long)])])
 def test_texts_that_are_no_list(name, given):
