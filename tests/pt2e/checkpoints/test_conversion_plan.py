@@ -127,6 +127,7 @@ _SHIPPED = {
     "nvfp4_weight_only": {_CT: None, _MODELOPT: None},
     "nvfp4": {},  # its inputs are calibrated
     "mxint8": {},
+    "asr_best": {},
 }
 
 

@@ -24,7 +24,7 @@ WRONG = {
     "format: did you mean 'nvfp4_weight_only'?",
     "quantize --model minilm --recipe nvpf4": "no recipe 'nvpf4': no file, shipped recipe or format: did you mean "
     "'nvfp4'?",
-    "quantize --model minilm": "give --recipe, a YAML file, a format, or one of cnn_balanced, ",
+    "quantize --model minilm": "give --recipe, a YAML file, a format, or one of asr_balanced, ",
     "quantize --model minilmm --recipe mxfp8": "unknown model 'minilmm': did you mean 'minilm'?",
     "quantize --model net.py --recipe mxfp8": "the model 'net.py' names no function: give net.py:FACTORY",
     "compare net": "unknown model 'net': ",
