@@ -9,11 +9,12 @@ from tests.benchmarks.recipes import tables
 from tests.documents import DOCUMENTS, ROOT, name_of
 
 BENCHMARKS, CONFIGS = ROOT / "tests/benchmarks/README.md", ROOT / "configs/README.md"
+PEERS = ROOT / "tests/benchmarks/peers/results.md"
 _CONFORMANCE = ROOT / "tests/conformance/README.md"  # its numbers are values of tensors
 PAGES = [
     path
     for path in (*DOCUMENTS, *sorted((ROOT / "notebooks/site").glob("*.md")))
-    if path not in (BENCHMARKS, _CONFORMANCE)
+    if path not in (BENCHMARKS, PEERS, _CONFORMANCE)
 ]
 
 _N = r"(?:\d+\.?\d*|\.\d+)"
@@ -40,10 +41,10 @@ def sections(text: str) -> list[tuple[str, str]]:
     return list(zip(anchors, parts[1::2], strict=True))
 
 
-#: (page, anchor) -> the text of a section that may be quoted; the tables of configs/ equal `measured.json`
+#: (page, anchor) -> the text of a section that may be quoted; tables of configs/ and peers/ equal their `measured.json`
 SOURCES = {
     (path, anchor): text
-    for path, page in ((BENCHMARKS, BENCHMARKS.read_text()), (CONFIGS, tables()))
+    for path, page in ((BENCHMARKS, BENCHMARKS.read_text()), (PEERS, PEERS.read_text()), (CONFIGS, tables()))
     for anchor, text in sections(page)
 }
 

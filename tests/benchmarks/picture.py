@@ -45,7 +45,7 @@ def picture() -> str:
 def _table(text: str) -> list[list[str]]:
     """Return the cells of the table whose first row is of pt2mx."""
     lines = text[text.index("| **pt2mx** |") :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
 
 
 def _panel(top: int, title: str, losses: dict[str, float]) -> Iterator[str]:
