@@ -34,7 +34,7 @@ COLUMNS = {
 #: row of README's table -> its methods, where it puts MX formats, and the layout of its files
 ROWS = {
     "**pt2mx**": (("pt2mx",), "every operator of a graph", "programs, ONNX"),
-    "pt2mx for vLLM": (("pt2mx, checkpoints",), "linear layers", "compressed-tensors"),
+    "pt2mx, checkpoints": (("pt2mx, checkpoints",), "linear layers", "compressed-tensors"),
     "AutoRound 0.16": (("AutoRound",), "linear layers", "auto-round"),
     "Brevitas 0.13": (("Brevitas",), "modules, emulated", "not tried"),
     "llm-compressor 0.14": (("llm-compressor",), "linear layers", "compressed-tensors"),
