@@ -465,10 +465,10 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     shown = "before\n" + page.BEGIN + "old\n" + page.END + "after\n"
     assert page.with_table(shown) == "before\n" + page.BEGIN + page.readme_table() + page.END + "after\n"
     lines = page.readme_table().splitlines()
-    assert lines[:2] == ["|  | MX formats act on | layout of its files | One | Two |", f"|{' --- |' * 5}"]
-    assert "| **pt2mx** | every operator of a graph | programs, ONNX | **.1000**° | not run |" in lines
-    assert "| NNCF 3.4 | weights for OpenVINO | OpenVINO | refuses | refuses |" in lines
-    assert "| torchao 0.18 | linear layers | torchao | .5000 | **.5000** |" in lines
+    assert lines[:2] == ["|  | its files ran in | One | Two |", f"|{' --- |' * 4}"]
+    assert "| **pt2mx** | torch, onnxruntime | **.1000**° | not run |" in lines
+    assert "| NNCF 3.4 | not tried | refuses | refuses |" in lines
+    assert "| torchao 0.18 | not tried | .5000 | **.5000** |" in lines
     text = page.results()
     assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ, seed 0: `no`" in text
     assert "| float |  |  |  |\n| W4 | torchao | no | 0.5000 (0.4 to 0.6) |\n" in text

@@ -140,8 +140,8 @@ def convert_checkpoint(
     options = next((one for one in quantizer.algorithms or () if isinstance(one, GPTQ)), GPTQ())
     if options.correction is not None:
         raise MXError(
-            f"GPTQ(correction={options.correction}) runs the model layer by layer, and statistics hold none: leave it "
-            "out, or quantize with pt2mx.quantize_language_model and save_checkpoint"
+            f"GPTQ(correction={options.correction}) runs the model, and a checkpoint is converted without it: leave "
+            "correction out, or quantize with pt2mx.quantize_language_model and save_checkpoint"
         )
     converter = ShardConverter(plan, statistics or {}, options)
     if layout == GGUF.name:

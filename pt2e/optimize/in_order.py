@@ -74,8 +74,8 @@ def round_in_order(
     mask: Node | None,
     correction: float,
     round_weight: Callable[[WeightTarget], Rounded],
-) -> dict[int, Rounded]:
-    """Return what `round_weight` gives for each weight, by the position of its target.
+) -> dict[Node, Rounded]:
+    """Return what `round_weight` gives for each weight, by the node of its target.
 
     The operators of subgraphs, and weights of several matmuls, are rounded for float inputs.
 
@@ -89,11 +89,11 @@ def round_in_order(
         round_weight: target -> its rounded value, scales and report.
     """
     written = written_nodes(model.graph)
-    first_readers: dict[Node, list[int]] = defaultdict(list)
-    for i, target in enumerate(targets):
+    first_readers: dict[Node, list[WeightTarget]] = defaultdict(list)
+    for target in targets:
         readers = {consumer.node for consumer in target.consumers if consumer.node.graph is model.graph}
         if readers:
-            first_readers[min(readers)].append(i)
+            first_readers[min(readers)].append(target)
     quantized: dict[Node, dict[Node, MXSpec]] = defaultdict(dict)
     for node, tensor, _, spec in quantized_inputs(model, quantizer):
         if node.graph is model.graph and tensor in node.all_input_nodes:
@@ -104,17 +104,17 @@ def round_in_order(
         exact.append(_Run(model, inputs, written))
         rough.append(_Run(model, inputs, written))
     weights: dict[tuple[Node, Node], Tensor] = {}
-    results: dict[int, Rounded] = {}
+    results: dict[Node, Rounded] = {}
     last_readers = {node: max(node.users) for node in model.graph.nodes if node.users}
     statistics = _Statistics(exact, rough, mask, written)
     for node in model.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        for i in first_readers.pop(node, ()):
-            target = targets[i]
+        for target in first_readers.pop(node, ()):
             statistics.give(target, correction)
-            results[i] = value, _, _ = round_weight(target)
-            target.goal = None
+            results[target.node] = rounded = round_weight(target)
+            target.goal = None  # frees its memory
+            value = rounded[0]
             for consumer in target.consumers:
                 nearest = fake_quantize_mx(target.value.detach(), consumer.spec) if value is None else value
                 weights[consumer.node, consumer.weight] = nearest
@@ -167,7 +167,7 @@ class _Statistics:
             return
         if self.mask is not None:
             matmul = without_padding(matmul, self.mask)
-        (view, seen) = target.inputs[0]
+        view, seen = target.inputs[0]
         read = matmul.source, *matmul.extra_inputs
         owner = None if self.written.isdisjoint(read) else consumer.node
         key = read, matmul.view.rows, consumer.activation, seen.line, seen.block, owner
@@ -214,15 +214,15 @@ def _add_drift(drifts: list[Tensor], observer: MXHessianObserver, rows: Tensor, 
 
 
 def _goal(target: WeightTarget, drifts: list[Tensor], correction: float) -> Tensor | None:
-    """Return the weight that gives the float results for the rounded inputs, with least squared error."""
+    """Return the weight, moved by the share `correction` towards the one that gives the float results for the rounded
+    inputs with least squared error; None where the sums give none."""
     (view, observer), value = target.inputs[0], target.value.detach()
     if not drifts or not all(part.isfinite().all() for part in (*observer.parts, *drifts)):
         return None
     matrices = view.to_matrices(value.float())
+    pieces = matrices.split([part.shape[1] for part in observer.parts], 2)
     moved = []
-    for part, drift, columns in zip(
-        observer.parts, drifts, matrices.split([part.shape[1] for part in observer.parts], 2), strict=True
-    ):
+    for part, drift, columns in zip(observer.parts, drifts, pieces, strict=True):
         damped = part.clone()
         diagonal = damped.diagonal(dim1=1, dim2=2)
         diagonal += (_DAMPING * diagonal.mean(1, keepdim=True)).clamp(min=torch.finfo(torch.float32).tiny)

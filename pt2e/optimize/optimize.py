@@ -98,7 +98,8 @@ def optimize(
         are folded. `optimization_report` describes what was done to each weight.
 
     Raises:
-        MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; if an algorithm needs inputs
+        MXError: as in `prepare_pt2e`; for an unknown preset, algorithm or padding mask; for `GPTQ(correction=...)` and
+            learned rounding beside an option that they exclude; if an algorithm needs inputs
             but there are no batches; for a model into whose weights `Rotation(online=False)` cannot be folded, or that
             computes something else with it on the first batch; and for an anchor that is narrower than a weight, has
             other blocks or scales, or meets learned rounding.
@@ -149,11 +150,11 @@ def optimize(
     targets = _transform(result, targets, quantizer, calibration, chosen)
     original = result if learned is None else copy_sharing_tensors(result)
     scales: dict[Node, BlockScales] = {}
-    done: dict[int, Rounded] = {}
+    done: dict[Node, Rounded] = {}
     if correction is not None:
 
         def rounded(target: WeightTarget) -> Rounded:
-            return round_weight(target, chosen, anchor_spec)
+            return round_weight(target, chosen)
 
         done = round_in_order(result, targets, quantizer, list(kept), mask, correction, rounded)
     reports = _round(result, targets, chosen, progress, group, scales, anchor_spec, done)
@@ -212,19 +213,18 @@ def _round(
     group: dist.ProcessGroup | None,
     scales: dict[Node, BlockScales],
     anchor: MXSpec | None,
-    done: dict[int, Rounded],
+    done: dict[Node, Rounded],
 ) -> list[WeightReport]:
     """Round the weights of `model` that are not `done`; each rank rounds its share.
 
     `scales` gets the scales that do not follow from the rounded weight, by its first consumer.
     """
     reports = []
-    positions = {id(target): i for i, target in enumerate(targets)}
     with tqdm(total=len(targets), disable=not progress, file=sys.stderr) as bar:
 
         def work(target: WeightTarget) -> Rounded:
             bar.set_postfix_str(target.name)
-            rounded = done.get(positions[id(target)]) or round_weight(target, algorithms, anchor)
+            rounded = done.get(target.node) or round_weight(target, algorithms, anchor)
             bar.update()
             return rounded
 

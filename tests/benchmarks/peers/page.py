@@ -31,17 +31,17 @@ COLUMNS = {
     "and FP8 activations": ("smollm2", "W4A8"),
     "and FP4 activations": ("smollm2", "W4A4"),
 }
-#: row of README's table -> its methods, where it puts MX formats, and the layout of its files
+#: row of README's table -> its methods, and what ran files of it here
 ROWS = {
-    "**pt2mx**": (("pt2mx",), "every operator of a graph", "programs, ONNX"),
-    "pt2mx, checkpoints": (("pt2mx, checkpoints",), "linear layers", "compressed-tensors"),
-    "AutoRound 0.16": (("AutoRound",), "linear layers", "auto-round"),
-    "Brevitas 0.13": (("Brevitas",), "modules, emulated", "not tried"),
-    "llm-compressor 0.14": (("llm-compressor",), "linear layers", "compressed-tensors"),
-    "ModelOpt 0.47": (("ModelOpt",), "modules, emulated", "modelopt"),
-    "NNCF 3.4": (("NNCF", "NNCF INT8"), "weights for OpenVINO", "OpenVINO"),
-    "Quark 0.13": (("Quark",), "modules, ONNX graphs", "quark"),
-    "torchao 0.18": (("torchao", "torchao INT8"), "linear layers", "torchao"),
+    "**pt2mx**": (("pt2mx",), "torch, onnxruntime"),
+    "pt2mx, checkpoints": (("pt2mx, checkpoints",), "vLLM 0.26.0"),
+    "AutoRound 0.16": (("AutoRound",), "not tried"),
+    "Brevitas 0.13": (("Brevitas",), "not tried"),
+    "llm-compressor 0.14": (("llm-compressor",), "not tried"),
+    "ModelOpt 0.47": (("ModelOpt",), "not tried"),
+    "NNCF 3.4": (("NNCF", "NNCF INT8"), "not tried"),
+    "Quark 0.13": (("Quark",), "not tried"),
+    "torchao 0.18": (("torchao", "torchao INT8"), "not tried"),
 }
 #: the mark of a loss whose linear layers rotate their inputs
 ROTATES = "°"
@@ -103,10 +103,10 @@ def readme_table() -> str:
     """Return the table of README.md: the loss of the best setting of each tool, with the best one in bold type."""
     losses = {column: dict(_losses(*place)) for column, place in COLUMNS.items()}
     refused = {column: _refusing(*place) for column, place in COLUMNS.items()}
-    header = ["", "MX formats act on", "layout of its files", *COLUMNS]
+    header = ["", "its files ran in", *COLUMNS]
     lines = [header, ["---"] * len(header)]
-    for name, (methods, *facts) in ROWS.items():
-        lines.append([name, *facts, *(_cell(losses[column], methods, refused[column]) for column in COLUMNS)])
+    for name, (methods, engines) in ROWS.items():
+        lines.append([name, engines, *(_cell(losses[column], methods, refused[column]) for column in COLUMNS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 

@@ -67,6 +67,15 @@ def test_batches_of_each_form(llama):
         assert all(torch.equal(one[name].hessian, forms[0][name].hessian) for name in forms[0]) and len(one) == 15
 
 
+def test_a_correction_needs_the_model(llama, tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight"
+    statistics = {name: InputStatistics(torch.eye(llama.state_dict()[name].shape[1]), 99)}
+    recipe = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms({"gptq": {"correction": 0.25}})
+    with pytest.raises(MXError, match=r"GPTQ\(correction=0.25\) runs the model, and a checkpoint is"):
+        convert_checkpoint(tmp_path / "float", tmp_path / "out", recipe, statistics=statistics)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_of_statistics(tmp_path):
     statistics = {"a.weight": InputStatistics(torch.eye(3), 7), "b.weight": InputStatistics(torch.ones(2, 2), 9)}
     save_statistics(statistics, tmp_path / "inputs.safetensors")
