@@ -18,7 +18,7 @@ from pt2mx.pt2e.models.names import SMOLLM2_PACKAGES
 from pt2mx.pt2e.models.pretrained import load_as
 from pt2mx.pt2e.models.tokenizers import load_tokenizer
 
-#: 4.5 bits a value (Q4_1)
+#: 5.0 bits a value (Q4_1)
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

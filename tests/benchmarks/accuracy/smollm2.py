@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct, all linear layers of the decoder quantized; head, embedding and attention matmuls in float.
 
-The package's weights are a GGUF file of 4.5 bits a value (Q4_1): they lie on an affine grid that no MX format has.
+The package's weights are a GGUF file of 5.0 bits a value (Q4_1): they lie on an affine grid that no MX format has.
 Blocks of 256 tokens: calibrated on 32 of docstrings of sympy and scipy, distilled on others of several packages, and
 evaluated on 48 of networkx, scikit-learn and numpy. The loss is the KL divergence from the float model, in nats.
 """
