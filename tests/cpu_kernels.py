@@ -97,3 +97,8 @@ def linear(
 def environment(folder: object, **variables: str) -> dict[str, str]:
     """For a process that builds its kernels in that folder."""
     return {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}
+
+
+def of_capability(capability: str) -> dict[str, str]:
+    """For a process with the kernels of a capability of processors, built once for each state of the sources."""
+    return {**os.environ, "ATEN_CPU_CAPABILITY": capability}

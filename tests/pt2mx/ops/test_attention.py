@@ -1,7 +1,5 @@
 """The operator attention_mx: schema, errors, formats, shapes, masks, compilation."""
 
-import os
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,6 +11,7 @@ from pt2mx.kernels.cpu import attention as cpu_attention
 from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
+from tests.cpu_kernels import of_capability
 
 
 @pytest.fixture(params=["matrix instructions", "fp32 vectors"])
@@ -106,7 +105,7 @@ import pytest
 assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1], "-k", sys.argv[2]]) == 0
 """
     tests = "formats_and_dtypes or shapes_and_blocks or masks or nothing or no_numbers"
-    run_python(code, [__file__, tests], env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
+    run_python(code, [__file__, tests], env=of_capability(capability))
 
 
 def test_opcheck_and_compilation():

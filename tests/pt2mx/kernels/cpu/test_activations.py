@@ -1,8 +1,6 @@
 """The C++ kernels that quantize activations and layer norms: the same bits as an activation and its quantization in two
 steps, and activations as close to exact values as torch's."""
 
-import os
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,7 +12,7 @@ from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS
 from tests import kernel_calls
 from tests.compare import differing, same
-from tests.cpu_kernels import DTYPES
+from tests.cpu_kernels import DTYPES, of_capability
 from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW, modes_of
 from tests.random_values import random_values
@@ -139,7 +137,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_processors(capability, run_python):
     """The kernels for processors with fewer vector instructions, built once for each state of the sources."""
-    run_python(_CHECKS, env={**os.environ, "ATEN_CPU_CAPABILITY": capability})
+    run_python(_CHECKS, env=of_capability(capability))
 
 
 @pytest.mark.parametrize("length", [1, 17, 33, 768])

@@ -13,7 +13,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize
 from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import DTYPES, assert_same, environment
+from tests.cpu_kernels import DTYPES, assert_same, of_capability
 from tests.float_scale_operators import NAMES
 
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
@@ -121,7 +121,7 @@ def test_what_traces_operators_gets_the_definition():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, tmp_path, capability):
+def test_other_processors(run_python, capability):
     """The kernel for processors with fewer vector instructions."""
     code = """
 from pt2mx import MXSpec
@@ -131,4 +131,4 @@ for name in ("mxfp4", "mxint8", "fp8_e4m3"):
         check(values(20, n), MXSpec(name, 32))
 print("same")
 """
-    assert run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability)).split() == ["same"]
+    assert run_python(code, env=of_capability(capability)).split() == ["same"]

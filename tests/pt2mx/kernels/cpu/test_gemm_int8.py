@@ -11,7 +11,7 @@ from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.packing import pack
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
-from tests.cpu_kernels import environment, linear
+from tests.cpu_kernels import linear, of_capability
 
 NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 
@@ -197,7 +197,7 @@ def test_sizes_that_are_faster_as_integers(isa, x, name, sizes, faster, monkeypa
 
 
 @pytest.mark.slow
-def test_avx2(run_python, tmp_path):
+def test_avx2(run_python):
     """The kernels for processors without AVX-512."""
     code = "import sys, pytest; assert pytest.main(['-q', '-x', '-m', 'not slow and not compiled', sys.argv[1]]) == 0"
-    run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY="avx2"))
+    run_python(code, [__file__], env=of_capability("avx2"))

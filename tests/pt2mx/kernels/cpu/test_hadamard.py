@@ -5,7 +5,7 @@ import torch
 
 from pt2mx.kernels import hadamard
 from pt2mx.kernels.cpu import hadamard as cpu
-from tests.cpu_kernels import DTYPES, assert_same, environment
+from tests.cpu_kernels import DTYPES, assert_same, of_capability
 from tests.random_values import random_values
 
 SHAPES = [
@@ -49,7 +49,7 @@ def test_threads_do_not_change_bits(axis):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, tmp_path, capability):
+def test_other_processors(run_python, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """
 import torch
@@ -67,4 +67,4 @@ for dtype in DTYPES:
         assert_same(ByArguments(quantize).rotated_fake_quantize(x, size, spec), want, size)
 print("same")
 """
-    assert run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability)).split() == ["same"]
+    assert run_python(code, env=of_capability(capability)).split() == ["same"]

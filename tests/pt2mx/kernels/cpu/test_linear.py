@@ -10,7 +10,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, environment, linear
+from tests.cpu_kernels import DTYPES, linear, of_capability
 from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW
 
@@ -271,7 +271,7 @@ def test_grouped_rows_that_bfloat16_holds(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, tmp_path, capability):
+def test_other_processors(run_python, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """
 import sys
@@ -283,7 +283,7 @@ print(torch.backends.cpu.get_cpu_capability(), bool(linear.isa_for(MXSpec("int8"
 """
     names = ("every_element", "exact_sums", "(long_rows and float32)", "(every_code and 3)", "nan_scale", "nan_code")
     tests = " or ".join((*names, "last_code"))
-    printed = run_python(code, [__file__, tests], env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    printed = run_python(code, [__file__, tests], env=of_capability(capability))
     name, units = printed.strip().lower().splitlines()[-1].split(", ")
     assert name in (capability, "default", "no avx")
     assert units == str(name == "avx2").lower()  # AVX2 multiplies integers

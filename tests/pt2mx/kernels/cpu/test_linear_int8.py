@@ -13,7 +13,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, environment, linear
+from tests.cpu_kernels import DTYPES, linear, of_capability
 
 NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
 AMX = cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD  # with the instruction for fewer rows
@@ -239,7 +239,7 @@ def test_same_bits_in_every_run_with_any_threads(name, with_isa):
 
 
 @pytest.mark.slow
-def test_avx2(run_python, tmp_path):
+def test_avx2(run_python):
     """The kernels for processors without AVX-512."""
     code = """
 import sys
@@ -248,5 +248,5 @@ import torch
 assert pytest.main(["-q", "-x", sys.argv[1]]) == 0
 print(torch.backends.cpu.get_cpu_capability())
 """
-    printed = run_python(code, [__file__], env=environment(tmp_path, ATEN_CPU_CAPABILITY="avx2"))
+    printed = run_python(code, [__file__], env=of_capability("avx2"))
     assert printed.strip().splitlines()[-1] in ("AVX2", "DEFAULT", "NO AVX")

@@ -11,7 +11,17 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.packing import is_packed, packed_length, unpacked_length
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import DTYPES, MODES, assert_same, check_cpu, cpu, environment, modes_of_element, random_specs
+from tests.cpu_kernels import (
+    DTYPES,
+    MODES,
+    assert_same,
+    check_cpu,
+    cpu,
+    environment,
+    modes_of_element,
+    of_capability,
+    random_specs,
+)
 from tests.kernel_calls import selected
 from tests.oracle import NARROW
 from tests.random_values import random_values
@@ -184,7 +194,7 @@ def test_cache_that_cannot_be_written(run_python, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, tmp_path, capability):
+def test_other_processors(run_python, capability):
     """The kernels for processors with fewer vector instructions."""
     code = """
 import torch
@@ -197,5 +207,5 @@ for name in FORMATS:
         check_cpu(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
 print(torch.backends.cpu.get_cpu_capability())
 """
-    printed = run_python(code, env=environment(tmp_path, ATEN_CPU_CAPABILITY=capability))
+    printed = run_python(code, env=of_capability(capability))
     assert printed.strip().lower() in (capability, "default", "no avx")
