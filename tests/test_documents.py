@@ -202,7 +202,7 @@ def test_tables_of_options(heading, commands, capsys):
 
 def test_the_picture_is_of_the_peers_in_the_readme():
     assert read("configs/measured.svg") == picture(), "python -m tests.benchmarks.picture"
-    assert all(f">{loss}</text>" in picture() for loss in (".1055", ".1265", ".9114"))
+    assert all(f">{loss}</text>" in picture() for loss in (".1055", ".1265", ".9148"))
 
 
 def test_the_matrix_of_the_readme():

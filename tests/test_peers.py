@@ -457,20 +457,21 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
 
     ours, peer = ("W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)"), ("W4", "torchao", "no", "0.5000 (0.4 to 0.6)")
     page.record("second", entry(peer))
-    page.record("first", entry(ours))
-    page.record("first", entry(ours, peer))
+    page.record("minilm", entry(ours))
+    page.record("minilm", entry(ours, peer))
     assert page.MEASURED.read_text().count("\n") == 2 * 11 + 2 + 2  # a line for each row
-    monkeypatch.setattr(page, "COLUMNS", {"One": ("first", "W4"), "Two": ("second", "W4")})
-    monkeypatch.setattr(page, "TITLES", {"second": "The second", "first": "The first"})
+    monkeypatch.setattr(page, "COLUMNS", (("One", "minilm", "W4"), ("Two", "second", "W4")))
+    monkeypatch.setattr(page, "TITLES", {"second": "The second", "minilm": "The first"})
     shown = "before\n" + page.BEGIN + "old\n" + page.END + "after\n"
     assert page.with_table(shown) == "before\n" + page.BEGIN + page.readme_table() + page.END + "after\n"
     lines = page.readme_table().splitlines()
     assert lines[:2] == ["|  | its files ran in | One | Two |", f"|{' --- |' * 4}"]
-    assert "| **pt2mx** | torch, onnxruntime | **.1000**° | not run |" in lines
+    assert "| **pt2mx** | torch, onnxruntime | **.1000**° | no recipe |" in lines
+    assert "| ModelOpt 0.47 | not tried | not run | no recipe |" in lines
     assert "| NNCF 3.4 | not tried | refuses | refuses |" in lines
     assert "| torchao 0.18 | not tried | .5000 | **.5000** |" in lines
     text = page.results()
-    assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ, seed 0: `no`" in text
+    assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ: `no`" in text
     assert "| float |  |  |  |\n| W4 | torchao | no | 0.5000 (0.4 to 0.6) |\n" in text
 
 

@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.peers.methods import METHODS
 from tests.benchmarks.picture import PICTURE, picture
 
 FOLDER = Path(__file__).parent
@@ -25,12 +27,15 @@ TITLES = {
     "efficientnet": "EfficientNet-Lite0",
     "efficientnet-lite1": "EfficientNet-Lite1",
 }
-#: head of a column of README's table -> the model and the format
-COLUMNS = {
-    "FP4 weights": ("smollm2", "W4"),
-    "and FP8 activations": ("smollm2", "W4A8"),
-    "and FP4 activations": ("smollm2", "W4A4"),
-}
+#: the columns of README's table: head, model, format
+COLUMNS = (
+    ("SmolLM2, W4", "smollm2", "W4"),
+    ("W4A8", "smollm2", "W4A8"),
+    ("W4A4", "smollm2", "W4A4"),
+    ("MiniLM, W4", "minilm", "W4"),
+    ("W4A8", "minilm", "W4A8"),
+    ("W4A4", "minilm", "W4A4"),
+)
 #: row of README's table -> its methods, and what ran files of it here
 ROWS = {
     "**pt2mx**": (("pt2mx",), "torch, onnxruntime"),
@@ -89,7 +94,10 @@ def _section(title: str, entry: Mapping[str, Any]) -> str:
     parts = [f"## {title}", f"{entry['windows']} windows for the test. The best setting of each method by validation:"]
     parts += [_table([entry["float"], *entry["best"]]), "All settings:", _table(entry["all"])]
     if entry["refusals"]:
-        parts += ["Refused:", "\n".join(f"- {run}: `{error}`" for run, error in entry["refusals"].items())]
+        runs = defaultdict(list)
+        for run, error in entry["refusals"].items():
+            runs[error].append(run.removesuffix(", seed 0"))
+        parts += ["Refused:", "\n".join(f"- {'; '.join(names)}: `{error}`" for error, names in runs.items())]
     return "\n\n".join(parts) + "\n"
 
 
@@ -101,36 +109,41 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def readme_table() -> str:
     """Return the table of README.md: the loss of the best setting of each tool, with the best one in bold type."""
-    losses = {column: dict(_losses(*place)) for column, place in COLUMNS.items()}
-    refused = {column: _refusing(*place) for column, place in COLUMNS.items()}
-    header = ["", "its files ran in", *COLUMNS]
+    columns = [_Column(model, name) for _, model, name in COLUMNS]
+    header = ["", "its files ran in", *(head for head, _, _ in COLUMNS)]
     lines = [header, ["---"] * len(header)]
     for name, (methods, engines) in ROWS.items():
-        lines.append([name, engines, *(_cell(losses[column], methods, refused[column]) for column in COLUMNS)])
+        lines.append([name, engines, *(column.cell(methods) for column in columns)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _losses(model: str, name: str) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """Yield each method with the loss of its best setting, and whether that rotates inputs."""
-    for row in _measured()[model]["best"]:
-        if row["format"] == name:
-            loss = next(str(value) for key, value in row.items() if "95% interval" in key)
-            yield row["method"], (float(loss.split()[0]), row["rotates inputs"] == "yes")
+class _Column:
+    """A model and a format: the losses of the best settings, whether they rotate inputs, and the methods that refused
+    a setting."""
+
+    def __init__(self, model: str, name: str) -> None:
+        entry = _measured()[model]
+        self.model = model
+        rows = [row for row in entry["best"] if row["format"] == name]
+        self.losses = {row["method"]: _loss(row) for row in rows}
+        self.rotating = {row["method"] for row in rows if row["rotates inputs"] == "yes"}
+        self.refusing = {run.split(", ")[1] for run in entry["refusals"] if run.startswith(f"{name}, ")}
+
+    def cell(self, methods: Sequence[str]) -> str:
+        """Return the best loss of these methods, or why there is none."""
+        if known := [method for method in methods if method in self.losses]:
+            best = min(known, key=self.losses.__getitem__)
+            text = f"{self.losses[best]:.4f}".removeprefix("0")
+            bold = f"**{text}**" if self.losses[best] == min(self.losses.values()) else text
+            return bold + ROTATES * (best in self.rotating)
+        if self.refusing.intersection(methods):
+            return "refuses"
+        return "not run" if any(self.model in METHODS[method].models for method in methods) else "no recipe"
 
 
-def _refusing(model: str, name: str) -> set[str]:
-    """Return the methods that refused a setting of a format."""
-    return {run.split(", ")[1] for run in _measured()[model]["refusals"] if run.startswith(f"{name}, ")}
-
-
-def _cell(losses: Mapping[str, tuple[float, bool]], methods: Sequence[str], refusing: Set[str]) -> str:
-    known = [losses[method] for method in methods if method in losses]
-    if not known:
-        return "refuses" if refusing.intersection(methods) else "not run"
-    loss, rotates = min(known)
-    text = f"{loss:.4f}".removeprefix("0")
-    best = f"**{text}**" if loss == min(losses.values())[0] else text
-    return best + ROTATES * rotates
+def _loss(row: Mapping[str, Any]) -> float:
+    """Return the mean loss of a row, which is before its interval."""
+    return float(next(str(value) for key, value in row.items() if "95% interval" in key).split()[0])
 
 
 def with_table(page: str) -> str:
