@@ -99,9 +99,9 @@ def test_every_compiled_loss_is_the_eager_one_of_the_same_weights(kind, spelling
 
 @pytest.mark.slow
 def test_training_wins_back_what_a_cast_loses():
-    results = qat.run("cnn", 0, ("fp3_e2m0", "int3"))
+    results = qat.run("cnn", 0, ("fp3_e2m0", "int2"))  # int3 loses five images of 599
     for accuracies in results.values():
-        assert accuracies.float - accuracies.cast > 1
+        assert accuracies.float - accuracies.cast > 20
         assert qat.recovered([accuracies]) >= 0.8
 
 

@@ -137,7 +137,7 @@ def load_checkpoint(
         >>> model = transformers.LlamaForCausalLM(config).bfloat16().eval()
         >>> quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only"))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
+        ...     _ = pt2mx.save_checkpoint(quantized, model, f"{folder}/mxfp4", unpack=[".*embed_tokens"])
         ...     loaded = pt2mx.load_checkpoint(f"{folder}/mxfp4")
         >>> loaded.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False).shape
         torch.Size([1, 8])

@@ -35,17 +35,18 @@ SCALE_MODES = {"mxfp4": ("floor", "rceil_v2", "even"), "nvfp4": ("nearest", "fou
 #: the row of a model that `distill` trained, starting from the result of `balanced`
 DISTILLED = "distilled"
 
+
+def _corrected(algorithms: tuple[Algorithm, ...]) -> tuple[Algorithm, ...]:
+    """Return the algorithms with layers that make up for errors of the layers before them."""
+    return tuple(replace(one, correction=0.25) if isinstance(one, GPTQ) else one for one in algorithms)
+
+
 #: row of a decoder -> the algorithms whose result checkpoints hold: GPTQ and scale search without a rotation, and with
-#: one that the weights hold. Corrected: layers make up for errors of the layers before
-OF_CHECKPOINTS: dict[str, tuple[Algorithm, ...]] = {
-    "unrotated": (ScaleSearch(), GPTQ()),
-    "folded": (Rotation(online=False), ScaleSearch(), GPTQ()),
-    "folded, corrected": (Rotation(online=False), ScaleSearch(), GPTQ(correction=0.25)),
-}
-#: the same for algorithms that rotate at run time, as the presets `balanced` and `best` do
-OF_PROGRAMS: dict[str, tuple[Algorithm, ...]] = {
-    "balanced, corrected": (Rotation(), ScaleSearch(), GPTQ(correction=0.25)),
-}
+#: one that the weights hold
+_FOLDED = Rotation(online=False), ScaleSearch(), GPTQ()
+OF_CHECKPOINTS = {"unrotated": (ScaleSearch(), GPTQ()), "folded": _FOLDED, "folded, corrected": _corrected(_FOLDED)}
+#: the same for presets, which rotate at run time
+OF_PROGRAMS = {f"{name}, corrected": _corrected(PRESETS[name]) for name in ("balanced", "best")}
 ALGORITHMS = {**OF_CHECKPOINTS, **OF_PROGRAMS}
 
 Forward = Callable[..., Tensor]
