@@ -8,7 +8,7 @@ CONFORMANCE := tests/conformance
 # where it is set, every process compiles every module anew
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-compiled test-rest sanitize sweep neighbours lint types bench wheel docs clean
+.PHONY: demo test test-all test-compiled test-slow sanitize sweep neighbours lint types bench wheel docs clean
 
 # run a command, with a line every 10 seconds
 define with_progress
@@ -49,10 +49,10 @@ test-all: $(VENV)/.installed
 test-compiled: $(VENV)/.installed
 	$(PYTEST) -m "compiled and not slow and not cuda"
 
-# those tests alone that `make test` leaves out: the compiled ones first, then folder by folder while minutes are left
-MINUTES ?= 600
-test-rest: $(VENV)/.installed
-	PYTEST="$(PYTEST)" tests/rest.sh $(MINUTES)
+# those that take long, or one part of them: `make test-slow PART=3/12`
+PART ?= 0/1
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m "slow and not cuda" --part $(PART)
 
 # the C++ kernels, built with GCC's sanitizers of addresses and undefined behaviour, under their tests
 sanitize: $(VENV)/.installed

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,25 @@ FILES = pytest.StashKey[set]()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", help="run part I of N of the tests, counted from 0; each test is in one")
+
+
 def pytest_collection_modifyitems(config, items):
+    mark_cases(config, items)
+    keep_part(config, items)
+
+
+def keep_part(config, items):
+    """Keep the tests of `--part`, by a digest of their names: the parts are alike in what they cost."""
+    if part := config.getoption("--part"):
+        index, count = map(int, part.split("/"))
+        kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == index]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def mark_cases(config, items):
     """Mark the cases of parametrized tests slow that `slow_cases` names, and those that `slow_except` does not name;
     the same for `compiled`. Names are ids, or patterns of them; in a collection of whole files, one that names no case
     is an error."""

@@ -4,9 +4,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import keep_part
 from tests.fresh_process import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -143,3 +145,15 @@ def test_the_representatives_of_the_table_run():
         collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         missing = wanted - {line.partition("[")[0] for line in collected.splitlines()}
         assert not missing, (marks, missing)
+
+
+def test_each_test_is_in_one_part():
+    names = [f"tests/test_a.py::test_b[{i}]" for i in range(800)]
+    kept = []
+    for i in range(8):
+        items, left_out = [SimpleNamespace(nodeid=name) for name in names], []
+        hook = SimpleNamespace(pytest_deselected=lambda items, all=left_out: all.extend(items))
+        keep_part(SimpleNamespace(getoption=lambda _, i=i: f"{i}/8", hook=hook), items)
+        assert 70 < len(items) < 130 and len(items) + len(left_out) == len(names)
+        kept += [item.nodeid for item in items]
+    assert sorted(kept) == sorted(names)
