@@ -94,6 +94,20 @@ def test_layers_that_libraries_fuse_share_a_tensor_scale(llama, tmp_path):
         assert len({written[f"model.layers.0.{name}.weight_scale_2"].item() for name in names}) == 1
 
 
+def test_experts_keep_tensor_scales_of_their_own(tmp_path):
+    convert_checkpoint(
+        float_checkpoint("mixtral", tmp_path / "float"), tmp_path / "nv", of_weights("nvfp4"), layout="modelopt"
+    )
+    written = tensors(tmp_path / "nv")
+    names = [f"model.layers.0.block_sparse_moe.experts.{i}.w2.weight_scale_2" for i in range(4)]
+    assert len({written[name].item() for name in names}) == 4
+    program = load_checkpoint(tmp_path / "nv")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(program.config)
+    save_checkpoint(program, model, tmp_path / "again", "modelopt")
+    assert_same(tmp_path / "nv", tmp_path / "again")
+
+
 @torch.no_grad()
 def test_transformers_reads_nvfp4_experts_whose_tensor_scale_is_1(tmp_path, logits):
     source = float_checkpoint("mixtral", tmp_path / "float")
