@@ -389,6 +389,13 @@ PRESETS: dict[str, Preset] = {
             float_scale_mode="nearest_flush",
             divides_by_tensor_scale=True,
         ),
+        Preset(
+            "nki",
+            "Neuron 2.32.0",
+            "by the documentation of `nki.isa.quantize_mx` (MXFP8 of Trainium3): a block scale twice that of section 6.3",
+            "never ran here; the documentation does not say what becomes of Inf, NaN, and scales below 2**-127",
+            scale_mode="doubled",
+        ),
     )
 }
 

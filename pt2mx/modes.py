@@ -28,9 +28,9 @@ _FP32_MANTISSA = (1 << 23) - 1
 class ScaleMode:
     """The rule by which a block's shared exponent follows from its amax.
 
-    It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)`, and
-    then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over the block;
-    of equal ones the first. `elements` names the elements for which the rule is defined; None: every element.
+    It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)` (-1:
+    always), and then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over
+    the block; of equal ones the first. `elements` names the elements for which the rule is defined; None: every element.
     `function` of a registered mode gives the scale in their place (`register_scale_mode`).
     """
 
@@ -53,6 +53,10 @@ def _never(element: ElementFormat) -> int:
     return _FP32_MANTISSA
 
 
+def _always(element: ElementFormat) -> int:
+    return -1
+
+
 def _mantissa(value: float, element: ElementFormat) -> int:
     """The fp32 mantissa field of a value in the element's largest binade."""
     return round((value / 2.0**element.emax - 1) * 2**23)
@@ -73,6 +77,8 @@ SCALE_MODES: dict[str, ScaleMode] = {
     # up where amax plus half a unit in the last place of the element reaches the next power of two: "even" of torchao's
     # `ScaleCalculationMode` and of Quark
     "even": ScaleMode(lambda element: _FP32_MANTISSA - (1 << 22 >> element.mantissa_bits)),
+    # twice floor's scale, so that nothing saturates: `nki.isa.quantize_mx` of AWS Trainium3
+    "doubled": ScaleMode(_always),
     # of floor and its two neighbours the one that loses least
     "mse": ScaleMode(_never, exponent_offsets=(0, -1, 1)),
 }

@@ -27,10 +27,13 @@ def unit_of(f: Function, amax: str, spec: MXSpec) -> str:
     """amax: (..., blocks, 1, ...) -> the scale of each block; for integer elements, the value of a code's unit."""
     element = spec.element
     step = 2.0**-element.mantissa_bits if element.is_int else 1.0
-    factors = _rounding_up(SCALE_MODES[spec.scale_mode].threshold(element))
+    threshold = SCALE_MODES[spec.scale_mode].threshold(element)
+    factors = _rounding_up(threshold)
     half = 0.5 if element.emax else 1.0  # so that no product overflows
-    if not element.emax:  # the largest scale is 2**127; halves of small numbers would lose bits
-        amax = f.op("Min", amax, 2.0**127 * (1 if factors == _rounding_up(_NEVER) else 1 - 2.0**-24))
+    if threshold < 0:  # every amax is doubled, and powers of two have the scale of their binade
+        amax = f.op("Min", amax, 2.0**126 / half)
+    elif not element.emax:  # the largest scale is 2**127; halves of small numbers would lose bits
+        amax = f.op("Min", amax, 2.0**127 * (1 if threshold == _NEVER else 1 - 2.0**-24))
     for factor in (factors[0] * half, *factors[1:]):
         amax = f.op("Mul", amax, factor)
     return f.op("Max", f.op("Mul", ulp_of(f, amax), 2.0 ** (23 - element.emax) / half * step), 2.0**-127 * step)
@@ -43,8 +46,8 @@ def _rounding_up(threshold: int) -> list[float]:
     `ulp_of` takes the power below the product: above 2 it is the next power. Rounding is monotone, so that the two
     numbers next to the threshold decide.
     """
-    last = np.float32(1 + threshold * 2.0**-23)
-    above = np.nextafter(last, np.float32(3))
+    above = np.float32(1 + (threshold + 1) * 2.0**-23)
+    last = np.nextafter(above, np.float32(0))
     for first in (np.float32(1 + n / 64) for n in range(64)):
         near = np.float32(2) / (last * first)
         for factor in (near, *(np.nextafter(near, np.float32(bound)) for bound in (3, 0))):

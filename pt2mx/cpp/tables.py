@@ -39,6 +39,7 @@ OPERATORS = (
 )
 
 _ELEMENT = ("bits", "mantissa_bits", "emin", "emax", "max_code", "is_int", "full_range")
+_UNDEFINED = -2  # `kUndefined`
 _BEGINNING = """\
 // Written by `python -m pt2mx.cpp.tables`, from the tables of pt2mx in Python.
 // clang-format off
@@ -70,7 +71,8 @@ def _element(element: ElementFormat) -> str:
     """Return an initializer of the C++ struct `Element`."""
     fields = [getattr(element, name) for name in _ELEMENT]
     decoder, _ = decoder_of(MXSpec(element, 32), 32)
-    thresholds = [mode.threshold(element) if mode.is_defined_for(element) else -1 for mode in SCALE_MODES.values()]
+    modes = SCALE_MODES.values()
+    thresholds = [mode.threshold(element) if mode.is_defined_for(element) else _UNDEFINED for mode in modes]
     numbers = (decoder, *map(int, fields), *group_of(element.bits))
     limits = (f"{float(limit)}f" for limit in (element.max_normal, element.lowest))
     return f'{{"{element.name}", {", ".join((*map(str, numbers), *limits))}, {{{", ".join(map(str, thresholds))}}}}}'

@@ -138,7 +138,7 @@ def _unit_of(amax: Tensor, spec: MXSpec) -> Tensor:
     threshold = SCALE_MODES[spec.scale_mode].threshold(spec.element)
     if threshold == _MANTISSA:  # never rounded up
         return unit
-    highest = (1 + threshold * 2.0**-23) * 2.0**emax
+    highest = (1 + max(threshold, -0.5) * 2.0**-23) * 2.0**emax  # -1: the float below a power of two
     factor = (amax / unit / highest).ceil()  # 1 or 2; 0 for zeros
     return (unit * factor).clamp(2.0**-BIAS, 2.0**BIAS)
 

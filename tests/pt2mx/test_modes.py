@@ -52,7 +52,8 @@ def test_directed_roundings_see_the_smallest_values(tiny):
 @pytest.mark.parametrize(
     ("amax", "exponents"),  # FP4: emax 2, max 6 = 1.5 * 4
     [
-        (4.0, {"floor": 0, "ceil": 0, "rceil": 0, "rceil_v2": 0, "even": 0}),
+        (3.9999998, {"floor": -1, "ceil": 0, "rceil": 0, "rceil_v2": 0, "even": 0, "doubled": 0}),
+        (4.0, {"floor": 0, "ceil": 0, "rceil": 0, "rceil_v2": 0, "even": 0, "doubled": 1}),
         (4.0000005, {"floor": 0, "ceil": 1, "rceil": 0, "rceil_v2": 0, "even": 0}),
         (6.0, {"floor": 0, "ceil": 1, "rceil": 0, "rceil_v2": 0, "even": 0}),
         (6.0000005, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 0}),
@@ -60,7 +61,7 @@ def test_directed_roundings_see_the_smallest_values(tiny):
         (7.0, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 1}),
         (7.25, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 0, "even": 1}),
         (7.2500005, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 1, "even": 1}),
-        (7.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 1, "even": 1}),
+        (7.9999995, {"floor": 0, "ceil": 1, "rceil": 1, "rceil_v2": 1, "even": 1, "doubled": 1}),
     ],
 )
 def test_scale_modes(amax, exponents):
@@ -71,7 +72,7 @@ def test_scale_modes(amax, exponents):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "fp4_e1m2", "int4"])
 def test_a_mode_of_fp4_alone_is_refused_for_other_elements(name):
-    message = f"scale_mode 'rceil_v2' is not defined for {name}: use one of floor, ceil, rceil, even, mse for it"
+    message = f"scale_mode 'rceil_v2' is not defined for {name}: use one of floor, ceil, rceil, even, doubled, mse for it"
     with pytest.raises(MXError, match=re.escape(message)):
         MXSpec(name, scale_mode="rceil_v2")
     with pytest.raises(MXError, match=re.escape(f"in '{name}(rceil_v2)': {message}")):

@@ -58,7 +58,7 @@ Spec spec_of(const Element& e, int64_t block_size, const std::string& scale_mode
   spec.is_int = e.is_int;
   spec.full_range = e.full_range;
   spec.rounding = index_of(kRoundings, rounding, "rounding");
-  STD_TORCH_CHECK(e.thresholds[mode] >= 0, "scale mode ", scale_mode, " is not defined for ", e.name);
+  STD_TORCH_CHECK(e.thresholds[mode] != kUndefined, "scale mode ", scale_mode, " is not defined for ", e.name);
   spec.threshold = e.thresholds[mode];
   spec.candidates = scale.candidates;
   spec.searches = scale.candidates > 1;

@@ -8,8 +8,9 @@
 
 namespace pt2mx {
 
-constexpr int kModes = 6;       // scale modes
+constexpr int kModes = 7;       // scale modes
 constexpr int kCandidates = 3;  // of the mode that searches
+constexpr int kUndefined = -2;  // no threshold: -1 is below every mantissa
 
 // A row of elements.inc.
 struct Element {
@@ -18,7 +19,7 @@ struct Element {
   int32_t bits, mantissa_bits, emin, emax, max_code, is_int, full_range;
   int32_t codes_per_group, bytes_per_group;
   float max_normal, lowest;
-  int32_t thresholds[kModes];  // -1: the mode is not defined for the element
+  int32_t thresholds[kModes];  // kUndefined where the mode is not defined for the element
 };
 
 const Element& element_of(const std::string& name);

@@ -134,7 +134,7 @@ def _scale_rules(element: ElementFormat) -> tuple[str, ...]:
     """Return the rules by which a scale follows from amax alone; "mse", which compares errors, must be claimed."""
     of_fp4 = ("rceil_v2",) if element.name == "fp4_e2m1" else ()
     of_others = (f"even_m{bits}" for bits in EVEN_OF if bits != element.mantissa_bits)
-    return ("floor", "ceil", "rceil", *of_fp4, "even", *of_others)
+    return ("floor", "ceil", "rceil", *of_fp4, "even", "doubled", *of_others)
 
 
 #: field of `Claim` -> the convention

@@ -155,7 +155,7 @@ def exponent(block: list[Fraction], element: ElementFormat, scale_mode: str, rou
         half_ulp = power_of_two(floor_log2(amax) - mantissa_bits - 1)
         e = floor_log2(amax + half_ulp) - element.emax
     else:
-        e = floor_log2(amax) - element.emax
+        e = floor_log2(amax) - element.emax + (scale_mode == "doubled")
     e = max(-limit, min(limit, e))
     if scale_mode == "mse":
         candidates = [max(-limit, min(limit, e + change)) for change in (0, -1, 1)]

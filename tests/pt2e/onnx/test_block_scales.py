@@ -39,8 +39,8 @@ def test_scales_next_to_each_threshold(element):
 def test_there_are_factors_for_every_mode_of_every_element():
     for name, mode in MODES:
         threshold = SCALE_MODES[mode].threshold(ELEMENTS[name])
-        last = np.float32(1 + threshold * 2.0**-23)
-        products = [last, np.nextafter(last, np.float32(3)), np.float32(1)]
+        above, largest = np.float32(1 + (threshold + 1) * 2.0**-23), np.float32(2 - 2.0**-23)
+        products = [np.nextafter(above, np.float32(0)), above, np.float32(1), largest]
         for factor in _rounding_up(threshold):
             products = [product * np.float32(factor) for product in products]
-        assert products[0] <= 2 < products[1] and products[2] > 1, (name, mode)
+        assert products[0] <= 2 < products[1] and products[2] > 1 and products[3] <= 4, (name, mode)

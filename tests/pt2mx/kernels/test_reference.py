@@ -207,7 +207,7 @@ def test_saturation_comes_before_any_cast():
     assert quantize_mx(x, "fp8_e5m2", 2)[1][0, 0].item() == 0x7B
 
 
-@pytest.mark.parametrize("scale_mode", ["ceil", "rceil", "even"])
+@pytest.mark.parametrize("scale_mode", ["ceil", "rceil", "even", "doubled"])
 def test_top_binade_keeps_its_scale_finite(scale_mode):
     largest = torch.finfo(torch.float32).max
     scale, _ = quantize_mx(torch.tensor([largest]), "int8", 1, scale_mode=scale_mode)
@@ -291,6 +291,8 @@ def test_shared_exponent_of_subnormal_blocks_with_emax_zero():
         (0x3FFFFF, "ceil", 0),
         (0x7F0000, "rceil", 0),
         (0x7F0001, "rceil", 1),
+        (0x3FFFFF, "doubled", 0),
+        (0x400000, "doubled", 1),
     ]:
         scale, _ = quantize_mx(torch.tensor([[float32(mantissa)]]), spec.replace(scale_mode=mode))
         assert scale.item() == byte, (hex(mantissa), mode)
