@@ -392,7 +392,7 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "nki",
             "Neuron 2.32.0",
-            "by the documentation of `nki.isa.quantize_mx` (MXFP8 of Trainium3): a block scale twice that of section 6.3",
+            "by the documentation of `nki.isa.quantize_mx` (MXFP8, Trainium3): a block scale twice that of section 6.3",
             "never ran here; the documentation does not say what becomes of Inf, NaN, and scales below 2**-127",
             scale_mode="doubled",
         ),

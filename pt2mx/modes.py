@@ -30,8 +30,8 @@ class ScaleMode:
 
     It is `floor(log2 amax) - emax`, plus one where the fp32 mantissa field of amax is above `threshold(element)` (-1:
     always), and then the one of its `exponent_offsets` (what is added to it) with the least sum of squared errors over
-    the block; of equal ones the first. `elements` names the elements for which the rule is defined; None: every element.
-    `function` of a registered mode gives the scale in their place (`register_scale_mode`).
+    the block; of equal ones the first. `elements` names the elements for which the rule is defined; None: every
+    element. `function` of a registered mode gives the scale in their place (`register_scale_mode`).
     """
 
     threshold: Callable[[ElementFormat], int]

@@ -89,7 +89,7 @@ PLANTED = {
     "no clamp": Planted(
         {"quantize": _fp4(lambda x, v, s: torch.where(x.abs() >= 7, 8 * x.sign(), v)), **FP4},
         {"saturation": "6.3"},
-        "[7.0]: 7.0 became 8.0, expected 6.0",
+        "[7.0, 3.0, 1.5, 0.75]: 7.0 became 8.0, expected 6.0",
     ),
     "rounded log2": Planted(
         {"quantize": _rounded_log2, **FP4, "scale_mode": "floor"},

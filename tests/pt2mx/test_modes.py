@@ -72,7 +72,9 @@ def test_scale_modes(amax, exponents):
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "fp4_e1m2", "int4"])
 def test_a_mode_of_fp4_alone_is_refused_for_other_elements(name):
-    message = f"scale_mode 'rceil_v2' is not defined for {name}: use one of floor, ceil, rceil, even, doubled, mse for it"
+    message = (
+        f"scale_mode 'rceil_v2' is not defined for {name}: use one of floor, ceil, rceil, even, doubled, mse for it"
+    )
     with pytest.raises(MXError, match=re.escape(message)):
         MXSpec(name, scale_mode="rceil_v2")
     with pytest.raises(MXError, match=re.escape(f"in '{name}(rceil_v2)': {message}")):

@@ -176,7 +176,14 @@ def test_a_format_of_ones_own_by_the_recipe(monkeypatch):
 
 def test_families_of_scale_modes():
     assert scale_modes(SCALE_FORMATS["e8m0"]) == scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["fp4_e2m1"]) == SCALE_MODES
-    assert [*scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["int8"])] == ["floor", "ceil", "rceil", "even", "doubled", "mse"]
+    assert [*scale_modes(SCALE_FORMATS["e8m0"], ELEMENTS["int8"])] == [
+        "floor",
+        "ceil",
+        "rceil",
+        "even",
+        "doubled",
+        "mse",
+    ]
     assert all(scale_modes(f) is FLOAT_SCALE_MODES for f in FLOATS)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mx_conformance import extremes, stored
-from mx_conformance.conventions import Claim, parse_claim
+from mx_conformance.conventions import NONE_OF_THESE, Claim, parse_claim
 from mx_conformance.corners import rows_of
 from mx_conformance.errors import MXError, nearest
 from mx_conformance.examine import CORNERS, Examination
@@ -32,15 +32,16 @@ def check(
     """Check an implementation of an MX format in exact arithmetic (OCP MX v1.0).
 
     The specification leaves conventions open: the scale rule, the rounding of ties, the code -128, the order of codes
-    in bytes, Inf and NaN. A convention that you name is checked: another one is a deviation. One that is None is
-    detected: any that fits all cases is an allowed choice.
+    in bytes, Inf and NaN. A convention that you name is checked: another one does not conform. One that is None is
+    detected: any that fits all cases is an allowed choice, and so is a scale rule that is none of the known ones.
 
     Args:
         quantize: (x (rows, n) `dtype`) -> dequantized values (rows, n), or the pair (scale, codes): E8M0 bytes
             (rows, ceil(n / 32)) and codes (rows, bytes), of dtypes of one byte. None to check `dequantize` alone.
         dequantize: (codes, scale) uint8, as `quantize` returns them -> values (rows, n) float32.
         format: one of the six formats, as `mx_conformance.formats.parse_element` takes it.
-        scale_mode: the scale rule: "floor", "ceil", "rceil", "rceil_v2" (FP4), "even", "even_m0" to "even_m3", "mse".
+        scale_mode: the scale rule: "floor", "ceil", "rceil", "rceil_v2" (FP4), "even", "even_m0" to "even_m3",
+            "doubled", "mse".
         rounding: a key of `mx_conformance.exact.ROUNDINGS`.
         packing: "low_first", "high_first", "halves" (GGUF) or "bytes".
         full_range: True if integers use the code -128.
@@ -50,8 +51,8 @@ def check(
         name: what the result calls the implementation.
 
     Returns:
-        A row for each corner, with the section of the specification, the cases that deviate, the smallest failing input
-        and allowed choices; `print` shows a table.
+        A row for each corner, with the section of the specification, the cases that deviate, those that are right under
+        another scale than the rule's, the smallest failing input and allowed choices; `print` shows a table.
 
     Raises:
         MXError: for unknown arguments, and callables that raise or return something else for two rows of 32 values.
@@ -81,10 +82,12 @@ def check(
     _try(examination.subject, claim)
     run_corners(examination)
     followed = examination.followed
-    scale_mode = "-" if elements_only or quantize is None else str(followed.scale_mode)
+    rule = examination.rule or claim.scale_mode or NONE_OF_THESE
+    rule = "-" if elements_only or quantize is None else rule
     rounding = "-" if quantize is None else str(followed.rounding)
     title = name or getattr(quantize or dequantize, "__name__", "implementation")
-    return Conformance(title, f"mx{claim.element}", scale_mode, rounding, tuple(examination.rows))
+    rows = tuple(examination.rows)
+    return Conformance(title, f"mx{claim.element}", rule, rounding, rows, claim.scale_mode is not None)
 
 
 def run_corners(examination: Examination) -> None:

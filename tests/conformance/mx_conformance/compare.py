@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from mx_conformance.subject import BLOCK, Output
 
 #: at this magnitude float32 overflows: the specification leaves open what becomes of such values (section 5.1)
 _OVERFLOW = 2.0**128
+_LARGEST_SCALE = 254  # a byte; 255 is NaN
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Mismatches:
     def rows(self) -> NDArray[np.bool_]:
         """(rows,) bool, where anything differs."""
         return np.asarray(self.values.any(1) | self.scale.any(1))
+
+    def of(self, rows: NDArray[np.bool_]) -> Mismatches:
+        """Return those of some rows, (rows,) bool."""
+        return dataclasses.replace(self, values=self.values & rows[:, None], scale=self.scale & rows[:, None])
 
     @property
     def count(self) -> int:
@@ -60,8 +66,10 @@ def expected(x: NDArray[np.float32], claim: Claim) -> tuple[NDArray[np.float64],
 
 
 @functools.lru_cache(1 << 17)
-def _exact(block: tuple[float, ...], element: str, scale_mode: str, rounding: str) -> tuple[int, list[float]]:
-    scale, _, values = quantize_block(list(block), ELEMENTS[element], scale_mode, rounding)
+def _exact(
+    block: tuple[float, ...], element: str, scale_mode: str, rounding: str, exponent: int | None = None
+) -> tuple[int, list[float]]:
+    scale, _, values = quantize_block(list(block), ELEMENTS[element], scale_mode, rounding, shared_exponent=exponent)
     return scale, values
 
 
@@ -86,6 +94,37 @@ def compare(
         starts = np.arange(0, x.shape[1], BLOCK)
         scale = (output.scale != want_scale) & np.logical_or.reduceat(x != 0, starts, axis=1)
     return Mismatches(differs, scale, want, want_scale)
+
+
+def under_other_scales(
+    output: Output, x: NDArray[np.float32], claim: Claim, mismatches: Mismatches
+) -> NDArray[np.bool_]:
+    """Return which rows (rows,) differ in their scales alone: each value is what its block's scale makes of it.
+
+    Section 6.3 leaves the scale to the implementation. It is the scale byte; without one, any up to a binade from
+    floor's will do."""
+    rows = mismatches.rows
+    for i in np.flatnonzero(rows):
+        for block, start in enumerate(range(0, x.shape[1], BLOCK)):
+            part, got = x[i, start : start + BLOCK].astype(np.float64), output.values[i, start : start + BLOCK]
+            rows[i] &= _fits_a_scale(part, got, claim, None if output.scale is None else int(output.scale[i, block]))
+    return rows
+
+
+def _fits_a_scale(part: NDArray[np.float64], got: NDArray[np.float64], claim: Claim, scale: int | None) -> bool:
+    used = np.flatnonzero(part)
+    if not len(used):
+        return not got.any()
+    block, element = tuple(part[used].tolist()), claim.target.name
+    if scale is None:
+        floor, _ = _exact(block, element, "floor", str(claim.rounding))
+        scales = [floor, max(floor - 1, 0), min(floor + 1, _LARGEST_SCALE)]
+    else:
+        scales = [scale] if scale <= _LARGEST_SCALE else []
+    want = np.zeros((len(scales), len(part)))
+    for row, byte in zip(want, scales, strict=True):
+        row[used] = _exact(block, element, "", str(claim.rounding), byte - 127)[1]
+    return not different(got, want).any(1).all()
 
 
 def different(got: NDArray[np.float64], want: NDArray[np.float64]) -> NDArray[np.bool_]:

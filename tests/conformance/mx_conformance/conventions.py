@@ -137,6 +137,9 @@ def _scale_rules(element: ElementFormat) -> tuple[str, ...]:
     return ("floor", "ceil", "rceil", *of_fp4, "even", "doubled", *of_others)
 
 
+#: what stands for a scale rule where none fits
+NONE_OF_THESE = "none of these"
+
 #: field of `Claim` -> the convention
 CHOICES: dict[str, Choice] = {
     "packing": Choice("low_first", packings, lambda value: f"codes packed {value}"),

@@ -1,6 +1,7 @@
 """The corners of quantization as blocks of few values: the first is the largest magnitude, the others are zeros.
 
-All values are float32. An anchor is the power of two at which a block's scale is 1, by every scale rule.
+All values are float32. An anchor is the power of two at which a block's scale is 1, by every scale rule but
+"doubled", by which it is 2.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def near_ties(element: ElementFormat) -> list[Block]:
 
 
 def saturation(element: ElementFormat) -> list[Block]:
-    """Return values between the largest value of the element and the next power of two."""
+    """Return values between the largest value of the element and the next power of two, with small values that show the
+    scale."""
     top, largest = 2.0 ** (element.emax + 1), element.max_normal
     probes = [_neighbours(largest)[1], *(largest + (top - largest) * part for part in (0.25, 0.5, 0.875))]
-    return [(sign * probe,) for probe in probes for sign in (1, -1)]
+    blocks = [_with_witnesses(element, probe / 2.0**element.emax, 0) for probe in probes]
+    return [(sign * probe, *witnesses) for probe, *witnesses in blocks for sign in (1, -1)]
 
 
 def scale_rule(element: ElementFormat) -> list[Block]:

@@ -184,14 +184,18 @@ def quantize_block(
     seed: int = 0,
     index: int = 0,
     scale_exp_bits: int = 8,
+    shared_exponent: int | None = None,
 ) -> tuple[int, list[int], list[float]]:
     """Return (scale byte, codes, dequantized values in fp64) of one block of floats that begins at `index` of its
-    tensor; NaN values and the code of 0 if one of them is not finite."""
+    tensor; NaN values and the code of 0 if one of them is not finite. `shared_exponent` takes the place of the one that
+    the scale mode gives."""
     if not all(math.isfinite(x) for x in block):
         zero = element.values.index(0) if element.values else 0
         return 0xFF, [zero] * len(block), [math.nan] * len(block)
     exact = [Fraction(x) for x in block]
-    e = exponent(exact, element, scale_mode, rounding, scale_exp_bits)
+    e = shared_exponent
+    if e is None:
+        e = exponent(exact, element, scale_mode, rounding, scale_exp_bits)
     values, codes, dequantized = grid(element), [], []
     for i, (x, given) in enumerate(zip(exact, block, strict=True)):
         number = random_number(index + i, seed) if rounding == "stochastic" else None

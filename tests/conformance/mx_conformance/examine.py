@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mx_conformance import corners
-from mx_conformance.compare import Mismatches, compare, example, simplest
-from mx_conformance.conventions import CHOICES, Claim
+from mx_conformance.compare import Mismatches, compare, example, simplest, under_other_scales
+from mx_conformance.conventions import CHOICES, NONE_OF_THESE, Claim
 from mx_conformance.errors import MXError
 from mx_conformance.formats import ElementFormat
 from mx_conformance.result import Row
@@ -27,7 +27,8 @@ class Corner:
         section: the section of OCP MX v1.0; None: the one of the element.
         blocks: (element) -> the blocks.
         decides: the field of `Claim` whose values differ in this corner.
-        with_scale: True compares scale bytes, too.
+        with_scale: True compares scale bytes, too, and tells deviations from other scales than the rule's; where no
+            rule fits, every corner does.
         of_elements: True if it also applies to elements without a scale, as all its scales are 1.
         overflows: True if Inf and NaN are allowed there as results of elements without a scale, beyond their range.
     """
@@ -46,7 +47,9 @@ CORNERS = (
     Corner("ties", None, corners.ties, decides="rounding", of_elements=True),
     Corner("next to ties", None, corners.near_ties, of_elements=True),
     Corner("subnormals", None, corners.subnormals, of_elements=True),
-    Corner("saturation", "6.3", corners.saturation, decides="full_range", of_elements=True, overflows=True),
+    Corner(
+        "saturation", "6.3", corners.saturation, decides="full_range", with_scale=True, of_elements=True, overflows=True
+    ),
     Corner("scale rule", "6.3", corners.scale_rule, decides="scale_mode", with_scale=True),
     Corner("powers of two", "6.3", corners.powers_of_two, with_scale=True),
     Corner("largest values", "6.3", corners.largest_values, with_scale=True),
@@ -72,6 +75,7 @@ class Examination:
         claim: what it claims.
         elements_only: True if its values have no scale.
         followed: the conventions that it follows as far as is known; the claim's, or the defaults, until decided.
+        rule: the scale rule that fits, by name; None if none does.
         rows: the outcomes so far.
     """
 
@@ -79,12 +83,14 @@ class Examination:
     claim: Claim
     elements_only: bool = False
     followed: Claim = field(init=False)
+    rule: str | None = field(init=False)
     rows: list[Row] = field(default_factory=list)
     #: field of the claim -> the words of an allowed choice, and what to add to an example of a deviation
     _notes: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.followed = self.claim.with_defaults()
+        self.rule = self.followed.scale_mode
 
     def run(self, corner: Corner) -> None:
         """Run a corner and add its row, unless the element has no such values."""
@@ -107,10 +113,13 @@ class Examination:
         mismatches = compare(output, x, claim, corner.with_scale, overflow)
         if overflow and not np.isfinite(output.values).all():
             words += ("overflow becomes " + ("NaN" if np.isnan(output.values).any() else "Inf"),)
-        count, text = int(mismatches.rows.sum()), ""
-        if count:
-            text = example(*self._shrunk(x, output, mismatches)) + hint
-        self.rows.append(Row(corner.name, section, len(x), count, words, text))
+        free = not self.elements_only and (corner.with_scale or self.rule is None)  # to take another scale
+        other = under_other_scales(output, x, claim, mismatches) if free else np.zeros(len(x), bool)
+        wrong, text = mismatches.rows & ~other, ""
+        if mismatches.rows.any():
+            shown = mismatches.of(wrong if wrong.any() else other)
+            text = example(*self._shrunk(x, output, claim, shown, wrong.any() and self.rule is None)) + hint
+        self.rows.append(Row(corner.name, section, len(x), int(wrong.sum()), words, text, int(other.sum())))
 
     def decide(self) -> None:
         """Find the conventions that results follow: the claimed one if nothing fits better, else the nearest."""
@@ -123,30 +132,45 @@ class Examination:
                 output = self.subject.run(x, self.followed)
             except Exception:  # its corner says so
                 continue
-            values = dict.fromkeys((claimed, *choice.allowed(self.claim.element)))
-            claims = {v: dataclasses.replace(self.followed, **{name: v}) for v in values if v is not None}
-            counts = {v: compare(output, x, claim, overflow=self.elements_only).count for v, claim in claims.items()}
+            counts: dict[object, int] = {}
+            for value in dict.fromkeys((claimed, *choice.allowed(self.claim.element))):
+                if value is not None and all(counts.values()):  # until one fits
+                    counts[value] = self._count(output, x, name, value)
             nearest = min(counts, key=lambda value: counts[value])
-            self.followed = claims[nearest]
+            self.followed = dataclasses.replace(self.followed, **{name: nearest})
             value, hint = nearest if claimed is None else claimed, ""
             if counts[value] and nearest != claimed:
                 hint = f"; {'nearest is' if counts[nearest] else 'it follows'} {choice.words(nearest)}"
-            named = value != choice.default and not counts[value]
+            if name == "scale_mode":
+                self.rule = None if counts[nearest] else str(nearest)
+                value = claimed or self.rule or NONE_OF_THESE
+            named = value != choice.default and not counts.get(value)
             self._notes[name] = (choice.words(value),) if named else (), hint
 
+    def _count(self, output: Output, x: NDArray[np.float32], name: str, value: object) -> int:
+        """Return how many results differ with a value of a convention.
+
+        The rounding is decided before the scale rule, by blocks whose largest value is a power of two: there every rule
+        of an amax but "doubled" has the scale of "floor"."""
+        before = ("floor", "doubled") if name == "rounding" and not self.elements_only else ()
+        modes = {self.followed.scale_mode, *before}
+        claims = [dataclasses.replace(self.followed, **{"scale_mode": mode, name: value}) for mode in modes]
+        return min(compare(output, x, claim, overflow=self.elements_only).count for claim in claims)
+
     def _shrunk(
-        self, x: NDArray[np.float32], output: Output, mismatches: Mismatches
+        self, x: NDArray[np.float32], output: Output, claim: Claim, mismatches: Mismatches, any_scale: bool
     ) -> tuple[Output, NDArray[np.float32], Mismatches]:
         """Return the arguments of `example`, of the simplest failing row with the largest magnitude and a wrong value
-        alone, if that stays wrong."""
+        alone, if that stays wrong: under any scale or the rule's."""
         i = simplest(x, mismatches)
         if mismatches.values[i].any() and np.count_nonzero(x[i]) > 2:
             small, j = np.zeros_like(x[i : i + 1]), int(np.flatnonzero(mismatches.values[i])[0])
             kept = [np.abs(x[i]).argmax(), j]
             small[0, kept] = x[i, kept]
             again = self.subject.run(small, self.followed)
-            compared = compare(again, small, self.followed)
-            if compared.values[0, j]:
+            compared = compare(again, small, claim)
+            explained = any_scale and under_other_scales(again, small, claim, compared).any()
+            if compared.values[0, j] and not explained:
                 return again, small, compared
         return output, x, mismatches
 

@@ -9,7 +9,7 @@ from mx_conformance.formats import FORMATS
 
 _HEAD = ("implementation", "scale rules", "rounding", *(f"mx{name}" for name in FORMATS))
 _CHOICES_HEAD = ("implementation", "formats", "allowed choice")
-_EXAMPLES_HEAD = ("implementation", "corner", "section", "formats", "smallest failing input")
+_EXAMPLES_HEAD = ("implementation", "corner", "section", "verdict", "formats", "smallest failing input")
 
 Cells = list[tuple[str, ...]]
 
@@ -22,9 +22,10 @@ class Row:
         corner: its name.
         section: the section of OCP MX v1.0 that it follows from.
         cases: blocks, or arrays, that were compared.
-        deviations: those among them that deviate.
+        deviations: those among them that deviate from what the specification requires.
         choices: conventions seen here that the specification leaves open.
         example: the smallest failing input, the result and the expected one.
+        other_scales: cases that are right, but under another scale than the rule's.
 
     Example:
         >>> from mx_conformance import Row
@@ -38,11 +39,14 @@ class Row:
     deviations: int = 0
     choices: tuple[str, ...] = ()
     example: str = ""
+    other_scales: int = 0
 
     @property
     def verdict(self) -> str:
-        """Return "deviation", "allowed choice" or "ok"."""
-        return "deviation" if self.deviations else "allowed choice" if self.choices else "ok"
+        """Return "deviation", "other scale", "allowed choice" or "ok"."""
+        if self.deviations:
+            return "deviation"
+        return "other scale" if self.other_scales else "allowed choice" if self.choices else "ok"
 
 
 @dataclass(frozen=True)
@@ -52,16 +56,18 @@ class Conformance:
     Args:
         name: the implementation.
         format: the format.
-        scale_mode, rounding: the conventions that it follows, as claimed or detected; "-" where there is none.
+        scale_mode, rounding: the conventions that it follows, as claimed or detected; "-" where there is none. A scale
+            rule "none of these" is none that the package knows.
         rows: the outcomes, in the order of the checks.
+        claims_rule: True if the caller named the scale rule.
 
     Example:
         >>> from mx_conformance import Conformance, Row
         >>> row = Row("saturation", "6.3", 8, 2, example="[7.0]: 7.0 became 8.0, expected 6.0")
         >>> print(Conformance("mine", "mxfp4_e2m1", "floor", "even", (row,)))
         mine, mxfp4_e2m1, scale rule floor, rounding even: 2 of 8 cases deviate
-        corner      section  cases  deviate
-        saturation  6.3      8      2        [7.0]: 7.0 became 8.0, expected 6.0
+        corner      section  cases  deviate  other scale
+        saturation  6.3      8      2        -            [7.0]: 7.0 became 8.0, expected 6.0
     """
 
     name: str
@@ -69,11 +75,12 @@ class Conformance:
     scale_mode: str
     rounding: str
     rows: tuple[Row, ...]
+    claims_rule: bool = False
 
     @property
     def conforms(self) -> bool:
-        """True without a deviation."""
-        return not any(row.deviations for row in self.rows)
+        """True without a deviation, and with no other scale than a claimed rule's."""
+        return not self.deviations and not (self.claims_rule and self.other_scales)
 
     @property
     def cases(self) -> int:
@@ -84,6 +91,11 @@ class Conformance:
     def deviations(self) -> int:
         """The number of cases that deviate."""
         return sum(row.deviations for row in self.rows)
+
+    @property
+    def other_scales(self) -> int:
+        """The number of cases that are right under another scale than the rule's."""
+        return sum(row.other_scales for row in self.rows)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -98,15 +110,17 @@ class Conformance:
         """
         conventions = {"format": self.format, "scale_mode": self.scale_mode, "rounding": self.rounding}
         totals = {"conforms": self.conforms, "cases": self.cases, "deviations": self.deviations}
+        totals["other_scales"] = self.other_scales
         return {"name": self.name, **conventions, **totals, "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        cells: Cells = [("corner", "section", "cases", "deviate", "")]
-        cells += [
-            (row.corner, row.section, str(row.cases), str(row.deviations or "-"), "; ".join(_notes(row)))
-            for row in self.rows
-        ]
+        cells: Cells = [("corner", "section", "cases", "deviate", "other scale", "")]
+        for row in self.rows:
+            counts = (str(row.cases), str(row.deviations or "-"), str(row.other_scales or "-"))
+            cells.append((row.corner, row.section, *counts, "; ".join(_notes(row))))
         verdict = f"{self.deviations} of {self.cases} cases deviate" if self.deviations else "no deviation"
+        if self.other_scales:
+            verdict += f", {self.other_scales} have another scale than the rule's"
         conventions = f"{self.format}, scale rule {self.scale_mode}, rounding {self.rounding}"
         return f"{self.name}, {conventions}: {verdict}\n{text_table(cells)}"
 
@@ -131,9 +145,10 @@ def summary(results: Sequence[Conformance]) -> Cells:
 
 
 def _share(results: Sequence[Conformance]) -> str:
-    """Return "deviating/all" cases."""
-    cases = sum(result.cases for result in results)
-    return f"{sum(result.deviations for result in results)}/{cases}" if cases else "-"
+    """Return "deviating + of another scale than the rule's / all" cases."""
+    cases, other = sum(result.cases for result in results), sum(result.other_scales for result in results)
+    wrong = f"{sum(result.deviations for result in results)}" + f" + {other}" * bool(other)
+    return f"{wrong}/{cases}" if cases else "-"
 
 
 def choices(results: Sequence[Conformance]) -> Cells:
@@ -147,12 +162,16 @@ def choices(results: Sequence[Conformance]) -> Cells:
 
 
 def examples(results: Sequence[Conformance]) -> Cells:
-    """Return a line for each corner in which an implementation deviates, with the first example."""
+    """Return a line for each corner and verdict in which an implementation deviates, or has other scales than its rule,
+    with the first example."""
     lines: Cells = [_EXAMPLES_HEAD]
-    failing = [(result, row) for result in results for row in result.rows if row.deviations]
-    for (name, corner, _), group in _grouped(failing, lambda pair: (pair[0].name, pair[1].corner, "")).items():
+    failing = [(result, row) for result in results for row in result.rows if row.deviations or row.other_scales]
+    key = lambda pair: (pair[0].name, pair[1].corner, pair[1].verdict)  # noqa: E731
+    for (name, corner, verdict), group in _grouped(failing, key).items():
         sections = _listed(row.section for _, row in group)
-        lines.append((name, corner, sections, _listed(result.format for result, _ in group), group[0][1].example))
+        lines.append(
+            (name, corner, sections, verdict, _listed(result.format for result, _ in group), group[0][1].example)
+        )
     return lines
 
 
