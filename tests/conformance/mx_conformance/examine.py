@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,8 +118,9 @@ class Examination:
         other = under_other_scales(output, x, claim, mismatches) if free else np.zeros(len(x), bool)
         wrong, text = mismatches.rows & ~other, ""
         if mismatches.rows.any():
-            shown = mismatches.of(wrong if wrong.any() else other)
-            text = example(*self._shrunk(x, output, claim, shown, wrong.any() and self.rule is None)) + hint
+            deviates = bool(wrong.any())
+            shown = mismatches.of(wrong if deviates else other)
+            text = example(*self._shrunk(x, output, claim, shown, deviates and self.rule is None)) + hint
         self.rows.append(Row(corner.name, section, len(x), int(wrong.sum()), words, text, int(other.sum())))
 
     def decide(self) -> None:
@@ -132,7 +134,7 @@ class Examination:
                 output = self.subject.run(x, self.followed)
             except Exception:  # its corner says so
                 continue
-            counts: dict[object, int] = {}
+            counts: dict[Any, int] = {}
             for value in dict.fromkeys((claimed, *choice.allowed(self.claim.element))):
                 if value is not None and all(counts.values()):  # until one fits
                     counts[value] = self._count(output, x, name, value)
