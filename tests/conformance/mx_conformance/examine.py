@@ -29,7 +29,7 @@ class Corner:
         blocks: (element) -> the blocks.
         decides: the field of `Claim` whose values differ in this corner.
         with_scale: True compares scale bytes, too, and tells deviations from other scales than the rule's; where no
-            rule fits, every corner does.
+            rule fits, every corner may.
         of_elements: True if it also applies to elements without a scale, as all its scales are 1.
         overflows: True if Inf and NaN are allowed there as results of elements without a scale, beyond their range.
     """
@@ -114,7 +114,9 @@ class Examination:
         mismatches = compare(output, x, claim, corner.with_scale, overflow)
         if overflow and not np.isfinite(output.values).all():
             words += ("overflow becomes " + ("NaN" if np.isnan(output.values).any() else "Inf"),)
-        free = not self.elements_only and (corner.with_scale or self.rule is None)  # to take another scale
+        # values alone show another scale for a largest magnitude, the same in all blocks of a corner, by failing in each
+        shows_scale = output.scale is not None or mismatches.rows.all()
+        free = not self.elements_only and (corner.with_scale or (self.rule is None and shows_scale))
         other = under_other_scales(output, x, claim, mismatches) if free else np.zeros(len(x), bool)
         wrong, text = mismatches.rows & ~other, ""
         if mismatches.rows.any():
