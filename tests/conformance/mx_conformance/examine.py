@@ -114,8 +114,9 @@ class Examination:
         mismatches = compare(output, x, claim, corner.with_scale, overflow)
         if overflow and not np.isfinite(output.values).all():
             words += ("overflow becomes " + ("NaN" if np.isnan(output.values).any() else "Inf"),)
-        # values alone show another scale for a largest magnitude, the same in all blocks of a corner, by failing in each
-        shows_scale = output.scale is not None or mismatches.rows.all()
+        # values alone show another scale for the anchor by failing in each block whose largest magnitude it is
+        anchored = np.abs(x).max(1) == 2.0**self.claim.element.emax
+        shows_scale = output.scale is not None or mismatches.rows[anchored].all()
         free = not self.elements_only and (corner.with_scale or (self.rule is None and shows_scale))
         other = under_other_scales(output, x, claim, mismatches) if free else np.zeros(len(x), bool)
         wrong, text = mismatches.rows & ~other, ""
