@@ -23,22 +23,26 @@ from pt2mx.fx.portable import mark_portable, without_bit_casts
 from pt2mx.fx.share_tables import share_tables
 from pt2mx.fx.shifts import SHIFTS
 from pt2mx.fx.targets.aten import use_native_dtypes, use_scaled_mm
+from pt2mx.kernels import arithmetic
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import matmul_of_each
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.export_again import check_converted, export_again
 
 aten = torch.ops.aten
-#: `matmul` -> the passes that write matmuls and weights
-_PASSES: dict[str, tuple[GraphPass, ...]] = {
-    "dequantize": (use_native_dtypes,),
-    "scaled_mm": (make_weights_k_major, use_scaled_mm, use_native_dtypes),
+#: (`matmul`, `weights`) -> the passes that write matmuls and weights
+_PASSES: dict[tuple[str, str], tuple[GraphPass, ...]] = {
+    ("dequantize", "native"): (use_native_dtypes,),
+    ("dequantize", "bytes"): (),
+    ("scaled_mm", "native"): (make_weights_k_major, use_scaled_mm, use_native_dtypes),
 }
 #: operators that a converted model calls; a lowered one calls others
 _CONVERTED = (ops.quantize_mx, ops.dequantize_mx, ops.fake_quantize_mx, ops.tensor_scale_mx, hadamard)
 
 
-def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core: bool = True) -> ExportedProgram:
+def lower_to_aten(
+    program: ExportedProgram, *, matmul: str = "dequantize", core: bool = True, weights: str = "native"
+) -> ExportedProgram:
     """Write a converted program in core ATen operators and torch's own dtypes.
 
     The program loads where only torch is installed, and takes the shapes that `program` takes. Weights are codes and
@@ -51,14 +55,16 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
             and activation are both MXFP8 or both MXFP4 become `aten._scaled_mm`, those of NVFP4 `aten._scaled_mm_v2`.
         core: True decomposes the model's operators too, by torch's own decompositions into core ATen operators. Some
             of these, as of attention, compute other last bits. False leaves the model's operators.
+        weights: "native": in the dtypes above. "bytes": codes and scales stay `uint8`, and the graph looks their values
+            up, for compilers that lack one of these dtypes. Scaled matmuls take native ones.
 
     Returns:
         The program. With `matmul="dequantize"` and `core=False` it gives the bits of the converted model in eager mode;
         with `core=True` those of torch's decompositions, `program.run_decompositions()`.
 
     Raises:
-        MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul`, and
-            for a custom operator of the model (`core=True`).
+        MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul` or
+            `weights`, for scaled matmuls with bytes, and for a custom operator of the model (`core=True`).
 
     Example:
         >>> import torch, pt2mx
@@ -72,8 +78,12 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
         >>> torch.equal(lowered.module()(x), converted(x))
         True
     """
-    if not isinstance(matmul, str) or matmul not in _PASSES:
-        raise MXError(f"unknown matmul={matmul!r}: {nearest(matmul, _PASSES)}")
+    for position, (name, value) in enumerate({"matmul": matmul, "weights": weights}.items()):
+        known = {options[position] for options in _PASSES}
+        if not isinstance(value, str) or value not in known:
+            raise MXError(f"unknown {name}={value!r}: {nearest(value, sorted(known))}")
+    if (matmul, weights) not in _PASSES:
+        raise MXError(f"matmul={matmul!r} takes weights='native': torch's scaled matmuls have no codes in bytes")
     check_converted(program)
     for node in _calls(program):
         if is_ours(node) and node.target not in _CONVERTED:
@@ -81,10 +91,10 @@ def lower_to_aten(program: ExportedProgram, *, matmul: str = "dequantize", core:
                 f"{node.target} of {module_name(node) or node.name!r} is an operator of a lowered model: pass "
                 "torch.export.export of what convert_pt2e returned"
             )
-    again = export_again(program, _PASSES[matmul])
+    again = export_again(program, _PASSES[matmul, weights])
     with user_errors("decompose the program"):
         others: dict[Any, Any] = {**core_decompositions(), **_experts(again)} if core else {}
-        lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS)))
+        lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS | _OF_INTEGERS)))
     for node in _calls(lowered):
         if operator_of(node).namespace != "aten" and (core or is_ours(node)):
             raise MXError(
@@ -110,6 +120,30 @@ def core_decompositions() -> dict[Any, Any]:
         return y.transpose(1, 2).contiguous().transpose(1, 2), logsumexp
 
     return {**table, attention: in_order}
+
+
+def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    if not any(index is not None and index.dtype == torch.int32 for index in indices):
+        return NotImplemented
+    return aten.index.Tensor(x, [i.long() if i is not None and i.dtype == torch.int32 else i for i in indices])
+
+
+def _power(base: complex, exponent: Tensor) -> Tensor:
+    if exponent.is_floating_point() or base != 2:
+        return NotImplemented
+    return arithmetic.power_of_two(exponent).to(exponent.dtype)
+
+
+def _exclusive_or(x: Tensor, number: int) -> Tensor:
+    return torch.bitwise_xor(x, torch.full((), number, dtype=x.dtype, device=x.device))
+
+
+#: forms of integers that torch-mlir refuses (IREE 3.13) -> those that it takes, with the same values
+_OF_INTEGERS: dict[Any, Callable[..., Tensor]] = {
+    aten.index.Tensor: _index,
+    aten.pow.Scalar: _power,
+    aten.bitwise_xor.Scalar: _exclusive_or,
+}
 
 
 def _without_assertions(program: ExportedProgram) -> ExportedProgram:

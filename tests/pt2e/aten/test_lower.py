@@ -93,6 +93,21 @@ def test_weights_in_torchs_dtypes():
     }
 
 
+@pytest.mark.slow_except("mxint8")
+@pytest.mark.parametrize("text", ["mxfp8", "mxint8", "mxfp4", "mxfp6", "nvfp4"])
+def test_weights_as_bytes_in_forms_that_compilers_take(text):
+    program = program_of(Net(), (IDS,), quantizer_of(text, text))
+    lowered = lower_to_aten(program, weights="bytes")
+    stored = {t.dtype for name, t in lowered.state_dict.items() if name.endswith(("_data", "_scale"))}
+    assert stored == ({torch.uint8, torch.float32} if text == "nvfp4" else {torch.uint8})
+    assert torch.equal(run(lowered, IDS), run(program.run_decompositions(), IDS))
+    assert aten.bitwise_xor.Scalar not in called(lowered)
+    for node in lowered.graph.find_nodes(op="call_function", target=aten.pow.Scalar):
+        assert node.args[1].meta["val"].is_floating_point()
+    for node in lowered.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        assert {index.meta["val"].dtype for index in node.args[1] if index is not None} == {torch.int64}
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -318,6 +333,8 @@ def test_refusals():
         (lower_to_aten(program), {}, "not a portable program, whose operators are written out"),
         (lowered, {}, "pt2mx.linear_mx.default of 'linear.*' is an operator of a lowered model"),
         (program, {"matmul": "scaled"}, "unknown matmul='scaled': did you mean 'scaled_mm'"),
+        (program, {"weights": "byte"}, "unknown weights='byte': did you mean 'bytes'"),
+        (program, {"matmul": "scaled_mm", "weights": "bytes"}, "matmul='scaled_mm' takes weights='native'"),
     ):
         with pytest.raises(MXError, match=message):
             lower_to_aten(given, **options)
