@@ -23,7 +23,6 @@ from pt2mx.fx.portable import mark_portable, without_bit_casts
 from pt2mx.fx.share_tables import share_tables
 from pt2mx.fx.shifts import SHIFTS
 from pt2mx.fx.targets.aten import use_native_dtypes, use_scaled_mm
-from pt2mx.kernels import arithmetic
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.linear import matmul_of_each
 from pt2mx.pt2e.files.user_errors import user_errors
@@ -94,7 +93,7 @@ def lower_to_aten(
     again = export_again(program, _PASSES[matmul, weights])
     with user_errors("decompose the program"):
         others: dict[Any, Any] = {**core_decompositions(), **_experts(again)} if core else {}
-        lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS | _OF_INTEGERS)))
+        lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS | _FOR_TORCH_MLIR)))
     for node in _calls(lowered):
         if operator_of(node).namespace != "aten" and (core or is_ours(node)):
             raise MXError(
@@ -128,21 +127,32 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     return aten.index.Tensor(x, [i.long() if i is not None and i.dtype == torch.int32 else i for i in indices])
 
 
-def _power(base: complex, exponent: Tensor) -> Tensor:
+def _power(base: float, exponent: Tensor) -> Tensor:
+    """The powers of two of shifts, which are small: rounded, they do not depend on the accuracy of a float power."""
     if exponent.is_floating_point() or base != 2:
         return NotImplemented
-    return arithmetic.power_of_two(exponent).to(exponent.dtype)
+    return torch.pow(2.0, exponent.to(torch.float32)).round().to(exponent.dtype)
 
 
-def _exclusive_or(x: Tensor, number: int) -> Tensor:
-    return torch.bitwise_xor(x, torch.full((), number, dtype=x.dtype, device=x.device))
+def _with_tensor(bitwise: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    return lambda x, number: bitwise(x, torch.full((), number, dtype=x.dtype, device=x.device))
 
 
-#: forms of integers that torch-mlir refuses (IREE 3.13) -> those that it takes, with the same values
-_OF_INTEGERS: dict[Any, Callable[..., Tensor]] = {
+def _squeeze(x: Tensor, dims: list[int]) -> Tensor:
+    if not all(isinstance(x.shape[dim], int) for dim in dims):
+        return NotImplemented
+    for dim in sorted((dim % x.dim() for dim in dims if x.shape[dim] == 1), reverse=True):
+        x = x.select(dim, 0)
+    return x
+
+
+#: calls that torch-mlir refuses (IREE 3.13), of integers and of several dimensions -> those that it takes
+_FOR_TORCH_MLIR: dict[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.pow.Scalar: _power,
-    aten.bitwise_xor.Scalar: _exclusive_or,
+    aten.bitwise_or.Scalar: _with_tensor(torch.bitwise_or),
+    aten.bitwise_xor.Scalar: _with_tensor(torch.bitwise_xor),
+    aten.squeeze.dims: _squeeze,
 }
 
 

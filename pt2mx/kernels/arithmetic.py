@@ -65,7 +65,7 @@ def decode(codes: Tensor, element: ElementFormat) -> Tensor:
 def _finite_magnitude(magnitude: Tensor, element: ElementFormat) -> Tensor:
     m = element.mantissa_bits
     significand = 1 + (magnitude & ((1 << m) - 1)).to(torch.float32) * 2.0**-m
-    normal = significand * power_of_two((magnitude >> m) - element.bias)
+    normal = significand * _power((magnitude >> m) - element.bias)
     return torch.where(magnitude < 1 << m, magnitude.to(torch.float32) * 2.0 ** (element.emin - m), normal)
 
 
@@ -74,8 +74,8 @@ def times_scales(blocks: Tensor, scale: Tensor) -> Tensor:
     looked up."""
     every = torch.arange(NAN_SCALE + 1, dtype=torch.int32, device=scale.device)
     half = (every - BIAS) >> 1  # two factors, because 2**-127 is subnormal
-    other_half = torch.where(every == NAN_SCALE, float("nan"), power_of_two(every - BIAS - half))
-    return blocks * power_of_two(half)[scale] * other_half[scale]
+    other_half = torch.where(every == NAN_SCALE, float("nan"), _power(every - BIAS - half))
+    return blocks * _power(half)[scale] * other_half[scale]
 
 
 def fake_quantize(
@@ -176,13 +176,13 @@ def _float_of(bits: Tensor) -> Tensor:
     magnitude = bits & 0x7FFFFFFF
     exponent, fraction = magnitude >> 23, (magnitude & _MANTISSA).to(torch.float32)
     half = (exponent - BIAS) >> 1
-    normal = (1 + fraction * 2.0**-23) * power_of_two(half) * power_of_two(exponent - BIAS - half)
+    normal = (1 + fraction * 2.0**-23) * _power(half) * _power(exponent - BIAS - half)
     value = torch.where(exponent == 0, fraction * 2.0**-75 * 2.0**-74, normal)
     value = torch.where(magnitude == _INF, float("inf"), value)
     value = torch.where(magnitude > _INF, float("nan"), value)
     return torch.where(bits < 0, -value, value)
 
 
-def power_of_two(exponent: Tensor) -> Tensor:
-    """exponent: integers in [-64, 64] -> 2**exponent, exact also where the runtime's power is off by a few bits."""
+def _power(exponent: Tensor) -> Tensor:
+    """exponent: int32 in [-64, 64] -> 2**exponent, exact also where the runtime's power is off by a few bits."""
     return power_below(torch.pow(2.0, exponent.to(torch.float32)) * 1.25)
