@@ -28,7 +28,7 @@ def in_iree():
     return compiled
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4"])
