@@ -101,7 +101,7 @@ def test_weights_as_bytes_in_forms_that_compilers_take(text):
     stored = {t.dtype for name, t in lowered.state_dict.items() if name.endswith(("_data", "_scale"))}
     assert stored == ({torch.uint8, torch.float32} if text == "nvfp4" else {torch.uint8})
     assert torch.equal(run(lowered, IDS), run(program.run_decompositions(), IDS))
-    assert aten.bitwise_xor.Scalar not in called(lowered)
+    assert not {aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar} & called(lowered)
     for node in lowered.graph.find_nodes(op="call_function", target=aten.pow.Scalar):
         assert node.args[1].meta["val"].is_floating_point()
     for node in lowered.graph.find_nodes(op="call_function", target=aten.index.Tensor):
@@ -165,6 +165,7 @@ def test_attention_keeps_the_order_of_its_memory():
     program = program_of(Attention(), (x,), "mxfp8")
     lowered = lower_to_aten(program)
     assert {op for op in called(lowered) if torch.Tag.core not in op.tags} == set()
+    assert aten.squeeze.dims not in called(lowered)  # which IREE refuses, and `unbind` calls
     torch.testing.assert_close(run(lowered, x), run(program, x), rtol=0.05, atol=0.05)
 
 
