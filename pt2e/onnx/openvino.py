@@ -1,9 +1,10 @@
 """The target "openvino": standard operators alone, for OpenVINO's CPU plugin.
 
-OpenVINO reads no ONNX functions, so they are inlined. Its DequantizeLinear takes whole blocks of tensors of a static
-shape. FP4 and INT8 weights of it stay packed in memory, and matmuls decode them. Functions compute other weights, rows
-of embeddings, and activations. OpenVINO decodes a constant of functions once, when it compiles the model; an FP8
-constant of DequantizeLinear would be decoded in each call.
+OpenVINO reads no ONNX functions, so they are inlined. FP4, FP8 and INT8 weights in whole blocks are constants of ONNX's
+own types, shaped into blocks: Cast(codes) * Cast(scales), then Reshape. OpenVINO's plugins look for this graph before a
+matmul. On the CPU, FP4 and INT8 weights of it stay packed in memory, and the plugin decodes FP8 weights once, when it
+compiles the model. onnxruntime computes it once, too, when a session starts, for FP8 and INT8: it has no Cast from FP4.
+Functions compute other weights, rows of embeddings, and activations.
 
 OpenVINO reads subnormal constants as zero. A scale must not be zero, because values are divided by it: the smallest
 scale becomes 2**-126.
@@ -16,16 +17,15 @@ from typing import Any
 import numpy as np
 
 from pt2mx.extras import import_extra
-from pt2mx.pt2e.onnx.files import raise_opset, used_names
+from pt2mx.pt2e.onnx.files import fresh_name, raise_opset, remove_unused, replace_nodes, used_names
 from pt2mx.pt2e.onnx.function import onnx
 from pt2mx.pt2e.onnx.function_bodies import add_bodies
+from pt2mx.pt2e.onnx.native import NATIVE_OPSET, NativeConstants, is_native
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, graphs_in
-from pt2mx.pt2e.onnx.standard import NATIVE_OPSET, dequantize_weights, is_native
+from pt2mx.pt2e.onnx.standard import times_tensor_scale
 
 inliner = import_extra("onnx.inliner", "onnx")
 
-#: elements of weights that OpenVINO's matmuls decode
-_PACKED = ("fp4_e2m1", "int8", "int8_full")
 _SMALLEST = np.finfo(np.float32).smallest_normal
 
 
@@ -37,16 +37,56 @@ def to_openvino(model: Any) -> Any:
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
-        dequantize_weights(graph, used, _stays_packed, of_rows=False)
+        _multiply_weights(graph, used)
     model = inliner.inline_local_functions(add_bodies(model))
     for graph in graphs_in(model.graph):
         _raise_subnormals(graph)
     return model
 
 
-def _stays_packed(attributes: DequantizeMX) -> bool:
-    whole = attributes.length > 0 and attributes.length % attributes.spec.block_size == 0
-    return is_native(attributes) and attributes.spec.element.name in _PACKED and whole
+def _multiply_weights(graph: Any, used: set[str]) -> None:
+    """Replace dequantized constants in whole blocks by products of native codes and scales."""
+    constants = NativeConstants(graph, used, in_blocks=True)
+    nodes: list[Any] = []
+    for node in graph.node:
+        attributes = DequantizeMX.of(node)
+        if attributes is None or not _in_whole_blocks(attributes) or not constants.packed.keys() >= {*node.input}:
+            nodes.append(node)
+            continue
+        codes, scale, *tensor_scale = node.input
+        shape = [*constants.packed[codes].dims]
+        shape[attributes.spec.axis] = attributes.length
+        scale = constants.scales(scale, attributes, *tensor_scale)
+        if tensor_scale:
+            scale = times_tensor_scale(node, scale, *tensor_scale, attributes, used, nodes)
+        nodes += _product(node, attributes, constants.codes(codes, attributes), scale, constants.shape(shape), used)
+    replace_nodes(graph, nodes)
+    remove_unused(graph)
+
+
+def _in_whole_blocks(attributes: DequantizeMX) -> bool:
+    return is_native(attributes) and attributes.length > 0 and attributes.length % attributes.spec.block_size == 0
+
+
+def _product(node: Any, attributes: DequantizeMX, codes: str, scale: str, shape: str, used: set[str]) -> list[Any]:
+    """Return the nodes that replace a `DequantizeMX` of codes and scales in blocks; `shape` is the shape of Y."""
+    (y,), float32 = node.output, onnx.TensorProto.FLOAT
+    floats, factors, values, joined = (
+        fresh_name(f"{y}_{part}", used) for part in ("codes", "scale", "blocks", "values")
+    )
+    last = y if attributes.dtype == float32 else joined
+    steps: list[tuple[str, list[str], str, dict[str, int]]] = [
+        ("Cast", [codes], floats, {"to": float32}),
+        ("Cast", [scale], factors, {"to": float32}),
+        ("Mul", [floats, factors], values, {}),
+        ("Reshape", [values, shape], last, {}),
+    ]
+    if last != y:
+        steps.append(("Cast", [last], y, {"to": attributes.dtype}))
+    return [
+        onnx.helper.make_node(op_type, inputs, [output], f"{output}_{op_type}", **step)
+        for op_type, inputs, output, step in steps
+    ]
 
 
 def _raise_subnormals(graph: Any) -> None:

@@ -15,20 +15,12 @@ has; blocks of several rows; activations with another rounding than even, in sym
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from pt2mx.kernels.elements import NAN_SCALE
-from pt2mx.kernels.float_scales import scale_values
-from pt2mx.kernels.packing import pack, unpack
 from pt2mx.pt2e.onnx.block_scales import tensor_scale
 from pt2mx.pt2e.onnx.files import (
     TensorType,
-    as_torch,
     fresh_name,
     import_domain,
     opset_of,
@@ -41,22 +33,13 @@ from pt2mx.pt2e.onnx.files import (
 )
 from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, float_scales, in_powers_of_two, scales_name
+from pt2mx.pt2e.onnx.native import NATIVE, NATIVE_OPSET, NativeConstants, is_native
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
-#: the first opset whose QuantizeLinear and DequantizeLinear take E8M0 scales
-NATIVE_OPSET = 24
 #: elements that QuantizeLinear saturates as pt2mx does
 _QUANTIZED = ("fp4_e2m1", "fp8_e4m3", "fp8_e5m2", "int8_full")
-#: element -> the type of a tensor of its codes
-NATIVE = {
-    "fp4_e2m1": _TYPE.FLOAT4E2M1,
-    "fp8_e4m3": _TYPE.FLOAT8E4M3FN,
-    "fp8_e5m2": _TYPE.FLOAT8E5M2,
-    "int8": _TYPE.INT8,
-    "int8_full": _TYPE.INT8,
-}
 
 
 def to_standard(model: Any) -> Any:
@@ -68,54 +51,41 @@ def to_standard(model: Any) -> Any:
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
-        dequantize_weights(graph, used)
+        _dequantize_weights(graph, used)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None)
     for graph in graphs_in(model.graph):
         _quantize_activations(model, graph, types, used)
     return add_bodies(model)
 
 
-def is_native(attributes: DequantizeMX) -> bool:
-    """Return whether DequantizeLinear has the element and the blocks of a weight."""
-    return attributes.spec.element.name in NATIVE and attributes.spec.block_rows == 1
-
-
-def dequantize_weights(
-    graph: Any, used: set[str], takes: Callable[[DequantizeMX], bool] = is_native, of_rows: bool = True
-) -> None:
-    """Replace dequantized constants by DequantizeLinear.
-
-    Args:
-        graph, used: the graph and the names in use, which change.
-        takes: returns whether to replace the dequantization of a native weight.
-        of_rows: replace the dequantization of gathered rows, too, by a gather of rows of the values.
-    """
-    constants = _NativeConstants(graph, used)
+def _dequantize_weights(graph: Any, used: set[str]) -> None:
+    """Replace dequantized constants by DequantizeLinear, and dequantized rows by a gather of rows of the values."""
+    constants = NativeConstants(graph, used)
     producers = producers_of(graph)
     nodes: list[Any] = []
     for node in graph.node:
         attributes = DequantizeMX.of(node)
         gathers = [producers[name] for name in node.input if name in producers and _gathers_rows(producers[name])]
         rows, names = "", list(node.input)
-        if len(gathers) == 2 and of_rows:
+        if len(gathers) == 2:
             rows = gathers[0].input[1]
             names[:2] = [gather.input[0] for gather in gathers]  # next to the scale of the tensor
         packed = [constants.packed[name] for name in names if name in constants.packed]
-        if attributes is None or not takes(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
+        if attributes is None or not is_native(attributes) or len(packed) < len(node.input) or len(packed[0].dims) < 2:
             nodes.append(node)
             continue
         scale = constants.scales(names[1], attributes, *names[2:])
         if names[2:]:
-            scale = _times_tensor_scale(node, scale, names[2], attributes, used, nodes)
+            scale = times_tensor_scale(node, scale, names[2], attributes, used, nodes)
         nodes += _dequantize(node, attributes, [constants.codes(names[0], attributes), scale], rows, used)
     replace_nodes(graph, nodes)
     remove_unused(graph)
 
 
-def _times_tensor_scale(
+def times_tensor_scale(
     node: Any, scale: str, tensor_scale: str, attributes: DequantizeMX, used: set[str], nodes: list[Any]
 ) -> str:
-    """Append the nodes that multiply scales by the scale of the tensor, or divide them by it; return the result."""
+    """Append nodes that multiply native scales by the scale of the tensor, or divide them by it; return the result."""
 
     def add(op_type: str, *inputs: str, **to: int) -> str:
         output = fresh_name(f"{scale}_{op_type}", used)
@@ -219,67 +189,3 @@ def _scale_function(spec: MXSpec, opset: int, static: bool) -> Any:
     kind = {"to": _TYPE.FLOAT} if element.is_int else {"to": _TYPE.FLOAT8E8M0, "round_mode": "down"}
     f.op("Cast", "unit", output="Y", **kind)
     return f.proto(opset)
-
-
-class _NativeConstants:
-    """The packed codes and scales of a graph as constants of native types.
-
-    Nodes that share codes or scales share the native constant, unless their attributes ask for different ones.
-    """
-
-    def __init__(self, graph: Any, used: set[str]) -> None:
-        self.packed = {tensor.name: tensor for tensor in graph.initializer}
-        self._graph, self._used = graph, used
-        self._names: dict[tuple[object, ...], str] = {}
-
-    def codes(self, name: str, attributes: DequantizeMX) -> str:
-        """Return the name of the native codes of a weight with these attributes."""
-        key = attributes.spec.element.name, attributes.spec.axis, attributes.length
-        return self._native(name, key, lambda packed: _codes(packed, attributes))
-
-    def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "") -> str:
-        """Return the name of the native scales of a weight with these attributes. With a tensor scale they are not yet
-        multiplied by it."""
-        if tensor_scale:
-            return self._native(name, (), _e4m3_scales)
-        if not attributes.spec.has_power_of_two_scale:
-            return self._native(name, (), lambda s: _float_scales(s, attributes))
-        element = attributes.spec.element
-        return self._native(name, (element.mantissa_bits,) if element.is_int else (), lambda s: _scales(s, attributes))
-
-    def _native(self, name: str, key: tuple[object, ...], convert: Callable[[Tensor], Any]) -> str:
-        key = (name, *key)
-        if key not in self._names:
-            tensor = convert(as_torch(self.packed[name]))
-            tensor.name = self._names[key] = fresh_name(f"{name}_native", self._used)
-            self._graph.initializer.append(tensor)
-        return self._names[key]
-
-
-def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
-    axis, element = attributes.spec.axis % packed.dim(), attributes.spec.element
-    codes = unpack(packed, axis, element.bits).to(torch.uint8)
-    if attributes.length > 0:
-        codes = codes.narrow(axis, 0, attributes.length)
-    raw = codes.flatten()
-    if element.bits == 4:  # ONNX packs two codes into a byte in row-major order, the first in the low bits
-        raw = pack(raw.to(torch.int32), 0, element.bits)
-    return onnx.helper.make_tensor("", NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
-
-
-def _e4m3_scales(scales: Tensor) -> Any:
-    return onnx.helper.make_tensor("", _TYPE.FLOAT8E4M3FN, scales.shape, scales.numpy().tobytes(), raw=True)
-
-
-def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
-    """Return scales with a significand as float32."""
-    return onnx.numpy_helper.from_array(scale_values(scales, attributes.spec).numpy())
-
-
-def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:
-    """Return E8M0 scales as a native tensor; for integer elements, as the float values of a code's unit."""
-    element = attributes.spec.element
-    if not element.is_int:
-        return onnx.helper.make_tensor("", _TYPE.FLOAT8E8M0, scales.shape, scales.numpy().tobytes(), raw=True)
-    unit = np.ldexp(np.float32(1), scales.numpy().astype(np.int32) - 127 - element.mantissa_bits)
-    return onnx.numpy_helper.from_array(np.where(scales.numpy() == NAN_SCALE, np.float32(np.nan), unit))

@@ -12,6 +12,7 @@ from pt2mx import MXSpec, convert_pt2e, prepare_pt2e
 from pt2mx.pt2e.cli.float_model import export_loaded
 from pt2mx.pt2e.models.float_models import load_model
 from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx.pt2e.onnx.native import NATIVE
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.openvino import to_openvino
 from pt2mx.pt2e.onnx.runtime import load
@@ -25,8 +26,6 @@ from tests.random_values import random_values
 SMALLEST = np.finfo(np.float32).smallest_normal
 ELEMENTS = ("fp4_e2m1", "fp6_e3m2", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "int8", "int8_full", "int4")
 FORMATS = (*ELEMENTS, "nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)", "fp8_e4m3{16}(f32)", "fp8_e4m3{16}(e5m3)")
-#: elements whose weights stay DequantizeLinear
-PACKED = {"fp4_e2m1", "int8", "int8_full"}
 #: formats of weights, with False for a matmul or True for a lookup of rows, which has no blocks of several rows
 WEIGHTS = [*((name, rows) for name in FORMATS for rows in (False, True)), ("fp8_e4m3{16x32}(f32)", False)]
 
@@ -96,20 +95,19 @@ def test_weights_are_standard_operators_of_static_rank(name, rows):
     spec = pt2mx.parse(name)
     model, values = weight(spec, rows)
     check_structure(model)
-    is_packed = spec.element.name in PACKED and not rows and spec.block_rows == 1
-    kinds = [node.op_type for node in model.graph.node]
-    assert ("DequantizeLinear" in kinds) == is_packed
-    if not is_packed:  # onnxruntime has no kernel for these
+    is_native = spec.element.name in NATIVE and not rows and spec.block_rows == 1
+    types = {tensor.data_type for tensor in model.graph.initializer}
+    assert (NATIVE.get(spec.element.name) in types) == is_native
+    if not is_native or spec.element.name != "fp4_e2m1":  # onnxruntime has no Cast from FP4
         x = torch.arange(5) if rows else torch.eye(96)
         (y,) = session(model).run(None, {"x": x.numpy()})
         assert torch.equal(torch.from_numpy(y), values[:5] if rows else values.T)
 
 
-def test_a_weight_with_a_short_block_is_no_dequantize_linear():
-    """OpenVINO's takes whole blocks alone."""
+def test_a_weight_with_a_short_block_is_decoded_by_a_function():
     model, values = weight(MXSpec("fp4_e2m1"), length=70)
     check_structure(model)
-    assert not any(node.op_type == "DequantizeLinear" for node in model.graph.node)
+    assert TensorProto.FLOAT4E2M1 not in {tensor.data_type for tensor in model.graph.initializer}
     (y,) = session(model).run(None, {"x": np.eye(70, dtype=np.float32)})
     assert torch.equal(torch.from_numpy(y), values.T)
 
