@@ -136,9 +136,9 @@ def in_units(f: Function, values: str, scale: str, spec: MXSpec, t: Input) -> st
     return f.op("Div", values, times_tensor_scale(f, scale, spec, t))
 
 
-def stored_scale(f: Function, scale: str, spec: MXSpec) -> str:
-    """scale: as pt2mx stores it -> float32."""
-    if spec.scale_dtype.is_floating_point:
+def stored_scale(f: Function, scale: str, spec: MXSpec, is_native: bool = False) -> str:
+    """scale: as pt2mx stores it, or in ONNX's own type -> float32."""
+    if is_native or spec.scale_dtype.is_floating_point:
         return f.op("Cast", scale, to=_TYPE.FLOAT)
     return f.op("Gather", scale_table(spec).numpy(), f.op("Cast", scale, to=_TYPE.INT32))
 

@@ -6,13 +6,11 @@ import os
 from math import prod
 from typing import TYPE_CHECKING
 
-import torch
-
 from pt2mx.analysis.sums import exponent_bytes
 from pt2mx.extras import import_extra
 from pt2mx.kernels.packing import unpacked_length
 from pt2mx.pt2e.inspect.schema import FileInfo, PackedWeightInfo, TensorInfo, counted, format_of, scale_counts
-from pt2mx.pt2e.onnx.files import constants_of, inputs_of, read_model
+from pt2mx.pt2e.onnx.files import as_torch, constants_of, inputs_of, read_model
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX, graphs_in
 
 if TYPE_CHECKING:
@@ -53,20 +51,26 @@ def onnx_info(path: str | os.PathLike[str]) -> FileInfo:
 
 
 def _weight(parts: list[TensorProto], attributes: DequantizeMX) -> PackedWeightInfo:
-    codes, stored, *tensor_scale = (torch.from_numpy(onnx.numpy_helper.to_array(part).copy()) for part in parts)
+    codes, stored, *tensor_scale = map(as_torch, parts)
     spec = attributes.spec
     axis = spec.axis % codes.dim()
     shape = list(codes.shape)
     shape[axis] = attributes.length if attributes.length > 0 else unpacked_length(shape[axis], spec.element.bits)
     scales, nan = scale_counts(exponent_bytes(stored, spec, tensor_scale[0] if tensor_scale else None))
-    nbytes = sum(tensor.nbytes for tensor in (codes, stored, *tensor_scale))
-    name = parts[0].name.removesuffix("_data")
-    return PackedWeightInfo(name, format_of(spec), axis, tuple(shape), nbytes, scales, nan)
+    name = parts[0].name.removesuffix("_native").removesuffix("_data")
+    return PackedWeightInfo(name, format_of(spec), axis, tuple(shape), sum(map(_nbytes, parts)), scales, nan)
+
+
+def _nbytes(tensor: TensorProto) -> int:
+    values = prod(tensor.dims)
+    if tensor.data_type == onnx.TensorProto.FLOAT4E2M1:
+        return -(-values // 2)
+    return values * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
 def _tensor(tensor: TensorProto) -> TensorInfo:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-    return TensorInfo(tensor.name, str(dtype), tuple(tensor.dims), prod(tensor.dims) * dtype.itemsize)
+    return TensorInfo(tensor.name, str(dtype), tuple(tensor.dims), _nbytes(tensor))
 
 
 def _input(value: ValueInfoProto) -> TensorInfo:

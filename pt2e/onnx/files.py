@@ -27,6 +27,8 @@ _LIMIT = 2**31 - 1
 OPSET, IR_VERSION = 18, 10
 #: operators that only rearrange their input
 _REARRANGING = ("Transpose", "Identity", "Gather")
+#: types of codes for which torch has no counterpart, or calculates with their values
+_CODES = {getattr(onnx.TensorProto, name) for name in ("FLOAT4E2M1", "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT8E8M0")}
 #: constants of at least this many values: inference sees their shape and not their values
 _LARGE = 256
 
@@ -237,8 +239,10 @@ def _type(value: ValueInfoProto) -> TensorType:
 
 
 def as_torch(constant: TensorProto) -> Tensor:
-    """Return the values of a constant."""
+    """Return the values of a constant; for ONNX's types of FP4, FP8 and E8M0 their codes, uint8, one in each byte."""
     values = onnx.numpy_helper.to_array(constant)
+    if constant.data_type in _CODES:
+        values = values.view(np.uint8)
     if constant.data_type == onnx.TensorProto.BFLOAT16:  # NumPy has bfloat16 only as a dtype of ml_dtypes
         return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(values))

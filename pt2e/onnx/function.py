@@ -48,6 +48,7 @@ class Function:
     def proto(self, opset: int) -> Any:
         """Return the `FunctionProto`, whose output is Y."""
         imports = [onnx.helper.make_opsetid("", opset)]
+        imports += [onnx.helper.make_opsetid(domain, 1) for domain in {node.domain for node in self._nodes} - {""}]
         return onnx.helper.make_function(
             DOMAIN, self._name, self._inputs, ["Y"], self._nodes, imports, attributes=self._attributes
         )

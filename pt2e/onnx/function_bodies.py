@@ -25,13 +25,17 @@ from pt2mx.pt2e.onnx.block_scales import (
     times_tensor_scale,
     unit_of,
 )
-from pt2mx.pt2e.onnx.files import import_domain, known_types, opset_of
+from pt2mx.pt2e.onnx.files import TensorType, import_domain, known_types, opset_of
 from pt2mx.pt2e.onnx.function import Blocks, Function, Input, Shape, onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode
 from pt2mx.pt2e.onnx.rounding import ROUNDINGS, round_to_element
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
+#: ONNX's own types of scales
+NATIVE_SCALES = (_TYPE.FLOAT8E8M0, _TYPE.FLOAT8E4M3FN)
+#: the domain of onnxruntime's own operators
+MICROSOFT = "com.microsoft"
 
 
 def fake_quantize(
@@ -89,9 +93,16 @@ def float_scales(f: Function, values: str, blocks: Blocks, spec: MXSpec, t: Inpu
     return scale, f.op("Add", unit, f.op("ReduceSum", f.op("Mul", values, 0.0), [blocks.inner]))
 
 
-def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FLOAT, shape: Shape = None) -> Any:
+def dequantize(
+    spec: MXSpec,
+    opset: int,
+    length: int = -1,
+    dtype: int = _TYPE.FLOAT,
+    shape: Shape = None,
+    types: tuple[int | None, ...] = (),
+) -> Any:
     """Return the function that dequantizes `codes`, uint8, with `scale`, as pt2mx stores them, and for formats with a
-    scale a tensor with `tensor_scale`.
+    scale a tensor with `tensor_scale`. Codes and scales can have ONNX's own types for them.
 
     Args:
         spec: an element of at most 8 bits; `axis` -1 or not negative, -1 for blocks of several rows. Scale mode and
@@ -99,45 +110,60 @@ def dequantize(spec: MXSpec, opset: int, length: int = -1, dtype: int = _TYPE.FL
         opset: the opset of the model, 18 to 25.
         length: values along the axis; -1 for all codes that the bytes contain.
         dtype, shape: the `TensorProto.DataType` of the values; the shape of the codes, None for what is unknown.
+        types: the types of codes and scales, None for uint8 and the type of the format.
     """
+    codes_type, scale_type = (*types, None, None)[:2]
     element, blocks = spec.element, Blocks.of(spec, length, None if spec.block_rows > 1 else shape)
     spec.check_built_in("ONNX files")
     if element.is_wide:
         raise MXError(f"codes of {element} take two bytes, which ONNX files do not hold: take an element of 8 bits")
     if spec.block_rows > 1 and spec.axis != -1:
         raise MXError(f"{spec}: ONNX files hold blocks of several rows along the last dimension only, not {spec.axis}")
-    padded = is_packed(element.bits) and length % group_of(element.bits)[0] > 0 and length > 0
+    is_native, is_native_scale = codes_type not in (None, _TYPE.UINT8), scale_type in NATIVE_SCALES
+    padded = not is_native and is_packed(element.bits) and length % group_of(element.bits)[0] > 0 and length > 0
     name = f"{DequantizeMX.op_type}.{element}_{scales_name(spec)}{_TYPE.DataType.Name(dtype).lower()}_{blocks.name}"
-    name += f"_of{length}" * padded
+    name += f"_of{length}" * padded + "_native" * is_native + "_native_scale" * is_native_scale
     inputs = ["codes", "scale", *["tensor_scale"] * spec.has_tensor_scale]
     f = Function(name, inputs, list(DequantizeMX.names))
-    x = _decode(f, "codes", element, blocks)
-    if padded:  # drop the codes that fill the last group
-        x = f.op("Slice", x, [0], [length], [spec.axis])
-    values, scale = blocks.split(f, x), "scale"
-    if spec.block_rows > 1:
-        rows = f.op("Range", np.asarray(0), f.op("Squeeze", f.op("Shape", x, start=-2, end=-1)), np.asarray(1))
-        scale = f.op("Gather", scale, f.op("Div", rows, [spec.block_rows]), axis=-2)
-    scale = stored_scale(f, blocks.split_scale(f, scale), spec)
+    scale = stored_scale(f, "scale", spec, is_native_scale)
     if not spec.has_power_of_two_scale:
         t = f.op("Reshape", "tensor_scale", [1]) if spec.has_tensor_scale else 1.0
         scale = times_tensor_scale(f, scale, spec, t)
-        if element.unit != 1:
-            values = f.op("Mul", values, 1 / element.unit)
-    y = f.op("Mul", values, scale)
-    if dtype == _TYPE.FLOAT:
-        blocks.join(f, y, x, output="Y")
+    last = "Y" if dtype == _TYPE.FLOAT else ""
+    if codes_type == _TYPE.FLOAT4E2M1:
+        y = _gather_all(f, scale, spec, last)
     else:
-        f.op("Cast", blocks.join(f, y, x), output="Y", to=dtype)
+        x = f.op("Cast", "codes", to=_TYPE.FLOAT) if is_native else _decode(f, "codes", element, blocks)
+        if padded:  # drop the codes that fill the last group
+            x = f.op("Slice", x, [0], [length], [spec.axis])
+        values = blocks.split(f, x)
+        if spec.block_rows > 1:
+            rows = f.op("Range", np.asarray(0), f.op("Squeeze", f.op("Shape", x, start=-2, end=-1)), np.asarray(1))
+            scale = f.op("Gather", scale, f.op("Div", rows, [spec.block_rows]), axis=-2)
+        if not spec.has_power_of_two_scale and element.unit != 1:
+            values = f.op("Mul", values, 1 / element.unit)
+        y = blocks.join(f, f.op("Mul", values, blocks.split_scale(f, scale)), x, output=last)
+    if y != "Y":
+        f.op("Cast", y, output="Y", to=dtype)
     return f.proto(opset)
 
 
-def body(node: MXNode, opset: int, static: bool = False, shape: Shape = None, dtype: int = 0) -> Any:
-    """Return the function of a node, whose first input has this shape and dtype; `static`: a `FakeQuantizeMX` with a
-    tensor scale as input."""
+def _gather_all(f: Function, scale: str, spec: MXSpec, output: str) -> str:
+    """Return the values of FLOAT4E2M1 codes by the only operator that onnxruntime has for them on the CPU."""
+    count = f.op("Squeeze", f.op("Shape", "codes", start=0, end=1))
+    rows = f.op("Range", np.asarray(0), count, np.asarray(1))
+    blocks = {"gather_axis": 0, "quantize_axis": spec.axis, "block_size": spec.block_size}
+    return f.op("GatherBlockQuantized", "codes", rows, scale, output=output, domain=MICROSOFT, **blocks)
+
+
+def body(
+    node: MXNode, opset: int, static: bool = False, shape: Shape = None, types: tuple[int | None, ...] = (None,)
+) -> Any:
+    """Return the function of a node, whose inputs have these types, and the first one this shape; `static`: a
+    `FakeQuantizeMX` with a tensor scale as input."""
     if isinstance(node, DequantizeMX):
-        return dequantize(node.spec, opset, node.length, node.dtype, shape)
-    return fake_quantize(node.spec, opset, node.length, static, shape, dtype)
+        return dequantize(node.spec, opset, node.length, node.dtype, shape, types)
+    return fake_quantize(node.spec, opset, node.length, static, shape, types[0] or 0)
 
 
 def add_bodies(model: Any) -> Any:
@@ -149,14 +175,16 @@ def add_bodies(model: Any) -> Any:
     for kind in (FakeQuantizeMX, DequantizeMX):
         for node, attributes in kind.nodes_in(model):
             static = kind is FakeQuantizeMX and len(node.input) > 1
-            dtype, shape = types.get(node.input[0], (None, None))
-            key = attributes, static, shape, dtype
+            inputs = [types.get(name, TensorType()) for name in node.input]
+            key = attributes, static, inputs[0].shape, tuple(value.dtype for value in inputs)
             if key not in known:
-                function = body(attributes, opset, static, shape, dtype or 0)
+                function = body(attributes, opset, *key[1:])
                 known[key] = function.name
                 if function.name not in functions:
                     functions[function.name] = function
                     model.functions.append(function)
+                    for entry in function.opset_import:
+                        import_domain(model, entry.domain, entry.version)
             node.op_type = known[key]
     if known:
         import_domain(model, DOMAIN, VERSION)

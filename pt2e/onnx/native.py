@@ -1,4 +1,10 @@
-"""Packed weights as constants of ONNX's own types for their elements and scales (opset 24)."""
+"""Packed weights as constants of ONNX's own types for their elements and scales (opset 24).
+
+The target "native": the nodes and functions of the target "pt2mx", where nodes read codes as FLOAT4E2M1, FLOAT8E4M3FN
+and FLOAT8E5M2, and scales as FLOAT8E8M0 and FLOAT8E4M3FN. onnxruntime runs it: it casts FP8 codes and all scales when a
+session starts, and decodes FP4 codes in each call. Constants that another node reads stay bytes, such as embeddings,
+because ONNX's Gather takes none of these types.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,10 @@ from torch import Tensor
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.kernels.float_scales import scale_values
 from pt2mx.kernels.packing import pack, unpack
-from pt2mx.pt2e.onnx.files import as_torch, fresh_name
+from pt2mx.pt2e.onnx.files import as_torch, fresh_name, raise_opset, remove_unused, used_names
 from pt2mx.pt2e.onnx.function import onnx
-from pt2mx.pt2e.onnx.nodes import DequantizeMX
+from pt2mx.pt2e.onnx.function_bodies import add_bodies
+from pt2mx.pt2e.onnx.nodes import DequantizeMX, graphs_in
 
 _TYPE = onnx.TensorProto
 #: the first opset whose QuantizeLinear and DequantizeLinear take E8M0 scales
@@ -28,6 +35,36 @@ NATIVE = {
     "int8": _TYPE.INT8,
     "int8_full": _TYPE.INT8,
 }
+
+
+def to_native(model: Any) -> Any:
+    """Give the constants of `DequantizeMX` nodes native types, add the functions of all nodes, and return the model.
+
+    A model of a lower opset is converted to 24.
+    """
+    model = raise_opset(model, NATIVE_OPSET)
+    constants = NativeConstants(model.graph, used_names(model.graph))
+    nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
+    others = {name for node in nodes if DequantizeMX.of(node) is None for name in node.input}
+    for node in model.graph.node:
+        attributes = DequantizeMX.of(node)
+        if attributes is None or not constants.packed.keys() - others >= {*node.input}:
+            continue
+        codes, scale, tensor_scale = (*node.input, "")[:3]
+        if _has_native_codes(attributes, len(constants.packed[codes].dims)):
+            node.input[0] = constants.codes(codes, attributes)
+        if attributes.spec.has_power_of_two_scale or tensor_scale:
+            node.input[1] = constants.scales(scale, attributes, tensor_scale, in_units=False)
+    remove_unused(model.graph)
+    return add_bodies(model)
+
+
+def _has_native_codes(attributes: DequantizeMX, rank: int) -> bool:
+    """Return whether the function of a node has an operator of onnxruntime for its native codes."""
+    spec = attributes.spec
+    if spec.element.name == "fp4_e2m1":  # what GatherBlockQuantized takes
+        return rank > 1 and spec.block_rows == 1 and spec.block_size >= 16 and spec.block_size.bit_count() == 1
+    return spec.element.name in NATIVE and not spec.element.is_int
 
 
 def is_native(attributes: DequantizeMX) -> bool:
@@ -55,17 +92,21 @@ class NativeConstants:
         key = attributes.spec.element.name, attributes.length
         return self._native(name, attributes, attributes.spec.block_size, key, lambda c: _codes(c, attributes))
 
-    def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "") -> str:
+    def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "", in_units: bool = True) -> str:
         """Return the name of the native scales of a weight with these attributes. With a tensor scale they are not yet
-        multiplied by it."""
-        spec, key = attributes.spec, ()
+        multiplied by it. `in_units`: those of integers multiply codes instead of values, and are floats."""
+        spec = attributes.spec
+        key: tuple[object, ...] = ()
+        convert: Callable[[Tensor], Any]
         if tensor_scale:
             convert = _e4m3_scales
         elif not spec.has_power_of_two_scale:
             convert = functools.partial(_float_scales, attributes=attributes)
+        elif spec.element.is_int and in_units:
+            key = (spec.element.mantissa_bits,)
+            convert = functools.partial(_units, attributes=attributes)
         else:
-            key = (spec.element.mantissa_bits,) if spec.element.is_int else ()
-            convert = functools.partial(_scales, attributes=attributes)
+            convert = _e8m0_scales
         return self._native(name, attributes, 1, key, convert)
 
     def shape(self, sizes: list[int]) -> str:
@@ -104,8 +145,12 @@ def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
     return onnx.helper.make_tensor("", NATIVE[element.name], codes.shape, raw.numpy().tobytes(), raw=True)
 
 
-def _e4m3_scales(scales: Tensor) -> Any:
-    return onnx.helper.make_tensor("", _TYPE.FLOAT8E4M3FN, scales.shape, scales.numpy().tobytes(), raw=True)
+def _bytes_as(scales: Tensor, dtype: int) -> Any:
+    return onnx.helper.make_tensor("", dtype, scales.shape, scales.numpy().tobytes(), raw=True)
+
+
+_e4m3_scales = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E4M3FN)
+_e8m0_scales = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E8M0)
 
 
 def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
@@ -113,10 +158,8 @@ def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
     return onnx.numpy_helper.from_array(scale_values(scales, attributes.spec).numpy())
 
 
-def _scales(scales: Tensor, attributes: DequantizeMX) -> Any:
-    """Return E8M0 scales as a native tensor; for integer elements, as the float values of a code's unit."""
-    element = attributes.spec.element
-    if not element.is_int:
-        return onnx.helper.make_tensor("", _TYPE.FLOAT8E8M0, scales.shape, scales.numpy().tobytes(), raw=True)
-    unit = np.ldexp(np.float32(1), scales.numpy().astype(np.int32) - 127 - element.mantissa_bits)
-    return onnx.numpy_helper.from_array(np.where(scales.numpy() == NAN_SCALE, np.float32(np.nan), unit))
+def _units(scales: Tensor, attributes: DequantizeMX) -> Any:
+    """Return the values of a code's unit, for E8M0 scales of integers."""
+    exponents = scales.numpy().astype(np.int32) - 127 - attributes.spec.element.mantissa_bits
+    units = np.where(scales.numpy() == NAN_SCALE, np.float32(np.nan), np.ldexp(np.float32(1), exponents))
+    return onnx.numpy_helper.from_array(units)

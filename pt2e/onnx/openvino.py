@@ -53,12 +53,12 @@ def _multiply_weights(graph: Any, used: set[str]) -> None:
         if attributes is None or not _in_whole_blocks(attributes) or not constants.packed.keys() >= {*node.input}:
             nodes.append(node)
             continue
-        codes, scale, *tensor_scale = node.input
+        codes, scale, tensor_scale = (*node.input, "")[:3]
         shape = [*constants.packed[codes].dims]
         shape[attributes.spec.axis] = attributes.length
-        scale = constants.scales(scale, attributes, *tensor_scale)
+        scale = constants.scales(scale, attributes, tensor_scale)
         if tensor_scale:
-            scale = times_tensor_scale(node, scale, *tensor_scale, attributes, used, nodes)
+            scale = times_tensor_scale(node, scale, tensor_scale, attributes, used, nodes)
         nodes += _product(node, attributes, constants.codes(codes, attributes), scale, constants.shape(shape), used)
     replace_nodes(graph, nodes)
     remove_unused(graph)
