@@ -17,7 +17,7 @@ from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.onnx.nodes import graphs_in
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 onnx = import_extra("onnx", "onnx")
 
@@ -185,8 +185,8 @@ def remove_unused(graph: GraphProto) -> None:
     graph.initializer.extend(initializers)
 
 
-def replace_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
-    """Give a graph other nodes, some of which it may have."""
+def replace_nodes(graph: GraphProto | FunctionProto, nodes: Iterable[NodeProto]) -> None:
+    """Give a graph or a function other nodes, some of which it may have."""
     nodes = list(nodes)  # of a slice of the graph they would be gone
     del graph.node[:]
     graph.node.extend(nodes)

@@ -21,7 +21,7 @@ from pt2mx.pt2e.onnx.files import fresh_name, raise_opset, remove_unused, replac
 from pt2mx.pt2e.onnx.function import onnx
 from pt2mx.pt2e.onnx.function_bodies import add_bodies
 from pt2mx.pt2e.onnx.native import NATIVE_OPSET, NativeConstants, is_native
-from pt2mx.pt2e.onnx.nodes import DequantizeMX, graphs_in
+from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, graphs_in
 from pt2mx.pt2e.onnx.standard import times_tensor_scale
 
 inliner = import_extra("onnx.inliner", "onnx")
@@ -38,7 +38,11 @@ def to_openvino(model: Any) -> Any:
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
         _multiply_weights(graph, used)
-    model = inliner.inline_local_functions(add_bodies(model))
+    model = add_bodies(model)
+    for function in model.functions:
+        if function.domain == DOMAIN:
+            _round_products(function)
+    model = inliner.inline_local_functions(model)
     for graph in graphs_in(model.graph):
         _raise_subnormals(graph)
     return model
@@ -87,6 +91,22 @@ def _product(node: Any, attributes: DequantizeMX, codes: str, scale: str, shape:
         onnx.helper.make_node(op_type, inputs, [output], f"{output}_{op_type}", **step)
         for op_type, inputs, output, step in steps
     ]
+
+
+def _round_products(function: Any) -> None:
+    """Take the absolute value of each product that a function subtracts, which is not negative.
+
+    For static shapes OpenVINO computes a product and a difference in one instruction, which rounds once. `ulp_of` needs
+    the product rounded.
+    """
+    products = {node.output[0] for node in function.node if node.op_type == "Mul"}
+    nodes = []
+    for node in function.node:
+        if node.op_type == "Sub" and node.input[1] in products:
+            nodes.append(onnx.helper.make_node("Abs", [node.input[1]], [f"{node.input[1]}_rounded"]))
+            node.input[1] = nodes[-1].output[0]
+        nodes.append(node)
+    replace_nodes(function, nodes)
 
 
 def _raise_subnormals(graph: Any) -> None:

@@ -41,9 +41,9 @@ def model_of(nodes, inputs, y, constants=None):
     return to_openvino(helper.make_model(graph, opset_imports=imports, ir_version=10))
 
 
-def activation(spec, length=-1):
+def activation(spec, length=-1, rows=None):
     fake = FakeQuantizeMX(spec, length)
-    return model_of([fake.make(["x"], "y", "fq")], [value("x", [None, 96])], value("y", [None, 96]))
+    return model_of([fake.make(["x"], "y", "fq")], [value("x", [rows, 96])], value("y", [rows, 96]))
 
 
 def weight(spec, rows=False, length=96):
@@ -118,7 +118,45 @@ def test_an_exported_program_has_no_functions(tmp_path):
     check_structure(onnx.load(tmp_path / "net.onnx"))
 
 
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_a_file_of_fp8_weights_runs_in_both_runtimes(runtime, tmp_path):
+    pytest.importorskip(runtime)
+    converted, x = convert(torch.nn.Linear(64, 8).eval(), (torch.randn(4, 64),), "mxfp8"), torch.randn(4, 64)
+    export_onnx(converted, tmp_path / "net.onnx", (x,), target="openvino")
+    types = {tensor.data_type for tensor in onnx.load(tmp_path / "net.onnx").graph.initializer}
+    assert types >= {TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E8M0}
+    (y,) = load(tmp_path / "net.onnx", runtime).call({"input": x.numpy()}).values()
+    torch.testing.assert_close(torch.from_numpy(y), converted(x))
+
+
 # in OpenVINO
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "scales"),
+    [
+        ("mxfp4", "f4e2m1", "f8e8m0"),
+        ("mxfp8", "f8e4m3", "f8e8m0"),
+        ("mxfp8_e5m2", "f8e5m2", "f8e8m0"),
+        ("mxint8", "i8", "f32"),
+    ],
+)
+def test_a_weight_is_the_product_that_plugins_look_for(name, codes, scales, tmp_path):
+    """Constants, each converted, their product and a reshape. The CPU plugin holds the codes as they are."""
+    openvino = pytest.importorskip("openvino")
+    onnx.save(weight(pt2mx.parse(name))[0], tmp_path / "net.onnx")
+    graph = openvino.Core().read_model(tmp_path / "net.onnx")
+    (node,) = (node for node in graph.get_ops() if node.get_type_name() == "MatMul")
+    for port, kind in ((1, "Transpose"), (0, "Reshape"), (0, "Multiply")):
+        node = node.input_value(port).get_node()
+        assert node.get_type_name() == kind
+    converts = [node.input_value(port).get_node() for port in (0, 1)]
+    assert {convert.get_type_name() for convert in converts} == {"Convert"}
+    types = [convert.get_input_element_type(0) for convert in converts]
+    assert types == [getattr(openvino.Type, name) for name in (codes, scales)]
+    compiled = openvino.Core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
+    held = {str(node.get_rt_info()["outputPrecisions"].astype(str)) for node in compiled.get_ops()}
+    assert codes in held
 
 
 @pytest.fixture
@@ -133,25 +171,26 @@ def run_openvino(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("length", [96, -1])
+@pytest.mark.parametrize(("length", "rows"), [(96, None), (-1, None), (96, 45)])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_activations_in_openvino(name, length, run_openvino):
-    """The bits are those of pt2mx, but for blocks of subnormal scales."""
+def test_activations_in_openvino(name, length, rows, run_openvino):
+    """The bits are those of pt2mx, but for blocks of subnormal scales. OpenVINO fuses operators of static shapes."""
     spec, x = pt2mx.parse(name), torch.randn(20, 96) * torch.randn(20, 1).exp()
     x = torch.cat([x, *(random_values((6, 96), torch.float32, kind) for kind in (0, 1, 2, 4)), torch.zeros(1, 96)])
     x[1, 3], x[2, 40] = float("nan"), float("inf")
     x = x.where(x.unflatten(1, (3, 32)).abs().amax(2).gt(2.0**-100).repeat_interleave(32, 1) | x.isnan(), 0)
-    got, want = run_openvino(activation(spec, length), x), pt2mx.fake_quantize_mx(x, spec)
+    got, want = run_openvino(activation(spec, length, rows), x), pt2mx.fake_quantize_mx(x, spec)
     assert torch.equal(got.nan_to_num(nan=1.0), want.nan_to_num(nan=1.0)) and torch.equal(got.isnan(), want.isnan())
     tiny = torch.full((1, 96), 2.0**-130)
     assert float(run_openvino(activation(spec, length), tiny).abs().max()) <= 2.0**-120
 
 
+@pytest.mark.parametrize("rows", [None, 200])
 @pytest.mark.parametrize("name", FORMATS[len(ELEMENTS) :])
-def test_activations_with_scales_of_a_significand_in_openvino(name, run_openvino):
+def test_activations_with_scales_of_a_significand_in_openvino(name, rows, run_openvino):
     """OpenVINO multiplies by a reciprocal where pt2mx divides by a scale: single codes differ."""
     spec, x = pt2mx.parse(name), torch.randn(200, 96)
-    got, want = run_openvino(activation(spec), x), pt2mx.fake_quantize_mx(x, spec)
+    got, want = run_openvino(activation(spec, rows=rows), x), pt2mx.fake_quantize_mx(x, spec)
     assert ((got - want).abs() > 1e-5 * want.abs()).float().mean() < 0.02
     assert (got - want).norm() < 0.02 * want.norm()
 
