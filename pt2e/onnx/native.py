@@ -85,7 +85,7 @@ class NativeConstants:
     def __init__(self, graph: Any, used: set[str], in_blocks: bool = False) -> None:
         self.packed = {tensor.name: tensor for tensor in graph.initializer}
         self._graph, self._used, self._in_blocks = graph, used, in_blocks
-        self._names: dict[tuple[object, ...], str] = {}
+        self._names: dict[object, str] = {}
 
     def codes(self, name: str, attributes: DequantizeMX) -> str:
         """Return the name of the native codes of a weight with these attributes."""
@@ -95,18 +95,15 @@ class NativeConstants:
     def scales(self, name: str, attributes: DequantizeMX, tensor_scale: str = "", in_units: bool = True) -> str:
         """Return the name of the native scales of a weight with these attributes. With a tensor scale they are not yet
         multiplied by it. `in_units`: those of integers multiply codes instead of values, and are floats."""
-        spec = attributes.spec
-        key: tuple[object, ...] = ()
-        convert: Callable[[Tensor], Any]
+        spec, key = attributes.spec, 0
         if tensor_scale:
-            convert = _e4m3_scales
+            convert = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E4M3FN)
         elif not spec.has_power_of_two_scale:
             convert = functools.partial(_float_scales, attributes=attributes)
         elif spec.element.is_int and in_units:
-            key = (spec.element.mantissa_bits,)
-            convert = functools.partial(_units, attributes=attributes)
+            key, convert = spec.element.mantissa_bits, functools.partial(_units, attributes=attributes)
         else:
-            convert = _e8m0_scales
+            convert = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E8M0)
         return self._native(name, attributes, 1, key, convert)
 
     def shape(self, sizes: list[int]) -> str:
@@ -118,10 +115,10 @@ class NativeConstants:
         return self._names[key]
 
     def _native(
-        self, name: str, attributes: DequantizeMX, size: int, key: tuple[object, ...], convert: Callable[[Tensor], Any]
+        self, name: str, attributes: DequantizeMX, size: int, key: object, convert: Callable[[Tensor], Any]
     ) -> str:
         """Return the name of a converted constant, whose blocks have that size along the axis."""
-        key = (name, attributes.spec.axis, size, *key)
+        key = name, attributes.spec.axis, size, key
         if key not in self._names:
             tensor = convert(as_torch(self.packed[name]))
             tensor.name = self._names[key] = fresh_name(f"{name}_native", self._used)
@@ -147,10 +144,6 @@ def _codes(packed: Tensor, attributes: DequantizeMX) -> Any:
 
 def _bytes_as(scales: Tensor, dtype: int) -> Any:
     return onnx.helper.make_tensor("", dtype, scales.shape, scales.numpy().tobytes(), raw=True)
-
-
-_e4m3_scales = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E4M3FN)
-_e8m0_scales = functools.partial(_bytes_as, dtype=_TYPE.FLOAT8E8M0)
 
 
 def _float_scales(scales: Tensor, attributes: DequantizeMX) -> Any:
