@@ -35,9 +35,10 @@ def power_below(x: Tensor, factor: float = 1.0) -> Tensor:
 
     Source: Rump, Ogita, Oishi, "Accurate Floating-Point Summation, Part I" (2008), `ufp`.
     """
-    # a magnitude is what it is, but runtimes (OpenVINO) then round each operation, and fuse no two of them
+    # each product has to be rounded. The magnitude and the minimum, which change nothing, keep compilers from merging
+    # two factors (OpenVINO, XLA) and from fusing a product and a difference. XLA drops an abs of powers there
     q = (x * ((1 + 2.0**-23) * 2.0**23 * factor)).abs()
-    return q - (q * (1 - 2.0**-24)).abs()
+    return q - torch.minimum(q * (1 - 2.0**-24), q)
 
 
 def round_to_element(v: Tensor, element: ElementFormat, rounding: str, random: Tensor | None = None) -> Tensor:

@@ -1,5 +1,7 @@
 """Arithmetic without bit casts gives the bits of the reference."""
 
+import operator
+
 import pytest
 import torch
 
@@ -45,6 +47,13 @@ def test_powers_of_two_do_not_depend_on_the_accuracy_of_pow(monkeypatch):
             torch, "pow", lambda base, e, error=error: torch.ldexp(torch.full((129,), 1 + error * 2.0**-23), e)
         )
         assert torch.equal(arithmetic._power(exponents), exact)
+
+
+def test_no_compiler_merges_or_fuses_the_products_of_a_power():
+    """XLA 0.10.2 gave 0.625 times the powers of a table: it fused a product and a difference, across an abs."""
+    graph = torch.fx.symbolic_trace(arithmetic.power_below, concrete_args={"factor": 1.0}).graph
+    products = graph.find_nodes(op="call_function", target=operator.mul)
+    assert [user.target for node in products for user in node.users] == ["abs", torch.minimum]
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", "fp8_e7m0"])
