@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #: the opsets that the functions are written for, and that torch's exporter converts to
 OPSETS = range(18, 26)
 #: the targets: each has a function that rewrites the nodes of the domain `pt2mx` in a model
-DIALECTS = ("pt2mx", "native", "quark", "standard", "openvino")
+DIALECTS = ("pt2mx", "native", "quark", "standard", "openvino", "tensorrt")
 #: key of a file's metadata: JSON, source node -> the name of its value
 _SOURCE_NODES = "pt2mx.origins"
 #: a symbol in the expression of a dimension
@@ -72,7 +72,7 @@ def export_onnx(
         target: `"pt2mx"` for nodes of pt2mx's domain with functions, `"native"` for these with weights in ONNX's own
             types (opset 24: FLOAT4E2M1, FLOAT8E8M0 and the others), `"quark"` for AMD Quark's nodes with functions,
             `"standard"` for DequantizeLinear with native elements and scales, for runtimes that have them,
-            `"openvino"` for operators that OpenVINO's CPU plugin has.
+            `"openvino"` for operators that OpenVINO's CPU plugin has, `"tensorrt"` for TensorRT's nodes of MXFP8.
 
     Returns:
         The number of nodes for quantized activations and packed weights.
@@ -132,7 +132,7 @@ def rewriter_of(target: object) -> Callable[[Any], Any]:
     """Return the function that rewrites the nodes of the domain `pt2mx` in a model, and returns the model."""
     if not isinstance(target, str) or target not in DIALECTS:
         raise MXError(f"unknown target {target!r}: {nearest(target, DIALECTS)}")
-    from pt2mx.pt2e.onnx import function_bodies, native, openvino, quark, standard
+    from pt2mx.pt2e.onnx import function_bodies, native, openvino, quark, standard, tensorrt
 
     rewriters = {
         "pt2mx": function_bodies.add_bodies,
@@ -140,6 +140,7 @@ def rewriter_of(target: object) -> Callable[[Any], Any]:
         "quark": quark.to_quark,
         "standard": standard.to_standard,
         "openvino": openvino.to_openvino,
+        "tensorrt": tensorrt.to_tensorrt,
     }
     return rewriters[target]
 

@@ -51,14 +51,14 @@ def to_standard(model: Any) -> Any:
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):
-        _dequantize_weights(graph, used)
+        dequantize_weights(graph, used)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None)
     for graph in graphs_in(model.graph):
         _quantize_activations(model, graph, types, used)
     return add_bodies(model)
 
 
-def _dequantize_weights(graph: Any, used: set[str]) -> None:
+def dequantize_weights(graph: Any, used: set[str]) -> None:
     """Replace dequantized constants by DequantizeLinear, and dequantized rows by a gather of rows of the values."""
     constants = NativeConstants(graph, used)
     producers = producers_of(graph)
