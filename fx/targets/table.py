@@ -18,6 +18,7 @@ from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.targets.circle import to_circle
 from pt2mx.fx.targets.pairs import Pair, pairs_of
 from pt2mx.fx.targets.torchao import to_torchao
+from pt2mx.fx.targets.tosa_mxfp import NAMES, to_tosa_mxfp
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ TARGETS: dict[str, Target] = {
         any_axis=True,
         whole_blocks=False,
     ),
+    # ExecuTorch's `to_mxfp`, for its Arm backend
+    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), ("rceil",), ("even",), any_axis=True),
 }
 
 

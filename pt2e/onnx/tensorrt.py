@@ -1,7 +1,7 @@
 """The target "tensorrt": the nodes of the domain `trt` that NVIDIA's ModelOpt writes for MXFP8 (0.47.0).
 
-`TRT_MXFP8DynamicQuantize`: X -> codes FLOAT8E4M3FN, scales UINT8. `TRT_MXFP8DequantizeLinear`: codes, scales -> Y in the
-type `output_dtype`. TensorRT computes the scales of activations itself, by the rule of the scale mode `rceil`.
+`TRT_MXFP8DynamicQuantize`: X -> codes FLOAT8E4M3FN, scales UINT8. `TRT_MXFP8DequantizeLinear`: codes, scales -> Y in
+the type `output_dtype`. TensorRT computes the scales of activations itself, by the rule of the scale mode `rceil`.
 
 Source: modelopt/torch/quantization/export_onnx.py, modelopt/onnx/export/mxfp8_exporter.py; TensorRT's page of the
 operator DynamicQuantize for the sizes.

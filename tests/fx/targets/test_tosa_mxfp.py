@@ -1,0 +1,82 @@
+"""The target `tosa_mxfp`; ExecuTorch's Arm backend and TOSA's reference model where they are installed."""
+
+import pytest
+import torch
+from torch import nn
+
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx.fx.targets.table import translate
+from tests.compare import sqnr
+from tests.flow import convert
+
+FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+
+
+class Net(nn.Module):
+    """A first convolution in float, one with a stride, and two linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, 2, bias=False)
+        self.up, self.head = nn.Linear(64, 96), nn.Linear(96, 5, bias=False)
+
+    def forward(self, x):  # (B, 3, 8, 8) -> (B, 5)
+        y = self.conv(torch.relu(self.stem(x))).mean((2, 3))
+        return self.head(torch.relu(self.up(y)))
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def quantized(text, model=None, x=X):
+    """Return a converted model whose convolution of three channels stays in float."""
+    torch.manual_seed(0)
+    config = get_default_mx_quantization_config(text, text)
+    quantizer = MXQuantizer().set_global(config)
+    if model is None:
+        quantizer.set_module_name("stem", None)
+    return convert((model or Net()).eval(), (x,), quantizer)
+
+
+@pytest.mark.slow_except("mxfp8", "mxfp4")
+@pytest.mark.parametrize("text", FORMATS)
+def test_gives_the_bits_of_the_converted_model(text):
+    model = quantized(f"{text}(rceil)")
+    translated = translate(model, "tosa_mxfp")
+    called = [str(node.target) for node in translated.graph.nodes if "mx" in str(node.target)]
+    assert called == ["tosa_mxfp.conv2d.default"] + ["tosa_mxfp.linear.default"] * 2
+    with torch.no_grad():
+        assert torch.equal(translated(X), model(X))
+        assert torch.equal(torch.export.export(translated, (X,)).module()(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "text", "message"),
+    [
+        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp8", "quantizes by scale_mode rceil"),
+        (nn.Linear(64, 8), torch.randn(2, 64), "mxint8", "has weights of fp4_e2m1, .*fp8_e5m2 with E8M0 scales"),
+        (nn.Linear(40, 8), torch.randn(2, 40), "mxfp8(rceil)", "40 is no multiple of 32"),
+        (nn.Sequential(nn.Embedding(9, 64)), torch.tensor([1]), "mxfp8(rceil)", "aten.embedding.default of '0' reads"),
+        (nn.Sequential(nn.Conv1d(32, 8, 1)), torch.randn(1, 32, 9), "mxfp8(rceil)", "aten.conv1d.default of '0' reads"),
+    ],
+)
+def test_what_it_lacks_is_named(model, x, text, message):
+    with pytest.raises(MXError, match=message):
+        translate(quantized(text, model, x), "tosa_mxfp")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", ["mxfp8", "mxfp4"])
+def test_tosa_computes_the_model(text):
+    pytest.importorskip("executorch.backends.arm", reason="needs executorch and tosa-tools", exc_type=ImportError)
+    from executorch.backends.arm.ao_ext import mxfp  # noqa: F401
+    from executorch.backends.arm.tosa.compile_spec import TosaCompileSpec
+    from executorch.backends.arm.tosa.partitioner import TOSAPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    model = quantized(f"{text}(rceil)")
+    program = torch.export.export(translate(model, "tosa_mxfp"), (X,))
+    spec = TosaCompileSpec("TOSA-1.1+FP+mxfp")
+    edge = to_edge_transform_and_lower(program, partitioner=[TOSAPartitioner(spec)])
+    assert sqnr(edge.exported_program().module()(X), model(X)) > 30
