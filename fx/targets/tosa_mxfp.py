@@ -84,7 +84,7 @@ def _weight(model: GraphModule, pair: Pair) -> list[Node]:
     """Register codes and scales as the operators take them, (1, N, K) or (O, H, W, I), and return their nodes."""
     codes, scale = (tensor_of(model, node_arg(pair.node, i)).detach() for i in range(2))
     bits, axis = pair.spec.element.bits, pair.spec.axis
-    codes = unpack(codes, axis, bits).narrow(axis, 0, pair.shape[axis]).to(torch.uint8)
+    codes = unpack(codes, axis, bits).to(torch.uint8)
     order = (0, 2, 3, 1) if codes.dim() == 4 else (0, 1)
     codes, scale = (tensor.permute(order).contiguous() for tensor in (codes, scale))
     if bits == 4:
