@@ -66,7 +66,7 @@ TARGETS: dict[str, Target] = {
         whole_blocks=False,
     ),
     # ExecuTorch's `to_mxfp`, for its Arm backend
-    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), ("rceil",), ("even",), any_axis=True),
+    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), ("rceil", "even"), ("even",), any_axis=True),
 }
 
 

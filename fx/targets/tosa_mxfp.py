@@ -1,8 +1,9 @@
 """ExecuTorch's `tosa_mxfp::linear` and `tosa_mxfp::conv2d`, which its Arm backend lowers to TOSA's block-scaled
 operators.
 
-Each quantizes its input itself, in the format of its weight and by the scale mode `rceil`. FP4 codes are pairs in a
-byte, FP6 codes are bytes. Source: executorch 1.5.1, executorch/backends/arm/ao_ext.
+Each quantizes its input itself, in the format of its weight. FP4 codes are pairs in a byte, FP6 codes are bytes.
+Source: executorch 1.5.1, executorch/backends/arm/ao_ext; for the scale modes the results of TOSA's reference model
+(tosa-tools 2026.8.0).
 """
 
 from __future__ import annotations
@@ -45,14 +46,20 @@ NAMES = {
     "fp4_e2m1": "f4e2m1",
 }
 _ELEMENTS = {text: name for name, text in NAMES.items()}
+#: element -> the scale mode by which TOSA quantizes
+SCALE_MODES = {name: "rceil" if name in _DTYPES else "even" for name in NAMES}
 
 
 def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, str]) -> GraphModule:
     """Replace linear layers and convolutions of two quantized tensors by `tosa_mxfp`'s operators.
 
     Raises:
-        MXError: for a quantized tensor that no such operator reads.
+        MXError: for an activation of another scale mode, and a quantized tensor that no such operator reads.
     """
+    for pair in pairs:
+        mode = SCALE_MODES[pair.spec.element.name]
+        if not pair.is_weight and pair.spec.scale_mode != mode:
+            raise MXError(f"{pair.name} is in {pair.spec}, and TOSA quantizes {pair.spec.element} by scale_mode {mode}")
     by_node = {pair.node: pair for pair in pairs}
     for node in [node for node in model.graph.nodes if node.target in _OPERATORS]:
         operator = _OPERATORS[node.target]
@@ -103,7 +110,7 @@ def _weight(model: GraphModule, pair: Pair) -> list[Node]:
 
 def _operands(x: Tensor, qdata: Tensor, scale: Tensor, axis: int, block_size: int, name: str) -> tuple[Tensor, Tensor]:
     """Return the quantized input, and the weight with the channels last, in float32."""
-    spec = MXSpec(_ELEMENTS[name], block_size, axis, scale_mode="rceil")
+    spec = MXSpec(_ELEMENTS[name], block_size, axis, scale_mode=SCALE_MODES[_ELEMENTS[name]])
     codes = qdata.view(torch.uint8)
     codes = unpack(codes, codes.dim() - 1, 4) if spec.element.bits == 4 else codes.to(torch.int32)
     blocks = decode(codes, spec.element).unflatten(-1, (-1, block_size))

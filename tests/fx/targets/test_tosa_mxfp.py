@@ -9,7 +9,7 @@ from pt2mx.fx.targets.table import translate
 from tests.compare import sqnr
 from tests.flow import convert
 
-FORMATS = ["mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+FORMATS = ["mxfp8(rceil)", "mxfp8_e5m2(rceil)", "mxfp6_e2m3(even)", "mxfp6_e3m2(even)", "mxfp4(even)"]
 
 
 class Net(nn.Module):
@@ -38,10 +38,10 @@ def quantized(text, model=None, x=X):
     return convert((model or Net()).eval(), (x,), quantizer)
 
 
-@pytest.mark.slow_except("mxfp8", "mxfp4")
+@pytest.mark.slow_except("mxfp8(rceil)", "mxfp4(even)")
 @pytest.mark.parametrize("text", FORMATS)
 def test_gives_the_bits_of_the_converted_model(text):
-    model = quantized(f"{text}(rceil)")
+    model = quantized(text)
     translated = translate(model, "tosa_mxfp")
     called = [str(node.target) for node in translated.graph.nodes if "mx" in str(node.target)]
     assert called == ["tosa_mxfp.conv2d.default"] + ["tosa_mxfp.linear.default"] * 2
@@ -53,7 +53,8 @@ def test_gives_the_bits_of_the_converted_model(text):
 @pytest.mark.parametrize(
     ("model", "x", "text", "message"),
     [
-        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp8", "quantizes by scale_mode rceil"),
+        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp8", "quantizes by scale_mode rceil or even"),
+        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp4(rceil)", "TOSA quantizes fp4_e2m1 by scale_mode even"),
         (nn.Linear(64, 8), torch.randn(2, 64), "mxint8", "has weights of fp4_e2m1, .*fp8_e5m2 with E8M0 scales"),
         (nn.Linear(40, 8), torch.randn(2, 40), "mxfp8(rceil)", "40 is no multiple of 32"),
         (nn.Sequential(nn.Embedding(9, 64)), torch.tensor([1]), "mxfp8(rceil)", "aten.embedding.default of '0' reads"),
@@ -67,20 +68,19 @@ def test_what_it_lacks_is_named(model, x, text, message):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("text", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("text", ["mxfp8(rceil)", "mxfp4(even)"])
 def test_tosa_computes_the_model(text, tmp_path):
-    """One file of TOSA in the reference model, and ExecuTorch's own operators in torch."""
+    """One file of TOSA, in its reference model."""
     pytest.importorskip("executorch.backends.arm", reason="needs pip install 'pt2mx[executorch]'", exc_type=ImportError)
     reference_model = pytest.importorskip("tosa_reference_model", reason="needs pip install tosa-tools")
     from executorch.backends.arm.tosa.compile_spec import TosaCompileSpec
     from executorch.backends.arm.tosa.partitioner import TOSAPartitioner
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
-    model = quantized(f"{text}(rceil)")
-    translated = translate(model, "tosa_mxfp")
+    model = quantized(text)
     spec = TosaCompileSpec("TOSA-1.1+FP+mxfp").dump_intermediate_artifacts_to(str(tmp_path))
     to_edge_transform_and_lower(
-        torch.export.export(translated, (X,)),
+        torch.export.export(translate(model, "tosa_mxfp"), (X,)),
         partitioner=[TOSAPartitioner(spec)],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
@@ -88,4 +88,4 @@ def test_tosa_computes_the_model(text, tmp_path):
     (y,), status = reference_model.run(file.read_bytes(), [X.numpy()])
     assert status == reference_model.GraphStatus.TOSA_VALID
     with torch.no_grad():
-        assert sqnr(translated(X), model(X)) > 100 and sqnr(torch.from_numpy(y), model(X)) > 30
+        assert sqnr(torch.from_numpy(y), model(X)) > 100
