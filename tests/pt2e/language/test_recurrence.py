@@ -9,7 +9,7 @@ import torch
 from pt2mx import LanguageModel, MXError, MXQuantizer
 from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.decoder import export_decoder
-from pt2mx.pt2e.language.recurrence import chunk_scan, gated_delta_rule, selective_scan
+from pt2mx.pt2e.language.recurrence import chunk_scan, gated_delta_rule, griffin_recurrence, selective_scan
 from tests.compare import sqnr
 from tests.language_models import padded, quantized_decoder, tiny_decoder, with_rounded_weights
 
@@ -81,6 +81,24 @@ def test_the_gated_delta_rule():
     function = original("qwen3_next", "torch_chunk_gated_delta_rule")
     expected = function(q, k, v, g=g, beta=beta, initial_state=state, chunk_size=8, **options)
     assert equal(in_parts(call, state, (q, k, v, g, beta), 1), expected)
+
+
+def test_the_recurrence_of_recurrent_gemma():
+    """It begins anew where a row of a batch has its first token."""
+    x, gate = torch.randn(2, 20, 6), torch.rand(2, 20, 6)
+    reset = torch.tensor([[0], [9]]) == torch.arange(20)
+
+    class KeepsState(Cache):
+        def update_recurrent_state(self, state):
+            self.recurrent_states = [state]
+
+    def call(state, x, gate, reset):
+        cache = KeepsState(state)
+        return griffin_recurrence(cache, None, x, gate, reset[..., None])[0], cache.recurrent_states[0]
+
+    function, state = original("recurrent_gemma", "RecurrentGemmaRglru")._rnn_scan, torch.randn(2, 6)
+    expected = function(None, x, gate, reset[..., None], state)
+    assert equal(in_parts(call, state, (x, gate, reset), 1), expected)
 
 
 @functools.cache
