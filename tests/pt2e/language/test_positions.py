@@ -238,3 +238,10 @@ def test_positions_below_zero():
         check_positions({"position_ids": 32}, 0, torch.tensor([[-1, 0]]), given=True)
     check_positions({"position_ids": 32}, 0, torch.tensor([[0, 31]]), given=True)
     check_positions({}, 0, torch.tensor([[-1, 5000]]), given=True)
+
+
+def test_the_last_position_of_a_table():
+    one = torch.tensor([[31]])
+    check_positions({"table": 32}, 31, one)
+    with pytest.raises(MXError, match=r"a token at position 32, but the model knows the positions 0 to 31"):
+        check_positions({"table": 32}, 32, one + 1)
