@@ -156,6 +156,12 @@ EXTRAS: dict[str, dict[str, str | None]] = {
     "executorch": {"executorch": "executorch.exir"},
     "openvino": {"openvino": "openvino"},
     "jax": {"jax": "jax"},
+    "stablehlo": {"torchax": "torchax"},
+    "iree": {
+        "iree-base-compiler": "iree.compiler",
+        "iree-base-runtime": "iree.runtime",
+        "iree-turbine": "iree.turbine.aot",
+    },
 }
 _PURPOSES = {
     "vision": "--model torchvision:NAME, and images to calibrate with",
@@ -166,6 +172,8 @@ _PURPOSES = {
     "openvino": "run FILE.onnx of export-onnx --target openvino",
     "demo": "--model minilm, the first half of `make demo`",
     "jax": "JAX arrays in pt2mx.mx_quantize",
+    "stablehlo": "programs of pt2mx.lower_to_aten in JAX",
+    "iree": "programs of pt2mx.lower_to_aten in IREE",
 }
 
 COMPILER = "apt-get install g++, or name one in CXX"

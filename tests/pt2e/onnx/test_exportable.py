@@ -72,7 +72,7 @@ def test_the_model_stays_as_it_is(tmp_path):
         (prepared, X, {}, "not one with observers, of a prepared model"),
         (linear, None, {}, "give example_inputs: a tuple of the model's inputs, or a mapping of its keyword inputs"),
         (linear, X[0], {}, "a tuple of inputs or a mapping of keyword inputs, not Tensor"),
-        (linear, X, {"target": "tensorrt"}, "unknown target 'tensorrt'"),
+        (linear, X, {"target": "coreml"}, "unknown target 'coreml'"),
         (linear, X, {"opset": 17}, "opset=17 must be an integer from 18 to 25"),
         (linear, X, {"opset": 26}, "opset=26 must be an integer from 18 to 25"),
         (linear, X, {"opset": 20.0}, "opset=20.0 must be an integer from 18 to 25"),
