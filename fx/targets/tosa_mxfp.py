@@ -22,6 +22,7 @@ from pt2mx.functional import fake_quantize_mx
 from pt2mx.fx.graph.node import args_of, dtype_of, make_positional, node_arg, register_buffer, tensor_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import erase_unused, remove_unused
+from pt2mx.fx.targets.aten import CODE_DTYPES
 from pt2mx.fx.targets.operators import operator_of
 from pt2mx.fx.targets.pairs import Pair, quantized_input
 from pt2mx.kernels.elements import decode
@@ -33,10 +34,6 @@ _HOME = "executorch.backends.arm.ao_ext"
 _WEIGHT = "Tensor input, Tensor weight_qdata, Tensor weight_scale, Tensor? bias=None"
 _BLOCKS = "SymInt block_size=32, str weight_payload_dtype=''"
 _SIZES = "int[] stride, int[] padding, int[] dilation, SymInt groups=1"
-#: element -> the dtype of its codes; others are bytes
-_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
 #: element -> its name in the operators, which `TARGETS` lists
 NAMES = {
     "fp8_e4m3": "f8e4m3",
@@ -47,7 +44,7 @@ NAMES = {
 }
 _ELEMENTS = {text: name for name, text in NAMES.items()}
 #: element -> the scale mode by which TOSA quantizes
-SCALE_MODES = {name: "rceil" if name in _DTYPES else "even" for name in NAMES}
+SCALE_MODES = {name: "rceil" if name in CODE_DTYPES else "even" for name in NAMES}
 
 
 def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, str]) -> GraphModule:
@@ -59,7 +56,10 @@ def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, 
     for pair in pairs:
         mode = SCALE_MODES[pair.spec.element.name]
         if not pair.is_weight and pair.spec.scale_mode != mode:
-            raise MXError(f"{pair.name} is in {pair.spec}, and TOSA quantizes {pair.spec.element} by scale_mode {mode}")
+            raise MXError(
+                f"{pair.name} is in {pair.spec}, and TOSA quantizes {pair.spec.element} by scale_mode {mode}: give it "
+                "this one, or leave the module in float"
+            )
     by_node = {pair.node: pair for pair in pairs}
     for node in [node for node in model.graph.nodes if node.target in _OPERATORS]:
         operator = _OPERATORS[node.target]
@@ -97,7 +97,7 @@ def _weight(model: GraphModule, pair: Pair) -> list[Node]:
     if bits == 4:
         codes = pack(codes.to(torch.int32), codes.dim() - 1, bits)
     values = {
-        f"{pair.name}_qdata": codes.view(_DTYPES.get(pair.spec.element.name, torch.uint8)),
+        f"{pair.name}_qdata": codes.view(CODE_DTYPES.get(pair.spec.element.name, torch.uint8)),
         f"{pair.name}_e8m0": scale.view(torch.float8_e8m0fnu),
     }
     nodes = []
