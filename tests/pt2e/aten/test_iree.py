@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from pt2mx import lower_to_aten
-from pt2mx.pt2e.models.packaged import load_minilm
 from tests.compare import sqnr
+from tests.pt2e.aten.programs import LEAST, identity, minilm, resnet18
 from tests.pt2e.aten.test_lower import Product, program_of, quantizer_of, run
 
 
@@ -33,11 +33,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp6", "mxfp4", "mxint8", "nvfp4"])
 def test_quantized_tensors_have_their_bits(text, in_iree):
-    """Products with the identity matrix, of all magnitudes whose scales are normal numbers."""
-    layer = nn.Linear(64, 64, bias=False)
-    nn.init.eye_(layer.weight)
-    x = torch.randn(200, 64) * 2.0 ** torch.randint(-100, 120, (200, 1))
-    x[0] = 0
+    layer, (x,) = identity()
     lowered = lower_to_aten(program_of(layer, (x,), quantizer_of(text, text)), weights="bytes")
     assert torch.equal(in_iree(lowered)(x), run(lowered, x))
 
@@ -67,21 +63,10 @@ def test_dynamic_sizes(in_iree):
         assert sqnr(call(x), run(lowered, x)) >= 40
 
 
-def minilm():
-    encoder, tokenize = load_minilm()
-    return encoder, tokenize(["a cat sat on the mat", "blocks of numbers share a scale"])
-
-
-def resnet18():
-    models = pytest.importorskip("torchvision").models
-    return models.resnet18(weights=None), (torch.randn(1, 3, 224, 224),)
-
-
 @pytest.mark.parametrize("make", [minilm, resnet18])
-@pytest.mark.parametrize(("recipe", "least"), [("mxfp4_weight_only", 100), ("mxfp8", 20), ("mxint8", 20)])
-def test_whole_models_agree(make, recipe, least, in_iree):
-    """Sums in another order move activations of MiniLM to neighbouring codes."""
+@pytest.mark.parametrize("recipe", LEAST)
+def test_whole_models_agree(make, recipe, in_iree):
     torch.manual_seed(0)
     model, inputs = make()
     lowered = lower_to_aten(program_of(model, inputs, recipe), weights="bytes")
-    assert sqnr(in_iree(lowered)(*inputs), run(lowered, *inputs)) >= least
+    assert sqnr(in_iree(lowered)(*inputs), run(lowered, *inputs)) >= LEAST[recipe]
