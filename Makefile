@@ -49,7 +49,7 @@ test-all: $(VENV)/.installed
 test-compiled: $(VENV)/.installed
 	$(PYTEST) -m "compiled and not slow and not cuda"
 
-# those that take long, or one part of them: `make test-slow PART=3/12`
+# those that take long, or one part of them: `make test-slow PART=3/36`
 PART ?= 0/1
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not cuda" --part $(PART)
