@@ -6,9 +6,11 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from tqdm import tqdm
@@ -18,10 +20,10 @@ from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
 from pt2mx.pt2e.flow.prepare import PreparedModule
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.optimize.layers import fill, layered, tensors_by_name
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, LOSSES, call_with_batch, check_batches, hold_out
-
-#: evaluations on the held-out batches in an epoch
-_EVALUATIONS = 4
+from pt2mx.pt2e.optimize.schedule import Schedule
+from pt2mx.pt2e.optimize.training_checkpoint import Checkpoint
 
 
 def distill(
@@ -33,14 +35,22 @@ def distill(
     slices: Sequence[GraphModule] = (),
     epochs: int = 1,
     lr: float = 2e-4,
+    decay: str = "linear",
+    warmup: int = 0,
+    accumulate: int = 1,
+    evaluations: int = 4,
+    recompute: bool = False,
+    compile: bool = False,
+    group: dist.ProcessGroup | None = None,
+    checkpoint: str | Path | None = None,
     seed: int = 0,
     progress: bool = False,
 ) -> GraphModule:
     """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
-    Adam trains all parameters that require a gradient, with a rate that decays to zero. It holds out one batch of
-    eight, at most 64 batches, and keeps the step that is best on these. Weights that `optimize` rounded lie exactly on
-    the MX grid, so that training starts from the optimized model.
+    Adam trains all parameters that require a gradient, in float32 whatever their dtype, with a rate that decays to
+    zero. It holds out one batch of eight, at most 64 batches, and keeps the step that is best on these. Weights that
+    `optimize` rounded lie exactly on the MX grid, so that training starts from the optimized model.
 
     Args:
         prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its
@@ -55,16 +65,29 @@ def distill(
         slices: models that `prepare_qat_pt2e(..., anchor=prepared)` returned, for narrower formats. All train the same
             parameters; the loss is the sum over the models.
         epochs: passes over the batches.
-        lr: the rate of the first step.
+        lr: the highest rate.
+        decay: "linear", "cosine" or "constant": how the rate goes down after the warm-up.
+        warmup: steps in which the rate rises to `lr`.
+        accumulate: batches of a step, on each rank; the gradient is the mean over all.
+        evaluations: how often an epoch evaluates the held-out batches.
+        recompute: compute the activations of each repeated module again for the gradient ("activation checkpointing"):
+            less memory, about a third more time.
+        compile: call the models by torch.compile; sums are in another order then.
+        group: ranks that train together, such as `torch.distributed.group.WORLD` under torchrun. Each has a part of the
+            parameters of both models (FSDP2) and takes every so-manieth batch; all give the same batches. Buffers that
+            the model writes are those of the first rank.
+        checkpoint: a folder, which each evaluation writes by torch.distributed.checkpoint. A call with the same
+            arguments goes on from there: with as many ranks to the bit, with others up to the order of sums.
         seed: seed for the choice of held-out batches, the order of the others, and dropout.
-        progress: True shows a bar with the held-out loss.
+        progress: True shows a bar with the losses.
 
     Returns:
         `prepared`, in its former mode, for `convert_pt2e`. The same arguments give the same bits.
 
     Raises:
         MXError: for a model that is not prepared for training or has fake quantization disabled, for slices with other
-            parameters, without batches, for an unknown loss, and for one that is no number or has no gradient. An error
+            parameters, without batches, for an unknown loss or decay, and for a loss that is no number or has no
+            gradient; for a checkpoint of other settings, and slices beside `recompute`, `compile` or a group. An error
             leaves the model unchanged.
 
     Example:
@@ -94,8 +117,10 @@ def distill(
     if not callable(float_program):
         raise MXError(f"float_program must be a module or a function, not {type(float_program).__name__}")
     check_batches(batches)
-    if epochs < 1 or not 0 < lr < math.inf:
-        raise MXError(f"epochs={epochs} must be at least 1, and lr={lr} above 0 and finite")
+    schedule = Schedule(epochs, lr, decay, warmup, accumulate, evaluations, seed)
+    in_layers = recompute or compile or group is not None
+    if slices and in_layers:
+        raise MXError("slices train in one process, as they are: leave out recompute, compile and group")
     if not any(parameter.requires_grad for parameter in prepared.parameters()):
         raise MXError("no parameter of the prepared model requires a gradient: call requires_grad_() on what to train")
     _check_slices(prepared, slices)
@@ -105,14 +130,24 @@ def distill(
     if not callable(chosen):
         raise MXError(f"unknown loss {loss!r}: {nearest(str(loss), list(LOSSES))}; or give a function")
     devices = {parameter.device for parameter in prepared.parameters() if parameter.is_cuda}
+    rank = 0 if group is None else group.rank()
+    saved = checkpoint and Checkpoint(checkpoint, {**schedule.settings(), "batches": len(batches)}, group)
     with _copied_tensors(models), torch.random.fork_rng(list(devices)):
-        torch.manual_seed(seed)
-        _Distillation(models, float_program, batches, chosen, lr).run(epochs, seed, progress)
+        torch.manual_seed(seed + rank)  # each rank draws its own dropout
+        trained, names = models, tensors_by_name(models)
+        if in_layers:
+            student, names = layered(prepared, recompute, compile, group)
+            trained = [student]
+            if isinstance(float_program, GraphModule):
+                float_program, _ = layered(float_program, False, compile, group)
+        Distillation(trained, float_program, batches, chosen, names, group).run(schedule, progress, saved)
+        if in_layers:
+            fill(prepared, names)
     return prepared
 
 
-class _Distillation:
-    """The training of models that share their parameters; a step is a batch."""
+class Distillation:
+    """The training of models that share their parameters."""
 
     def __init__(
         self,
@@ -120,68 +155,99 @@ class _Distillation:
         float_program: Callable[..., object],
         batches: Sequence[object],
         loss: Callable[[object, object], Tensor],
-        lr: float,
+        names: dict[str, Tensor],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.models, self.float_program, self.batches, self.loss, self.lr = models, float_program, batches, loss, lr
-        self.parameters = [parameter for parameter in models[0].parameters() if parameter.requires_grad]
+        self.models, self.float_program, self.batches, self.loss = models, float_program, batches, loss
+        self.names, self.group = names, group
+        self.rank, self.ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self.trained = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
         # in float32, because small steps would be lost in 16 bits; a float32 parameter is its own master
-        self.masters = [parameter.detach().float() for parameter in self.parameters]
-        self.optimizer = torch.optim.Adam(self.masters, lr)
+        self.masters = {name: parameter.detach().float() for name, parameter in self.trained.items()}
+        self.optimizer = torch.optim.Adam(self.masters.values())
+        # the least held-out loss, and the tensors with which it was reached
+        self.best = math.inf
+        self.state: dict[str, Tensor] = {}
 
-    def run(self, epochs: int, seed: int, progress: bool) -> None:
+    def run(self, schedule: Schedule, progress: bool, checkpoint: Checkpoint | None) -> None:
         """Train, and restore the best step."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(schedule.seed)
         train, held_out = hold_out(len(self.batches), generator)
-        before = self._held_out_errors(held_out)
-        if not all(map(math.isfinite, before)):
-            shown = ", ".join(map(str, before))
-            raise MXError(f"the loss of the held-out batches is {shown} before training: look at inputs and outputs")
-        best, state = sum(before), self._state()
         order: list[int] = []
-        for _ in range(epochs):
+        for _ in range(schedule.epochs):
             order += (train[i] for i in torch.randperm(len(train), generator=generator).tolist())
-        steps = len(order)
-        with tqdm(order, disable=not progress, file=sys.stderr) as bar:
-            for step, i in enumerate(bar):
-                self.optimizer.param_groups[0]["lr"] = self.lr * (1 - step / steps)
-                self._step(self.batches[i])
-                if (step + 1) % max(len(train) // _EVALUATIONS, 1) and step + 1 < steps:
+        together = schedule.accumulate * self.ranks
+        steps = -(-len(order) // together)
+        order += order * together  # fills the last step
+        if schedule.warmup >= steps:
+            raise MXError(f"warmup={schedule.warmup} must be less than the number of steps, which is {steps}")
+        often = max(len(train) // schedule.evaluations // together, 1)
+        seen = 0 if checkpoint is None else checkpoint.load(self)
+        begun = seen // together
+        if not seen:
+            before = self._held_out_errors(held_out)
+            if not all(map(math.isfinite, before)):
+                shown = ", ".join(map(str, before))
+                raise MXError(f"the held-out loss is {shown} before training: look at inputs and outputs")
+            self.best, self.state = sum(before), self._state()
+        with tqdm(total=steps, initial=begun, disable=not progress or self.rank > 0, file=sys.stderr) as bar:
+            for step in range(begun, steps):
+                self.optimizer.param_groups[0]["lr"] = schedule.rate(step, steps)
+                chosen = order[step * together : (step + 1) * together]
+                error = self._step([self.batches[i] for i in chosen[self.rank :: self.ranks]])
+                bar.update()
+                if (step + 1) % often and step + 1 < steps:
                     continue
-                error = sum(self._held_out_errors(held_out))
-                bar.set_postfix_str(f"held-out loss {error:.4g}")
-                if error < best:
-                    best, state = error, self._state()
+                self._share_buffers()
+                held_out_error = sum(self._held_out_errors(held_out))
+                bar.set_postfix_str(f"loss {error:.4g}, held-out {held_out_error:.4g}")
+                if held_out_error < self.best:
+                    self.best, self.state = held_out_error, self._state()
+                if checkpoint is not None:
+                    checkpoint.save(self, (step + 1) * together)
         with torch.no_grad():
-            for tensor, value in state.items():
-                tensor.copy_(value)
+            for name, value in self.state.items():
+                self.names[name].copy_(value)
 
-    def _state(self) -> dict[Tensor, Tensor]:
-        state = {}
-        for model in self.models:
-            for tensor in (*model.parameters(), *model.buffers()):
-                if tensor not in state:
-                    state[tensor] = tensor.detach().clone()
-        return state
+    def _state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.names.items()}
 
     @torch.enable_grad()
-    def _step(self, batch: object) -> None:
-        reference = self._reference(batch)
-        for model in self.models:
-            model.zero_grad()
-        for model in self.models:
-            error = self._error(model, batch, reference)
-            if not error.requires_grad:
-                raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
-            (error * LOSS_SCALE).backward()
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+    def _step(self, batches: Sequence[object]) -> Tensor:
+        """Return the loss of the first batch, before the step."""
+        self._forget_gradients()
+        errors = []
+        for batch in batches:
+            reference = self._reference(batch)
+            for model in self.models:
+                error = self._error(model, batch, reference)
+                if not error.requires_grad:
+                    raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
+                (error * (LOSS_SCALE / len(batches))).backward()
+                errors.append(error.detach())
+        for name, master in self.masters.items():
+            gradient = self.trained[name].grad
+            master.grad = None if gradient is None else gradient.float()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self._forget_gradients()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.trained[name].copy_(master)
+        return errors[0]
+
+    def _forget_gradients(self) -> None:
         for model in self.models:
             model.zero_grad()
-        with torch.no_grad():
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.copy_(master)
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    def _share_buffers(self) -> None:
+        """Give all ranks what the models of the first have written to their buffers."""
+        if self.group is not None:
+            for tensor in self.names.values():
+                if not isinstance(tensor, nn.Parameter):
+                    dist.broadcast(tensor, group=self.group, group_src=0)
 
     @torch.no_grad()
     def _reference(self, batch: object) -> object:
@@ -202,14 +268,27 @@ class _Distillation:
             model.eval()
         try:
             errors: list[list[Tensor]] = [[] for _ in self.models]
-            for i in held_out:
-                reference = self._reference(self.batches[i])
+            # all ranks call the models equally often: one without a batch of its own repeats one that does not count
+            for i in range(self.rank, -(-len(held_out) // self.ranks) * self.ranks, self.ranks):
+                batch = self.batches[held_out[i % len(held_out)]]
+                reference = self._reference(batch)
                 for model, each in zip(self.models, errors, strict=True):
-                    each.append(self._error(model, self.batches[i], reference).float())
-            return [float(torch.stack(each).mean()) for each in errors]
+                    error = self._error(model, batch, reference).float()
+                    if i < len(held_out):
+                        each.append(error)
+            return [self._mean(each) for each in errors]
         finally:
             for model, mode in zip(self.models, training, strict=True):
                 model.train(mode)
+
+    def _mean(self, errors: list[Tensor]) -> float:
+        """Return the mean over the errors of all ranks."""
+        if self.group is None:
+            return float(torch.stack(errors).mean())
+        gathered: list[list[float]] = [[]] * self.ranks
+        dist.all_gather_object(gathered, [float(error) for error in errors], group=self.group)
+        every = [error for rank in gathered for error in rank]
+        return math.fsum(every) / len(every)
 
 
 def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:

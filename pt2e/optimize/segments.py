@@ -46,8 +46,10 @@ class ModuleBlock:
             if node.users:
                 copy(node)
         graph.output(tuple(copies[node] for node in self.outputs))
-        graph.eliminate_dead_code()
-        return GraphModule(model, graph), copies
+        segment = GraphModule(model, graph)
+        segment.graph.eliminate_dead_code()  # of modules it asks their owner
+        segment.recompile()
+        return segment, copies
 
 
 def module_blocks(model: GraphModule) -> list[ModuleBlock]:

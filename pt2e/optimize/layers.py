@@ -1,0 +1,136 @@
+"""The repeated modules of a graph as submodules, which can compute their activations again for the gradient, and whose
+parameters ranks of `torch.distributed` share by FSDP2."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+
+from pt2mx.fx.graph.aliasing import written_nodes
+from pt2mx.fx.graph.constants import constant_nodes
+from pt2mx.fx.graph.node import attribute_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, remove_unused
+from pt2mx.pt2e.optimize.segments import module_blocks
+
+#: what `checkpoint_wrapper` puts into the names of parameters
+_WRAPPER = "_checkpoint_wrapped_module."
+
+
+def layered(
+    model: GraphModule, recompute: bool, compile: bool, group: dist.ProcessGroup | None
+) -> tuple[GraphModule, dict[str, Tensor]]:
+    """Return a graph that calls each repeated module as a submodule, and its tensors by their names in `model`.
+
+    It computes the same, and shares the parameters and the buffers that it only reads, unless ranks share them.
+
+    Args:
+        model: an exported graph, of which nothing changes.
+        recompute: the submodules keep their inputs alone for the gradient, and compute their activations again.
+        compile: by torch.compile; on ranks the submodules are compiled one by one.
+        group: the ranks that share the parameters; None for one process.
+    """
+    result, layers = _outline(model)
+    if recompute:
+        for name in layers:
+            result.set_submodule(name, checkpoint_wrapper(result.get_submodule(name)))
+    if compile and group is None:
+        result.compile()
+    elif compile:  # the hooks of FSDP2 run between the layers
+        for name in layers:
+            result.get_submodule(name).compile()
+    if group is not None:
+        _shard(result, layers, group)
+    return result, {_original_name(name, layers): tensor for name, tensor in tensors_by_name([result]).items()}
+
+
+@torch.no_grad()
+def fill(model: GraphModule, names: dict[str, Tensor]) -> None:
+    """Give a model the values of trained tensors, whole ones."""
+    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    for name, tensor in names.items():
+        own[name].copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+
+def tensors_by_name(models: Sequence[GraphModule]) -> dict[str, Tensor]:
+    """Return the parameters and buffers of the models by name, each once."""
+    names: dict[Tensor, str] = {}
+    for i, model in enumerate(models):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            names.setdefault(tensor, f"slice_{i}.{name}" if i else name)
+    return {name: tensor for tensor, name in names.items()}
+
+
+def _outline(model: GraphModule) -> tuple[GraphModule, list[str]]:
+    """Return a graph that calls each repeated module as a submodule, and the names of these submodules.
+
+    The graph computes the same and shares the parameters of `model`, and the buffers that it only reads. A repeated
+    module that writes, such as to the statistics of a batch norm, stays in the graph.
+    """
+    source = copy_sharing_tensors(model)
+    _move_to_readers(source.graph)
+    written = written_nodes(source.graph)
+    outlined = {}
+    for block in module_blocks(source):
+        if block.name and written.isdisjoint((*block.nodes, *block.inputs)):
+            outlined.update(dict.fromkeys(block.nodes, block))
+    graph = Graph()
+    graph.set_codegen(source.graph._codegen)
+    copies: dict[Node, Node] = {}
+    attributes: dict[str, object] = {}
+    layers: list[str] = []
+    for node in source.graph.nodes:
+        block = outlined.get(node)
+        if block is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op in ("get_attr", "call_module"):
+                attributes[node.target] = attribute_of(source, node)
+        elif node is block.nodes[-1]:
+            layers.append(f"layer_{len(layers)}")
+            attributes[layers[-1]], _ = block.copy(source)
+            call = graph.call_module(layers[-1], tuple(copies[value] for value in block.inputs))
+            for i, output in enumerate(block.outputs):
+                copies[output] = graph.call_function(operator.getitem, (call, i))
+    return remove_unused(GraphModule(attributes, graph)).train(model.training), layers
+
+
+def _move_to_readers(graph: Graph) -> None:
+    """Move what quantizes a weight to the first operator that reads it, and so into the module of that operator."""
+    constants = constant_nodes(graph)
+    for node in graph.find_nodes(op="call_module"):
+        if node.users and constants.issuperset(node.all_input_nodes):
+            min(node.users).prepend(node)
+
+
+def _shard(model: GraphModule, layers: list[str], group: dist.ProcessGroup) -> None:
+    """Share the parameters of a model among the ranks by FSDP2: those of a submodule are whole while it runs.
+
+    A submodule whose parameters are tied to others does not shard by itself, but with the rest of the graph.
+    """
+    owners: dict[nn.Parameter, set[str]] = defaultdict(set)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = name.partition(".")[0]
+        owners[parameter].add(owner if owner in layers else "")
+    kind = next(iter(owners)).device.type
+    mesh = DeviceMesh.from_group(group, kind)
+    for name in layers:
+        layer = model.get_submodule(name)
+        if all(len(owners[parameter]) == 1 for parameter in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+
+def _original_name(name: str, layers: list[str]) -> str:
+    """Return the name of a parameter or buffer in the model that was outlined."""
+    name = name.replace(_WRAPPER, "")
+    first, _, rest = name.partition(".")
+    return rest if first in layers else name

@@ -1,0 +1,60 @@
+"""The steps of a training, and their rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from pt2mx.errors import MXError, nearest
+
+#: how a rate decays: the share of the steps behind it -> the factor of the rate
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+    "constant": lambda share: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a training.
+
+    Args:
+        epochs: passes over the batches.
+        lr: the highest rate.
+        decay: how the rate decays to zero, a key of `DECAYS`.
+        warmup: the steps in which the rate rises to `lr`.
+        accumulate: the batches of a step on each rank, whose gradients are averaged.
+        evaluations: how often an epoch evaluates the held-out batches, and writes the checkpoint.
+        seed: of the choice of held-out batches, the order of the others, and dropout.
+    """
+
+    epochs: int
+    lr: float
+    decay: str
+    warmup: int
+    accumulate: int
+    evaluations: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or not 0 < self.lr < math.inf:
+            raise MXError(f"epochs={self.epochs} must be at least 1, and lr={self.lr} above 0 and finite")
+        if self.decay not in DECAYS:
+            raise MXError(f"unknown decay {self.decay!r}: {nearest(str(self.decay), list(DECAYS))}")
+        if self.warmup < 0 or self.accumulate < 1 or self.evaluations < 1:
+            raise MXError(
+                f"warmup={self.warmup} must be at least 0, accumulate={self.accumulate} and "
+                f"evaluations={self.evaluations} at least 1"
+            )
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return the rate of a step of `steps`."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / (self.warmup + 1)
+        return self.lr * DECAYS[self.decay]((step - self.warmup) / (steps - self.warmup))
+
+    def settings(self) -> dict[str, object]:
+        """Return what decides the order of the batches and the rates; more ranks may accumulate fewer batches."""
+        return {name: value for name, value in asdict(self).items() if name != "accumulate"}

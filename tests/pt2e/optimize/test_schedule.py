@@ -1,0 +1,34 @@
+import pytest
+
+from pt2mx import MXError
+from pt2mx.pt2e.optimize.schedule import Schedule
+
+STANDARD = {"epochs": 1, "lr": 1.0, "decay": "linear", "warmup": 0, "accumulate": 1, "evaluations": 4, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("decay", "warmup", "rates"),
+    [
+        ("linear", 0, [1, 0.75, 0.5, 0.25]),
+        ("linear", 2, [1 / 3, 2 / 3, 1, 0.5]),
+        ("cosine", 0, [1, 0.8535534, 0.5, 0.1464466]),
+        ("constant", 1, [0.5, 1, 1, 1]),
+    ],
+)
+def test_rates(decay, warmup, rates):
+    schedule = Schedule(**STANDARD | {"decay": decay, "warmup": warmup})
+    assert [schedule.rate(step, 4) for step in range(4)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("decay", "cosin", "unknown decay 'cosin': did you mean 'cosine'"),
+        ("warmup", -1, "warmup=-1 must be at least 0"),
+        ("accumulate", 0, "accumulate=0 and evaluations=4 at least 1"),
+        ("lr", float("nan"), "lr=nan above 0 and finite"),
+    ],
+)
+def test_bad_settings(name, value, message):
+    with pytest.raises(MXError, match=message):
+        Schedule(**STANDARD | {name: value})

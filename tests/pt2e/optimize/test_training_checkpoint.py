@@ -1,0 +1,106 @@
+"""Distillations that are stopped and go on."""
+
+import pytest
+import torch
+from torch import nn
+
+import pt2mx
+from pt2mx import MXError, MXQuantizer
+from pt2mx.pt2e.optimize.distill import distill
+from pt2mx.pt2e.optimize.losses import relative_error
+from tests.rank_processes import run_ranks
+
+QUANTIZER = MXQuantizer.from_recipe("mxfp4")
+
+
+class Net(nn.Module):
+    """Layers that draw random numbers, and one that writes to buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.ReLU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def net(dtype=torch.float32):
+    torch.manual_seed(0)
+    batches = [torch.randn(16, 32).to(dtype) for _ in range(9)]
+    exported = torch.export.export(Net().to(dtype), (batches[0],)).module()
+    return exported, batches
+
+
+def trained(folder, dtype=torch.float32, stop=None, **options):
+    """The tensors after a training, None after one that was stopped at a call of the loss."""
+    exported, batches = net(dtype)
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    calls = []
+
+    def loss(actual, expected):
+        calls.append(None)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return relative_error(actual, expected)
+
+    try:
+        distill(prepared, exported, batches, loss, lr=1e-3, epochs=2, checkpoint=folder, **options)
+    except KeyboardInterrupt:
+        return None, len(calls)
+    return {name: tensor.detach().clone() for name, tensor in prepared.state_dict().items()}, len(calls)
+
+
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize(("dtype", "recompute"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_it_goes_on_with_the_same_steps(tmp_path, dtype, recompute):
+    wanted, calls = trained(tmp_path / "whole", dtype, recompute=recompute)
+    assert trained(tmp_path / "stopped", dtype, stop=30, recompute=recompute) == (None, 30)
+    (kept,) = (tmp_path / "stopped").iterdir()
+    assert 0 < int(kept.name) < 14
+    actual, rest = trained(tmp_path / "stopped", dtype, recompute=recompute)
+    assert rest < calls - 10 and equal(actual, wanted)
+    # one that has ended gives its result again
+    again, none = trained(tmp_path / "stopped", dtype, recompute=recompute)
+    assert none == 0 and equal(again, wanted)
+
+
+def test_other_settings_are_refused(tmp_path):
+    trained(tmp_path)
+    with pytest.raises(MXError, match=r"holds a training by .*'decay': 'linear'.*, not .*'cosine'.*: give the same"):
+        trained(tmp_path, decay="cosine")
+
+
+def test_another_model_is_refused(tmp_path):
+    trained(tmp_path)
+    exported = torch.export.export(nn.Linear(32, 32), (torch.ones(2, 32),)).module()
+    prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
+    with pytest.raises(MXError, match="holds the training of another model: without 'weight'"):
+        distill(prepared, exported, [torch.ones(2, 32)] * 9, lr=1e-3, epochs=2, checkpoint=tmp_path)
+
+
+def train_on_rank(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    results = [trained(f"{folder}/whole", group=group)[0]]
+    trained(f"{folder}/stopped", group=group, stop=16)
+    results.append(trained(f"{folder}/stopped", group=group)[0])
+    trained(f"{folder}/half", group=group, stop=16)
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_go_on_together_and_one_process_goes_on_alone(tmp_path):
+    run_ranks(train_on_rank, str(tmp_path))
+    (whole, resumed), second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert equal(resumed, whole) and equal(second[0], whole) and equal(second[1], whole)
+    alone, _ = trained(tmp_path / "half", accumulate=2)
+    for name, tensor in whole.items():
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(alone[name], tensor, rtol=0, atol=5e-3)
