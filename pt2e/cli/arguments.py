@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 PRESETS = ("fast", "imatrix", "balanced", "best")
+DECAYS = ("linear", "cosine", "constant")
 METRICS = ("kl", "cosine", "noise")
 METHODS = ("forward", "gradient", "both")
 OPERANDS = ("both", "weights", "activations")
@@ -108,6 +109,25 @@ _IMPORT = repeated(
     metavar="FILE.py",
     dest="imports",
 )
+#: how `--distill` trains; the defaults are those of `pt2mx.distill`
+_TRAINING = (
+    argument("--distill-epochs", type=int, metavar="N", help="with --distill: passes over the text (default: 1)"),
+    argument("--distill-lr", type=float, metavar="RATE", help="with --distill: the highest rate (default: 2e-4)"),
+    argument("--distill-decay", choices=DECAYS, help="with --distill: how the rate goes down (default: linear)"),
+    argument("--distill-warmup", type=int, metavar="N", help="with --distill: steps of a rising rate (default: 0)"),
+    argument("--distill-accumulate", type=int, metavar="N", help="with --distill: blocks of a step (default: 1)"),
+    argument(
+        "--distill-recompute",
+        action="store_true",
+        default=None,
+        help="with --distill: compute the activations of layers again for the gradient, which takes less memory",
+    ),
+    argument(
+        "--distill-checkpoint",
+        metavar="FOLDER",
+        help="with --distill: keep the state of the training here, and go on from it",
+    ),
+)
 _CHECKPOINT = (
     argument("--part", metavar="NAME", help="for a checkpoint: the module to keep whole; others may be left out"),
     flag(
@@ -185,6 +205,7 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
         argument(
             "--distill", metavar="TEXT", help="a text on which to train a language model to predict like in float"
         ),
+        *_TRAINING,
         argument("--output", default="out.pt2", help="a program, or for a language model a folder (default: out.pt2)"),
         device("where the model is quantized and its program runs"),
         argument(

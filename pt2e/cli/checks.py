@@ -36,14 +36,17 @@ _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
 #: options that prepare images
 _OF_IMAGES = ("image_size", "mean", "std")
 _SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII)
+#: arguments of `pt2mx.distill`, and the options of `quantize` that give them
+_OF_DISTILL = ("epochs", "lr", "decay", "warmup", "accumulate", "recompute", "checkpoint")
+TRAINING = tuple(f"distill_{name}" for name in _OF_DISTILL)
 #: options of `quantize` -> their values that ask for nothing: not for an ONNX file; for a language model alone
 _FOR_TORCH = {
-    **dict.fromkeys(("optimize", "anchor", "distill", "text_length")),
+    **dict.fromkeys(("optimize", "anchor", "distill", *TRAINING, "text_length")),
     **{"compile": False, "tensor_parallel": 1, "device": "cpu"},
 }
 #: kind of `--model` -> its task, where `--for` chooses a recipe
 _TASKS = {"minilm": "encoder", "torchvision": "cnn"}
-_FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, "distill": None, "text_length": None}
+_FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, **dict.fromkeys(("distill", *TRAINING, "text_length"))}
 #: a name of the Hub; a few old ones have no owner
 _REPOSITORY = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 #: suffixes of a report

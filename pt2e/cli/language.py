@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from pt2mx.pt2e.checkpoints.destinations import destination_named
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.cli.audio import calibration_audio, takes_audio
 from pt2mx.pt2e.cli.card import describe_output
-from pt2mx.pt2e.cli.checks import check_folder_name, option_of
+from pt2mx.pt2e.cli.checks import TRAINING, check_folder_name, option_of
 from pt2mx.pt2e.cli.float_model import note_coverage
 from pt2mx.pt2e.cli.programs import load_folder
 from pt2mx.pt2e.cli.progress import Progress, note
@@ -75,7 +76,13 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     """Run `pt2mx quantize` for a language model. Only the first rank returns a result."""
     _check_quantize(options)
     text = None if options.distill is None else read_text(options.distill)
-    contexts = ranks.rank_contexts(options.tensor_parallel)
+    contexts: list[AbstractContextManager[None]] = [nullcontext()]
+    given = {name.removeprefix("distill_"): getattr(options, name) for name in TRAINING}
+    training = {name: value for name, value in given.items() if value is not None}
+    if text is None:
+        contexts = ranks.rank_contexts(options.tensor_parallel)
+    else:  # all ranks train one model
+        training |= {"group": ranks.join_all(), "progress": True}
     if len(contexts) > 1:
         _check_without_values(options, quantizer)
     stages = 4 + (quantizer.algorithms is not None) + (options.distill is not None)
@@ -104,6 +111,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
                         processor or tokenizer,
                         progress.begin,
                         lessons=lessons,
+                        training=training,
                         part=options.part,
                         allow_partial=options.allow_partial,
                         length=options.text_length,
@@ -134,6 +142,8 @@ def _write_rank(
     if not any(one.quantized for one in report.operators):
         raise MXError(f"the recipe {options.recipe!r} selects no operator of the model: nothing would be quantized")
     progress.begin("save")
+    if options.distill is not None and not ranks.is_first():
+        return report, coverage  # all ranks have the same model
     with user_errors(f"write {options.output!r}"):
         result.save_pretrained(options.output, quantizer)
         if takes_audio(model):
@@ -156,6 +166,8 @@ def _check_quantize(options: argparse.Namespace) -> None:
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
     check_folder_name(options.output, options.model.removeprefix("hf:"))
+    if options.distill is None and (given := [name for name in TRAINING if getattr(options, name) is not None]):
+        raise MXError(f"{option_of(given[0])} says how --distill trains: give --distill a text")
     if options.distill is not None and options.tensor_parallel != 1:
         raise MXError("--distill trains a whole model: leave --tensor-parallel out")
 

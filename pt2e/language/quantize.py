@@ -51,6 +51,7 @@ def quantize_language_model(
     allow_partial: bool = False,
     length: int | None = None,
     lessons: Sequence[Tensor] = (),
+    training: Mapping[str, Any] | None = None,
 ) -> LanguageModel:
     """Export a language model with its cache, and quantize its weights and the inputs multiplied with them.
 
@@ -74,6 +75,7 @@ def quantize_language_model(
             has the frequencies for that length. None: those for short texts. Other models read any number of tokens.
         lessons: tokens, (B, S) int64 each, on which `pt2mx.distill` trains the quantized decoder to predict like the
             float one (`kl_div`), after its algorithms; thousands of texts once. For models of text alone.
+        training: options of `pt2mx.distill` by name, such as `{"lr": 1e-4, "group": torch.distributed.group.WORLD}`.
 
     Returns:
         A model that generates and can be saved; its `coverage` is the share of the model's values that it holds.
@@ -126,7 +128,7 @@ def quantize_language_model(
     lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
     example = None if rotation is None else inputs.read(_short_text(model))
     with only_unmatched_in_both(inputs.unmatched):
-        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches, example)
+        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches, example, training)
     program = decoder_program(converted, exported, quantizer, model.device, inputs.images)
 
     config = copy.deepcopy(model.config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -46,12 +46,13 @@ def quantize_graph(
     stage: Callable[[str], None] = lambda name: None,
     lessons: Sequence[dict[str, Any]] = (),
     example: dict[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> GraphModule:
     """Optimize, calibrate, distil and convert the float graph of a program, whose first output holds logits.
 
     `batches` are inputs for calibration and `lessons` for distillation, by name; without lessons the weights are not
-    trained. `stage` is called with the name of each stage as it begins. On `example` rotations that are folded into the
-    weights must change nothing."""
+    trained. `training` are options of `distill`. `stage` is called with the name of each stage as it begins. On
+    `example` rotations that are folded into the weights must change nothing."""
     optimized = graph
     if quantizer.algorithms is not None:
         stage("optimize")
@@ -66,7 +67,7 @@ def quantize_graph(
             prepared(**batch)
     if lessons:
         stage("distill")
-        distill(prepared, graph, lessons, _divergence_of_logits)
+        distill(prepared, graph, lessons, _divergence_of_logits, **(training or {}))
     stage("convert")
     return convert_pt2e(prepared)
 

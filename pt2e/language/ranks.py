@@ -46,6 +46,14 @@ def join(ranks: int) -> None:
         atexit.register(_leave)
 
 
+def join_all() -> dist.ProcessGroup | None:
+    """Join all processes that `torchrun` started, and return their group; None without `torchrun`."""
+    if not dist.is_torchelastic_launched():
+        return None
+    join(int(os.environ["WORLD_SIZE"]))
+    return dist.group.WORLD
+
+
 def _leave() -> None:
     """Leave the process group. First drop the CUDA graphs: NCCL would wait for their collectives."""
     torch.compiler.reset()

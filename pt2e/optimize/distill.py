@@ -131,7 +131,9 @@ def distill(
         raise MXError(f"unknown loss {loss!r}: {nearest(str(loss), list(LOSSES))}; or give a function")
     devices = {parameter.device for parameter in prepared.parameters() if parameter.is_cuda}
     rank = 0 if group is None else group.rank()
-    saved = checkpoint and Checkpoint(checkpoint, {**schedule.settings(), "batches": len(batches)}, group)
+    saved = None
+    if checkpoint is not None:
+        saved = Checkpoint(checkpoint, {**schedule.settings(), "batches": len(batches)}, group)
     with _copied_tensors(models), torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed + rank)  # each rank draws its own dropout
         trained, names = models, tensors_by_name(models)

@@ -20,7 +20,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, remove_unused
-from pt2mx.pt2e.optimize.segments import module_blocks
+from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks
 
 #: what `checkpoint_wrapper` puts into the names of parameters
 _WRAPPER = "_checkpoint_wrapped_module."
@@ -79,7 +79,7 @@ def _outline(model: GraphModule) -> tuple[GraphModule, list[str]]:
     source = copy_sharing_tensors(model)
     _move_to_readers(source.graph)
     written = written_nodes(source.graph)
-    outlined = {}
+    outlined: dict[Node, ModuleBlock] = {}
     for block in module_blocks(source):
         if block.name and written.isdisjoint((*block.nodes, *block.inputs)):
             outlined.update(dict.fromkeys(block.nodes, block))
@@ -89,12 +89,11 @@ def _outline(model: GraphModule) -> tuple[GraphModule, list[str]]:
     attributes: dict[str, object] = {}
     layers: list[str] = []
     for node in source.graph.nodes:
-        block = outlined.get(node)
-        if block is None:
+        if node not in outlined:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.op in ("get_attr", "call_module"):
                 attributes[node.target] = attribute_of(source, node)
-        elif node is block.nodes[-1]:
+        elif node is (block := outlined[node]).nodes[-1]:
             layers.append(f"layer_{len(layers)}")
             attributes[layers[-1]], _ = block.copy(source)
             call = graph.call_module(layers[-1], tuple(copies[value] for value in block.inputs))

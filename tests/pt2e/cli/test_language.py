@@ -2,8 +2,11 @@
 
 import functools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -170,6 +173,10 @@ def test_perplexity_of_a_checkpoint_in_a_narrower_dtype(place, run):
         ((*QUANTIZE, "hf:llama", "--output", "o", "--compile"), "--compile is for a program"),
         ((*QUANTIZE, "hf:llama", "--output", "o", "--distill", "none.txt"), "no file or folder 'none.txt'"),
         (
+            (*QUANTIZE, "hf:llama", "--output", "o", "--distill-lr", "1e-3"),
+            "--distill-lr says how --distill trains: give",
+        ),
+        (
             (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--tensor-parallel", "2"),
             "--distill trains a whole model",
         ),
@@ -192,6 +199,26 @@ def test_distill(run, place):
     )
     assert trained.keys() == nearest.keys()
     assert not all(torch.equal(tensor, nearest[name]) for name, tensor in trained.items())
+    options = f"--distill-epochs 2 --distill-lr 1e-3 --distill-recompute --distill-checkpoint {place}/state".split()
+    for output in ("longer", "again"):  # the second goes on from the end of the first
+        assert run(*arguments, "--distill", "long.txt", *options, "--output", output)[0] == 0
+    longer, again = (LanguageModel.from_pretrained(place / name).program.state_dict for name in ("longer", "again"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in longer.items())
+    assert not all(torch.equal(tensor, trained[name]) for name, tensor in longer.items())
+
+
+@pytest.mark.slow
+def test_two_ranks_distil(place):
+    (place / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    command = "quantize --recipe mxfp4_weight_only --model hf:llama --distill long.txt --distill-lr 1e-3 --output"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pt2mx"]
+    here = os.environ | {"TMPDIR": str(place)}  # torchrun leaves a folder
+    subprocess.run([*torchrun, *command.split(), "ranks"], cwd=place, env=here, check=True, timeout=600)
+    alone = [sys.executable, "-m", "pt2mx", *command.split(), "alone", "--distill-accumulate", "2"]
+    subprocess.run(alone, cwd=place, check=True, timeout=600)
+    first, second = (LanguageModel.from_pretrained(place / name) for name in ("ranks", "alone"))
+    ids = torch.arange(16)[None]
+    torch.testing.assert_close(first(ids).logits, second(ids).logits, rtol=0, atol=0.05)
 
 
 @pytest.mark.compiled
