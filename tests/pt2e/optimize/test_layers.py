@@ -134,6 +134,7 @@ def train_on_rank(rank, folder, options):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.compiled
 def test_two_ranks_take_the_steps_of_one_with_twice_as_many_batches(tmp_path):
     run_ranks(train_on_rank, str(tmp_path), [{"lr": 1e-3, "recompute": True}])
     exported, prepared, batches = decoder()

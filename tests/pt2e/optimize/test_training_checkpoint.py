@@ -96,6 +96,7 @@ def train_on_rank(rank, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.compiled
 def test_ranks_go_on_together_and_one_process_goes_on_alone(tmp_path):
     run_ranks(train_on_rank, str(tmp_path))
     (whole, resumed), second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
