@@ -23,7 +23,7 @@ def _left(x: Tensor, bits: int) -> Tensor:
 
 
 def _left_each(x: Tensor, bits: Tensor) -> Tensor:
-    return x * aten.pow.Scalar(2, bits)
+    return x * _power(bits)
 
 
 def _right(x: Tensor, bits: int) -> Tensor:
@@ -31,7 +31,12 @@ def _right(x: Tensor, bits: int) -> Tensor:
 
 
 def _right_each(x: Tensor, bits: Tensor) -> Tensor:
-    return torch.div(x, aten.pow.Scalar(2, bits), rounding_mode="floor")
+    return torch.div(x, _power(bits), rounding_mode="floor")
+
+
+def _power(bits: Tensor) -> Tensor:
+    """2**bits by a power of floats, which is all that IREE (3.13) has; rounded, its accuracy does not matter."""
+    return torch.pow(2.0, bits.to(torch.float32)).round().to(bits.dtype)
 
 
 SHIFTS: dict[Any, Callable[..., Tensor]] = {

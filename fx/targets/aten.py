@@ -190,8 +190,8 @@ def _is_scaled(x: FakeQuantize, weight: Dequantize) -> bool:
     form = FORMS.get((x.spec.element.name, weight.spec.element.name))
     if form is None or (recipe.block_size < 32 and form.x != _PAIRS_OF_FP4):
         return False
-    k, rows = shape[-1], codes[0]
-    if not isinstance(k, int) or k % 32 or not isinstance(rows, int) or rows % 16:
+    sizes = (shape[-1], 32), (codes[0], 16)
+    if not all(isinstance(size, int) and size > 0 and size % step == 0 for size, step in sizes):
         return False
     blocks = {(s.scale_format, s.block_size, s.block_rows) for s in (x.spec, weight.spec)}
     if blocks != {(x.spec.scale_format, recipe.block_size, 1)} or x.spec.axis not in (-1, len(shape) - 1):

@@ -13,6 +13,9 @@ from torch.fx import GraphModule
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.formats import FORMATS
+from pt2mx.fx.graph.higher_order_ops import graph_modules
+from pt2mx.fx.graph.node import is_ours
+from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.targets.circle import to_circle
@@ -66,7 +69,7 @@ TARGETS: dict[str, Target] = {
         whole_blocks=False,
     ),
     # ExecuTorch's `to_mxfp`, for its Arm backend
-    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), ("rceil", "even"), ("even",), any_axis=True),
+    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), roundings=("even",), any_axis=True),
 }
 
 
@@ -81,7 +84,8 @@ def translate(model: GraphModule, target: str) -> GraphModule:
         A graph module whose other operators are the model's.
 
     Raises:
-        MXError: for an unknown target, a model without quantized tensors, and a tensor that the compiler does not have.
+        MXError: for an unknown target, a model without quantized tensors, one with such in a subgraph (cond, no_grad), and
+            a tensor that the compiler does not have.
 
     Example:
         >>> import torch, pt2mx
@@ -99,6 +103,12 @@ def translate(model: GraphModule, target: str) -> GraphModule:
         raise MXError(f"expected a converted graph module, not {type(model).__name__}: pass what convert_pt2e returned")
     row = TARGETS[target]
     model = fold_all_weights(copy_sharing_tensors(model))
+    for graph in graph_modules(model)[:-1]:
+        for node in filter(is_ours, graph.graph.nodes):
+            raise MXError(
+                f"{node.target} of {module_name(node) or node.name!r} is in a subgraph (cond, no_grad), and translate "
+                "writes none: leave the module in float, or call it outside of the subgraph"
+            )
     pairs = pairs_of(model)
     if not pairs:
         raise MXError("the model has no quantized tensors: pass what convert_pt2e returned")

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx
-from pt2mx.fx.graph.node import args_of, dtype_of, make_positional, node_arg, register_buffer, tensor_of
+from pt2mx.fx.graph.node import args_of, dtype_of, make_positional, name_of, node_arg, register_buffer, tensor_of
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.graph.tensors import erase_unused, remove_unused
 from pt2mx.fx.targets.aten import CODE_DTYPES
@@ -61,19 +61,23 @@ def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, 
                 "this one, or leave the module in float"
             )
     by_node = {pair.node: pair for pair in pairs}
+    weights: dict[tuple[str, ...], list[Node]] = {}
     for node in [node for node in model.graph.nodes if node.target in _OPERATORS]:
         operator = _OPERATORS[node.target]
         make_positional(node, operator.arguments)
-        input, weight, *others = args_of(node)
+        input, weight, bias, *others = args_of(node)
         x, w = by_node.get(input), by_node.get(weight)
-        if x is None or w is None or not operator.takes(x, w) or others[4:] not in ([], [1]):
+        if x is None or w is None or not operator.takes(x, w) or others[3:] not in ([], [1]):
             continue
         overload = operator_of(f"tosa_mxfp::{operator.name}", operator.schema, _HOME, operator.function)
+        stored = tuple(name_of(node_arg(weight, i)) for i in range(2))
         with model.graph.inserting_before(node):
-            args = (quantized_input(x), *_weight(model, w), *others, w.spec.block_size, names[w.spec.element.name])
-            new = model.graph.call_function(overload, args)
-            if (dtype := dtype_of(node)) != torch.float32:
-                new = model.graph.call_function(aten.to.dtype, (new, dtype))
+            if stored not in weights:
+                weights[stored] = _weight(model, w)
+            bias = bias and _cast(bias, dtype_of(node), torch.float32)
+            args = (quantized_input(x), *weights[stored], bias, *others)
+            new = model.graph.call_function(overload, (*args, w.spec.block_size, names[w.spec.element.name]))
+            new = _cast(new, torch.float32, dtype_of(node))
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         erase_unused(node)
@@ -81,10 +85,15 @@ def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, 
         for user in pair.node.users:
             raise MXError(
                 f"{pair.name} is in {pair.spec}, and {user.target} of {module_name(user) or user.name!r} reads it: "
-                "tosa_mxfp has linear layers, and 2d convolutions without groups, whose input and weight have blocks "
-                "of one element along the input channels; leave the others in float"
+                "tosa_mxfp has linear layers, and 2d convolutions of batches without groups, whose input and weight "
+                "have one format, in blocks along the input channels; leave the others in float"
             )
     return remove_unused(model)
+
+
+def _cast(node: Node, given: torch.dtype | None, dtype: torch.dtype | None) -> Node:
+    """Return a node of one dtype as a node of another."""
+    return node if given == dtype else node.graph.call_function(aten.to.dtype, (node, dtype))
 
 
 def _weight(model: GraphModule, pair: Pair) -> list[Node]:
@@ -125,7 +134,7 @@ def _linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, block_
 def _conv2d(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
     *geometry, block_size, name = others
     x, weight = _operands(x, qdata, scale, 1, block_size, name)
-    return functional.conv2d(x, weight.permute(0, 3, 1, 2), bias, *geometry)
+    return functional.conv2d(x, weight.permute(0, 3, 1, 2).contiguous(), bias, *geometry)
 
 
 @dataclass(frozen=True)

@@ -127,29 +127,21 @@ def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
     return aten.index.Tensor(x, [i.long() if i is not None and i.dtype == torch.int32 else i for i in indices])
 
 
-def _power(base: float, exponent: Tensor) -> Tensor:
-    """The powers of two of shifts, which are small: rounded, they do not depend on the accuracy of a float power."""
-    if exponent.is_floating_point() or base != 2:
-        return NotImplemented
-    return torch.pow(2.0, exponent.to(torch.float32)).round().to(exponent.dtype)
-
-
 def _with_tensor(bitwise: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, number: bitwise(x, torch.full((), number, dtype=x.dtype, device=x.device))
+    return lambda x, n: bitwise(x, torch.full((), n, dtype=torch.result_type(x, n), device=x.device))
 
 
 def _squeeze(x: Tensor, dims: list[int]) -> Tensor:
-    if not all(isinstance(x.shape[dim], int) for dim in dims):
+    if not x.dim() or not all(isinstance(x.shape[dim], int) for dim in dims):
         return NotImplemented
     for dim in sorted((dim % x.dim() for dim in dims if x.shape[dim] == 1), reverse=True):
         x = x.select(dim, 0)
     return x
 
 
-#: calls that torch-mlir refuses (IREE 3.13), of integers and of several dimensions -> those that it takes
+#: calls that torch-mlir refuses (IREE 3.13) -> those that it takes, also in the model
 _FOR_TORCH_MLIR: dict[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
-    aten.pow.Scalar: _power,
     aten.bitwise_or.Scalar: _with_tensor(torch.bitwise_or),
     aten.bitwise_xor.Scalar: _with_tensor(torch.bitwise_xor),
     aten.squeeze.dims: _squeeze,

@@ -41,7 +41,7 @@ def to_tensorrt(model: Any) -> Any:
 
     Raises:
         MXError: for a tensor of another format, number of dimensions or axis, or of a size that is dynamic or no
-            multiple of 32; the error names the node.
+            multiple of 32, and for a weight in a branch or a loop; the error names the node.
     """
     import_domain(model, DOMAIN, VERSION)
     model = raise_opset(model, OPSET)
@@ -53,6 +53,11 @@ def to_tensorrt(model: Any) -> Any:
         dequantize_weights(graph, used)
         _rename_dequantizations(graph)
         _quantize_activations(graph, types, used)
+    for node, _ in DequantizeMX.nodes_in(model):
+        raise MXError(
+            f"{node.name}: for TensorRT weights of a branch or a loop stay in float: leave the module in float, or take "
+            "another target"
+        )
     import_domain(model, TENSORRT, 1)
     return model
 

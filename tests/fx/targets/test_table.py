@@ -10,6 +10,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.targets.table import TARGETS, translate
 from tests.documents import ROOT
 from tests.flow import convert
+from tests.subgraph_models import Cond, X
 
 #: target -> formats of weights and activations that it has
 CONFIGS = {
@@ -134,6 +135,12 @@ def test_refuses_other_axes_ragged_blocks_and_other_models():
         translate(torch.export.export(nn.Linear(40, 8).eval(), (torch.randn(2, 40),)).module(), "circle")
     with pytest.raises(MXError, match="expected a converted graph module, not Linear"):
         translate(nn.Linear(40, 8), "circle")
+
+
+def test_refuses_quantized_tensors_in_subgraphs():
+    model = converted("mxfp8", None, Cond().eval(), (X,))
+    with pytest.raises(MXError, match="of 'inner' is in a subgraph .*: leave the module in float"):
+        translate(model, "torchao")
 
 
 def test_the_page_has_a_row_for_each_target():

@@ -50,10 +50,41 @@ def test_gives_the_bits_of_the_converted_model(text):
         assert torch.equal(torch.export.export(translated, (X,)).module()(X), model(X))
 
 
+class Shared(nn.Module):
+    """A convolution whose result is viewed, and two layers of one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv2d(32, 8, 3), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.down.weight = self.up.weight
+
+    def forward(self, x):  # (B, 32, 4, 4) -> (B, 32)
+        return self.down(torch.relu(self.up(self.conv(x).view(-1, 32))))
+
+
+def test_a_shared_weight_is_stored_once_and_convolutions_keep_their_layout():
+    x = torch.randn(2, 32, 4, 4)
+    model = quantized("mxfp8(rceil)", Shared(), x)
+    translated = translate(model, "tosa_mxfp")
+    assert len([name for name in translated.state_dict() if name.endswith("_qdata")]) == 2
+    with torch.no_grad():
+        assert torch.equal(translated(x), model(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    """The operators compute in float32, as ExecuTorch's do."""
+    x = torch.randn(2, 32, 4, 4, dtype=dtype)
+    model = quantized("mxfp8(rceil)", Shared().to(dtype), x)
+    with torch.no_grad():
+        y, expected = translate(model, "tosa_mxfp")(x), model(x)
+    assert y.dtype == dtype and sqnr(y, expected) > 30
+
+
 @pytest.mark.parametrize(
     ("model", "x", "text", "message"),
     [
-        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp8", "quantizes by scale_mode rceil or even"),
+        (nn.Linear(64, 8), torch.randn(2, 64), "mxfp8", "TOSA quantizes fp8_e4m3 by scale_mode rceil"),
         (nn.Linear(64, 8), torch.randn(2, 64), "mxfp4(rceil)", "TOSA quantizes fp4_e2m1 by scale_mode even"),
         (nn.Linear(64, 8), torch.randn(2, 64), "mxint8", "has weights of fp4_e2m1, .*fp8_e5m2 with E8M0 scales"),
         (nn.Linear(40, 8), torch.randn(2, 40), "mxfp8(rceil)", "40 is no multiple of 32"),

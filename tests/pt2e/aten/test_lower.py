@@ -303,6 +303,7 @@ def reloaded_if_saved(program, text):
         ("mxfp6", "mxfp6", (64, 16)),
         ("mxfp8", "mxfp8", (70, 16)),
         ("mxfp8", "mxfp8", (64, 9)),
+        ("mxfp8", "mxfp8", (0, 16)),
         ("mxfp8_e5m2", "mxfp8_e5m2", (64, 16)),
     ],
 )
@@ -339,6 +340,26 @@ def test_refusals():
     ):
         with pytest.raises(MXError, match=message):
             lower_to_aten(given, **options)
+
+
+class Integers(nn.Module):
+    """Calls that compilers lack and lowering rewrites, beside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 16)
+
+    def forward(self, x, i):  # i: (8,) int64
+        powers = 2.0**i, 2 ** (i > 0), 2 ** (i.abs() * 20)
+        bits = (i > 0) | 1, (i > 0) ^ True, i.to(torch.uint8) | 0x80
+        return *powers, *bits, i << 3, i >> i.abs(), i[i.abs().int()], i.sum().squeeze((0,)), self.linear(x)
+
+
+def test_integers_of_the_model_keep_their_values():
+    x, i = torch.randn(2, 64), torch.arange(-3, 5)
+    program = program_of(Integers(), (x, i), "mxfp8")
+    for y, expected in zip(run(lower_to_aten(program), x, i), run(program, x, i), strict=True):
+        assert y.dtype == expected.dtype and torch.equal(y, expected)
 
 
 class Experts(nn.Module):
