@@ -84,8 +84,8 @@ def translate(model: GraphModule, target: str) -> GraphModule:
         A graph module whose other operators are the model's.
 
     Raises:
-        MXError: for an unknown target, a model without quantized tensors, one with such in a subgraph (cond, no_grad), and
-            a tensor that the compiler does not have.
+        MXError: for an unknown target, a model without quantized tensors, one with some in a subgraph, and a tensor
+            that the compiler does not have.
 
     Example:
         >>> import torch, pt2mx

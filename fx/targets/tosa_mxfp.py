@@ -43,6 +43,8 @@ NAMES = {
     "fp4_e2m1": "f4e2m1",
 }
 _ELEMENTS = {text: name for name, text in NAMES.items()}
+#: dtypes of results, which ExecuTorch casts from float32
+_RESULTS = (torch.float32, torch.bfloat16)
 #: element -> the scale mode by which TOSA quantizes
 SCALE_MODES = {name: "rceil" if name in CODE_DTYPES else "even" for name in NAMES}
 
@@ -51,7 +53,8 @@ def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, 
     """Replace linear layers and convolutions of two quantized tensors by `tosa_mxfp`'s operators.
 
     Raises:
-        MXError: for an activation of another scale mode, and a quantized tensor that no such operator reads.
+        MXError: for an activation of another scale mode, a layer in float16, and a quantized tensor that none of these
+            operators reads.
     """
     for pair in pairs:
         mode = SCALE_MODES[pair.spec.element.name]
@@ -69,15 +72,20 @@ def to_tosa_mxfp(model: GraphModule, pairs: Sequence[Pair], names: Mapping[str, 
         x, w = by_node.get(input), by_node.get(weight)
         if x is None or w is None or not operator.takes(x, w) or others[3:] not in ([], [1]):
             continue
+        if (dtype := dtype_of(node)) not in _RESULTS:
+            raise MXError(
+                f"{module_name(node) or node.name!r} computes in {dtype}, and tosa_mxfp in float32 and bfloat16: "
+                "convert the model before its export, or leave the module in float"
+            )
         overload = operator_of(f"tosa_mxfp::{operator.name}", operator.schema, _HOME, operator.function)
         stored = tuple(name_of(node_arg(weight, i)) for i in range(2))
         with model.graph.inserting_before(node):
             if stored not in weights:
                 weights[stored] = _weight(model, w)
-            bias = bias and _cast(bias, dtype_of(node), torch.float32)
+            bias = bias and _cast(bias, dtype, torch.float32)
             args = (quantized_input(x), *weights[stored], bias, *others)
             new = model.graph.call_function(overload, (*args, w.spec.block_size, names[w.spec.element.name]))
-            new = _cast(new, torch.float32, dtype_of(node))
+            new = _cast(new, torch.float32, dtype)
         new.meta.update(node.meta)
         node.replace_all_uses_with(new)
         erase_unused(node)

@@ -48,8 +48,8 @@ def load(path: str | os.PathLike[str], runtime: str | None = None) -> Runnable:
         except Exception as error:  # each has errors of its own for operators that it lacks
             reasons.append(f"{name} does not take it: {_reason(error)}")
     raise MXError(
-        f"{os.fspath(path)!r} does not run here: {'; '.join(reasons)}. onnxruntime runs the target 'pt2mx' of "
-        "`pt2mx export-onnx`, OpenVINO the target 'openvino'"
+        f"{os.fspath(path)!r} does not run here: {'; '.join(reasons)}. onnxruntime runs the targets 'pt2mx' and "
+        "'native' of `pt2mx export-onnx`, OpenVINO the target 'openvino'"
     )
 
 

@@ -41,23 +41,23 @@ def to_tensorrt(model: Any) -> Any:
 
     Raises:
         MXError: for a tensor of another format, number of dimensions or axis, or of a size that is dynamic or no
-            multiple of 32, and for a weight in a branch or a loop; the error names the node.
+            multiple of 32, and for one in a branch or a loop; the error names the node.
     """
+    _, *branches = graphs_in(model.graph)
+    for node in (node for branch in branches for node in branch.node if node.domain == DOMAIN):
+        raise MXError(
+            f"{node.name} is in a branch or a loop, and for TensorRT only the main graph is quantized: leave the "
+            "module in float, or take another target"
+        )
     import_domain(model, DOMAIN, VERSION)
     model = raise_opset(model, OPSET)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None) | known_types(model)
     for node, said in (*DequantizeMX.nodes_in(model), *FakeQuantizeMX.nodes_in(model)):
         _check(node, said, types.get(node.input[0], TensorType()))
     used = used_names(model.graph)
-    for graph in graphs_in(model.graph):
-        dequantize_weights(graph, used)
-        _rename_dequantizations(graph)
-        _quantize_activations(graph, types, used)
-    for node, _ in DequantizeMX.nodes_in(model):
-        raise MXError(
-            f"{node.name}: for TensorRT weights of a branch or a loop stay in float: leave the module in float, or take "
-            "another target"
-        )
+    dequantize_weights(model.graph, used)
+    _rename_dequantizations(model.graph)
+    _quantize_activations(model.graph, types, used)
     import_domain(model, TENSORRT, 1)
     return model
 

@@ -74,7 +74,7 @@ def quantize_onnx(
             for "conv1.weight"). The type of a module is an ONNX operator ("Conv") or a recorded class.
         calibration: batches by the names of inputs, to compare the outputs of both files. Quantization needs none: a
             scale depends on its block alone.
-        target: "pt2mx", "native", "quark", "standard" or "openvino", as `pt2mx.export_onnx` takes it.
+        target: "pt2mx", "native", "quark", "standard", "openvino" or "tensorrt", as `pt2mx.export_onnx` takes it.
         allow_nan: quantize weights that hold a NaN or an Inf, which become NaN in blocks.
 
     Returns:

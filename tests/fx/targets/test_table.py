@@ -139,7 +139,7 @@ def test_refuses_other_axes_ragged_blocks_and_other_models():
 
 def test_refuses_quantized_tensors_in_subgraphs():
     model = converted("mxfp8", None, Cond().eval(), (X,))
-    with pytest.raises(MXError, match="of 'inner' is in a subgraph .*: leave the module in float"):
+    with pytest.raises(MXError, match=r"of 'inner' is in a subgraph .*: leave the module in float"):
         translate(model, "torchao")
 
 

@@ -303,7 +303,6 @@ def reloaded_if_saved(program, text):
         ("mxfp6", "mxfp6", (64, 16)),
         ("mxfp8", "mxfp8", (70, 16)),
         ("mxfp8", "mxfp8", (64, 9)),
-        ("mxfp8", "mxfp8", (0, 16)),
         ("mxfp8_e5m2", "mxfp8_e5m2", (64, 16)),
     ],
 )

@@ -12,6 +12,7 @@ from torch import nn
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.pt2e.onnx.export import export_onnx
 from tests.flow import convert
+from tests.subgraph_models import Cond
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 QUANTIZE = ("TRT_MXFP8DynamicQuantize", {"axis": -1, "block_size": 32, "output_dtype": TensorProto.FLOAT8E4M3FN})
@@ -69,6 +70,7 @@ def test_nodes_and_types(tmp_path):
         (nn.Linear(64, 32), (8, 64), quantizer_of(activation="mxfp8"), r"no node for mxfp8_e4m3\{32\}: it takes mxfp8"),
         (nn.Linear(80, 32), (8, 80), quantizer_of(), "80 values"),
         (nn.Conv2d(32, 8, 1), (1, 32, 4, 4), quantizer_of(), "of 4 dimensions"),
+        (Cond(), (3, 64), quantizer_of(), "is in a branch or a loop, and for TensorRT"),
     ],
 )
 def test_what_tensorrt_lacks_is_named(model, shape, quantizer, message, tmp_path):
