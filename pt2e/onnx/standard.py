@@ -22,7 +22,6 @@ from pt2mx.pt2e.onnx.block_scales import tensor_scale
 from pt2mx.pt2e.onnx.files import (
     TensorType,
     fresh_name,
-    import_domain,
     opset_of,
     producers_of,
     raise_opset,
@@ -34,7 +33,7 @@ from pt2mx.pt2e.onnx.files import (
 from pt2mx.pt2e.onnx.function import Blocks, Function, onnx
 from pt2mx.pt2e.onnx.function_bodies import add_bodies, float_scales, in_powers_of_two, scales_name
 from pt2mx.pt2e.onnx.native import NATIVE, NATIVE_OPSET, NativeConstants, is_native
-from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
+from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.spec import MXSpec
 
 _TYPE = onnx.TensorProto
@@ -47,7 +46,6 @@ def to_standard(model: Any) -> Any:
 
     The others get functions. A model of a lower opset is converted to 24.
     """
-    import_domain(model, DOMAIN, VERSION)
     model = raise_opset(model, NATIVE_OPSET)
     used = used_names(model.graph)
     for graph in graphs_in(model.graph):

@@ -24,7 +24,7 @@ from pt2mx.pt2e.onnx.files import (
     used_names,
 )
 from pt2mx.pt2e.onnx.function import onnx
-from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
+from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX, MXNode, graphs_in
 from pt2mx.pt2e.onnx.standard import dequantize_weights
 from pt2mx.spec import MXSpec
 
@@ -49,7 +49,6 @@ def to_tensorrt(model: Any) -> Any:
             f"{node.name} is in a branch or a loop, and for TensorRT only the main graph is quantized: leave the "
             "module in float, or take another target"
         )
-    import_domain(model, DOMAIN, VERSION)
     model = raise_opset(model, OPSET)
     types = tensor_types(model, lambda node: FakeQuantizeMX.of(node) is not None) | known_types(model)
     for node, said in (*DequantizeMX.nodes_in(model), *FakeQuantizeMX.nodes_in(model)):

@@ -10,8 +10,16 @@ from onnx import NodeProto, TensorProto, helper
 
 from pt2mx.errors import MXError
 from pt2mx.functional import quantize_mx, tensor_scale_mx
-from pt2mx.pt2e.onnx.files import as_torch, fresh_name, from_torch, remove_unused, replace_nodes, used_names
-from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
+from pt2mx.pt2e.onnx.files import (
+    as_torch,
+    fresh_name,
+    from_torch,
+    import_domain,
+    remove_unused,
+    replace_nodes,
+    used_names,
+)
+from pt2mx.pt2e.onnx.nodes import DOMAIN, VERSION, DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph, Source
 from pt2mx.pt2e.onnx.quantize.plan import NodePlan, QuantizedOperand
 from pt2mx.spec import MXSpec
@@ -32,6 +40,7 @@ class Rewriter:
 
     def apply(self, plans: list[NodePlan]) -> None:
         """Rewrite the model as planned."""
+        import_domain(self._graph.model, DOMAIN, VERSION)
         by_name = {plan.node.name: plan for plan in plans if plan}
         for node in self._graph.graph.node:
             plan = by_name.get(node.name)

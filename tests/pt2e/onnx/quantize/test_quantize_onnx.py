@@ -6,6 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig
+from pt2mx.pt2e.onnx.export import DIALECTS
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import (
@@ -86,6 +87,19 @@ def test_recurrent_layers_and_embeddings(tmp_path):
     assert report.bytes_before == sum(len(t.raw_data) for t in floats.graph.initializer)
     assert report.bytes_after == sum(len(t.raw_data) for t in model.graph.initializer)
     assert [sum(o.bytes_before for o in each.operands) for each in report.operators] == [11200, 38400, 38400, 0]
+
+
+@pytest.mark.parametrize("target", DIALECTS)
+def test_every_target(target, tmp_path):
+    """Of opset 18, which some targets raise."""
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], "linear")]
+    floats = model_of(nodes, {"x": (TensorProto.FLOAT, [2, 64])}, {"y": 2}, {"w": weight(64, 32)})
+    spec = "mxfp8(rceil)" if target == "tensorrt" else "mxfp8"
+    _, model = quantized(floats, tmp_path, MXQuantizationConfig(weight=spec, activation=spec), target=target)
+    onnx.checker.check_model(model, full_check=True)
+    x = np.random.randn(2, 64).astype(np.float32)
+    if target not in ("standard", "tensorrt"):  # onnxruntime lacks their operators
+        torch.testing.assert_close(run(model, x)[0], run(floats, x)[0], rtol=0.1, atol=0.1)
 
 
 def test_nvfp4(tmp_path):
