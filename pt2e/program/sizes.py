@@ -237,7 +237,7 @@ def dynamic_shapes(program: ExportedProgram, module: GraphModule) -> tuple:
         value = node.meta["val"]
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise MXError(
-                f"the input {node.name!r} is a dynamic number, which AOTInductor does not take: export the program "
+                f"the input {node.name!r} is a dynamic number, which pt2mx cannot export again: export the program "
                 "with a fixed one, or let it be the size of a tensor"
             )
         shapes.append({} if isinstance(value, Tensor) else None)
