@@ -10,6 +10,7 @@ training step. It divides the layer's output by the same factor before the batch
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ class NormalizedLayer(TrainEvalModule):
     """
 
     operator: OpOverload
+    #: (arguments, operands before they were quantized) -> the layer's outputs with quantized gradients, if it has such
+    gradients: Callable[[tuple[Any, ...], Sequence[Tensor]], Tensor] | None = None
 
     def __init__(
         self,
@@ -102,10 +105,11 @@ class NormalizedLayer(TrainEvalModule):
         beta: Tensor | None,
         mean: Tensor,
         variance: Tensor,
+        sources: Sequence[Tensor] = (),
     ) -> Tensor:
         shape = [1, -1, *[1] * (self.rank - 2)]
         scale = ones_for_zeros(scale_of(gamma, self.step(variance), self.eps))
-        y = self.operator(x, weight, None, *self.layer_args) / scale.reshape(shape)
+        y = self._layer((x, weight, None, *self.layer_args), sources) / scale.reshape(shape)
         y = y if bias is None else y + bias.reshape(shape)
         self.step.ends_with_gradient_of(y)
         if in_backward_pass():
@@ -121,12 +125,16 @@ class NormalizedLayer(TrainEvalModule):
         beta: Tensor | None,
         mean: Tensor,
         variance: Tensor,
+        sources: Sequence[Tensor] = (),
     ) -> Tensor:
         scale = scale_of(gamma, variance, self.eps)
         shift = aten.neg.default(mean) if bias is None else aten.sub.Tensor(bias, mean)
         shift = aten.mul.Tensor(shift, scale)
         shift = shift if beta is None else aten.add.Tensor(shift, beta)
-        return self.operator(x, weight, shift, *self.layer_args)
+        return self._layer((x, weight, shift, *self.layer_args), sources)
+
+    def _layer(self, args: tuple[Any, ...], sources: Sequence[Tensor]) -> Tensor:
+        return self.operator(*args) if self.gradients is None else self.gradients(args, sources)
 
 
 def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:

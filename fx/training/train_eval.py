@@ -60,8 +60,8 @@ class TrainEvalModule(nn.Module, ABC):
 
     # subclasses have their own parameters, which graphs pass by position
 
-    def forward(self, *args: Any) -> Tensor:
-        return self.in_training(*args) if self.training else self.in_evaluation(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.in_training(*args, **kwargs) if self.training else self.in_evaluation(*args, **kwargs)
 
     @abstractmethod
     def in_training(self, *args: Any, **kwargs: Any) -> Tensor:

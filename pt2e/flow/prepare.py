@@ -17,6 +17,7 @@ from pt2mx.fx.graph.node import Dequantize, attribute_of, name_of, parameter_of
 from pt2mx.fx.graph.qdq import ROUNDED_KEY, holds_observers, is_portable
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, tensors_in_written_memory
 from pt2mx.fx.training.fuse_batch_norm import fuse_batch_norms
+from pt2mx.fx.training.gradients import insert_quantized_gradients
 from pt2mx.fx.training.train_eval import (
     TrainEvalModule,
     mark_followers,
@@ -24,6 +25,7 @@ from pt2mx.fx.training.train_eval import (
     to_train_eval_modules,
 )
 from pt2mx.pt2e.flow.anchors import set_anchors
+from pt2mx.pt2e.flow.gradients import plan_gradients
 from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.flow.shared_scales import share_tensor_scales
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, float_size
@@ -152,6 +154,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
         torchao_pt2e.forget_models()
     graphs = graph_modules(model)
     training = to_train_eval_modules(model)
+    by_mode = any(isinstance(module, TrainEvalModule) for module in model.modules())
     if training and not for_training:
         warnings.warn(
             f"the exported model runs {listed(training)} in training mode, the prepared and the converted one in "
@@ -170,15 +173,21 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
         _warn_of_codes(graphs)
         _warn_of_constants(model)
         _observers_to_fake_quantize(model)
+        if names := plan_gradients(graphs):
+            warnings.warn(
+                f"{listed(names)} compute their gradients in high precision: gradient= is of linear layers, matmuls of "
+                "two matrices, convolutions, and attention without dropout",
+                stacklevel=3,
+            )
         for graph in graphs:
             fuse_batch_norms(graph, torchao_pt2e.FakeQuantizeBase)
     for graph in graphs:
         share_tensor_scales(graph)
+        insert_quantized_gradients(graph, torchao_pt2e.FakeQuantizeBase)
     prepared = generate_code(PreparedModule(model, model.graph))
     prepared.meta.update({**model.meta, **meta})
     if not for_training:
         prepared.meta[INITIAL_KEY] = {name: _kept(t) for name, t in tensors_in_written_memory(model).items()}
-    by_mode = any(isinstance(module, TrainEvalModule) for module in model.modules())
     return prepared.train(for_training and (bool(training) or not by_mode))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.ops.checks import check_ste
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver
@@ -17,9 +17,14 @@ from pt2mx.spec import MXSpec, parse
 
 #: the fields of a config that are specs, and the roles of operands in `pt2mx.pt2e.quantizer.operators`
 ROLES = ("activation", "weight", "output", "bias")
+#: all fields of a config that are specs
+SPECS = (*ROLES, "gradient")
 
 #: the choices for the blocks of an attention's values, the field `value_blocks` of a config
 VALUE_BLOCKS = ("head_dim", "key_length")
+
+#: most values that are rotated together
+LARGEST_ROTATION = 1024
 
 #: the constructor of calibration modules, or (role, constructor) pairs
 Observer = Callable | tuple[tuple[str, Callable], ...] | None
@@ -55,9 +60,15 @@ class MXQuantizationConfig:
             maxima; conversion stores it as a buffer. "dynamic" is the scale of each tensor that comes in. The scale of
             a weight follows from its values, and is computed once. compressed-tensors writes "static" as `dynamic:
             local`.
+        gradient: in training (`prepare_qat_pt2e`), the gradient that flows back into a quantized operator. Each product
+            of the backward pass quantizes it along the dimension that the product reduces, and so the other operand, in
+            its own format. The rounding may be stochastic: "mxfp8_e5m2(stochastic)".
+        gradient_hadamard: values of both factors of such a product that a Hadamard matrix rotates together before they
+            are quantized, a power of two; 1 for none.
 
     Raises:
-        MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer.
+        MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer; for a gradient
+            without quantized operands.
 
     Example:
         >>> import pt2mx
@@ -76,6 +87,8 @@ class MXQuantizationConfig:
     observer: Observer = None
     value_blocks: str = "head_dim"
     tensor_scale: str = "static"
+    gradient: MXSpec | None = None
+    gradient_hadamard: int = 1
 
     if TYPE_CHECKING:  # `__post_init__` converts the arguments to the types of the fields
 
@@ -91,11 +104,13 @@ class MXQuantizationConfig:
             observer: object = None,
             value_blocks: str = "head_dim",
             tensor_scale: str = "static",
+            gradient: object = None,
+            gradient_hadamard: int = 1,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for role in ROLES:
-            object.__setattr__(self, role, checked_spec(role, getattr(self, role)))
+        for name in SPECS:
+            object.__setattr__(self, name, checked_spec(name, getattr(self, name)))
         object.__setattr__(self, "operands", _checked_operands(self.operands))
         check_ste(self.ste)
         if not isinstance(self.is_qat, bool):
@@ -104,6 +119,18 @@ class MXQuantizationConfig:
             raise MXError(f"unknown value_blocks {self.value_blocks!r}: {nearest(self.value_blocks, VALUE_BLOCKS)}")
         check_tensor_scale(self.tensor_scale)
         object.__setattr__(self, "observer", _checked_observer(self.observer))
+        self._check_gradient()
+
+    def _check_gradient(self) -> None:
+        size = self.gradient_hadamard
+        check_integer("gradient_hadamard", size, 1, LARGEST_ROTATION)
+        if size & (size - 1):
+            raise MXError(f"gradient_hadamard={size} must be a power of two, such as 32, or 1 for none")
+        if size > 1 and self.gradient is None:
+            raise MXError(f"gradient_hadamard={size} needs a gradient: pass gradient='mxfp8_e5m2' or another format")
+        specs = (self.activation, self.weight, *dict(self.operands).values())
+        if self.gradient is not None and not any(specs):
+            raise MXError(f"gradient={str(self.gradient)!r} is of quantized operators: pass a weight or an activation")
 
     def spec_of(self, operand: str, role: str) -> MXSpec | None:
         """Return the spec of an operand.
@@ -137,13 +164,14 @@ class MXQuantizationConfig:
         Returns:
             Specs as `pt2mx.parse` spells them, and plain values; `observer` is not converted.
         """
-        specs = {role: getattr(self, role) for role in ROLES}
-        plain: dict[str, object] = {role: str(spec) for role, spec in specs.items() if spec is not None}
+        specs = {name: getattr(self, name) for name in SPECS}
+        plain: dict[str, object] = {name: str(spec) for name, spec in specs.items() if spec is not None}
         if self.operands:
             plain["operands"] = {name: None if spec is None else str(spec) for name, spec in self.operands}
         if self.observer is not None:
             plain["observer"] = dict(self.observer) if isinstance(self.observer, tuple) else self.observer
-        switches = {name: getattr(self, name) for name in ("ste", "is_qat", "value_blocks", "tensor_scale")}
+        names = ("ste", "is_qat", "value_blocks", "tensor_scale", "gradient_hadamard")
+        switches = {name: getattr(self, name) for name in names}
         return plain | {name: value for name, value in switches.items() if value != _DEFAULTS[name]}
 
     @classmethod
@@ -255,15 +283,18 @@ def get_default_mx_quantization_config(
     observer: object = None,
     value_blocks: str = "head_dim",
     tensor_scale: str = "static",
+    gradient: object = None,
+    gradient_hadamard: int = 1,
     **modes: object,
 ) -> MXQuantizationConfig:
-    """Make a config for weights and activations with one block size and the same modes.
+    """Make a config for weights and activations (and gradients) with one block size and the same modes.
 
     Args:
         weight, activation: a format, or None; `activation=None` is weight-only quantization.
+        gradient: a format, or None; see `MXQuantizationConfig`.
         block_size: values that share a scale; None: the block size of the formats, 32 unless they name one
             (`"mxfp4{16}"`).
-        operands, ste, is_qat, observer, value_blocks, tensor_scale: see `MXQuantizationConfig`.
+        operands, ste, is_qat, observer, value_blocks, tensor_scale, gradient_hadamard: see `MXQuantizationConfig`.
         modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
     Returns:
@@ -295,4 +326,6 @@ def get_default_mx_quantization_config(
         observer=observer,
         value_blocks=value_blocks,
         tensor_scale=tensor_scale,
+        gradient=spec(gradient),
+        gradient_hadamard=gradient_hadamard,
     )

@@ -14,7 +14,8 @@
 A config maps roles to specs; `null` leaves operators in high precision. A spec is a spelling that `pt2mx.parse` takes,
 or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
 to specs, `ste` selects the gradient, `value_blocks` the block axis of an attention's values, and `tensor_scale` the
-scale of a whole activation. `first` and `last` map numbers of operators to configs, and `small_weights` maps numbers of
+scale of a whole activation. `gradient` is the spec of gradients in training, and `gradient_hadamard` the number of
+values that are rotated before. `first` and `last` map numbers of operators to configs, and `small_weights` maps numbers of
 values of a weight. `module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how
 `pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`).
 `kv_cache` is the spec of a decoder's cached keys and values.
@@ -37,7 +38,7 @@ import yaml
 from pt2mx.algorithms.options import Algorithm, chosen_algorithms, plain_algorithms
 from pt2mx.errors import MXError, nearest
 from pt2mx.pt2e.files.output import write_text
-from pt2mx.pt2e.quantizer.config import ROLES, MXQuantizationConfig
+from pt2mx.pt2e.quantizer.config import SPECS, MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.pt2e.quantizer.shipped import check_source, names
 from pt2mx.spec import MXSpec, parse
@@ -58,7 +59,7 @@ _LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding", "scale_format", "block_rows")
 
 #: fields of a config that are choices
-_CHOICES = ("ste", "value_blocks", "tensor_scale")
+_CHOICES = ("ste", "value_blocks", "tensor_scale", "gradient_hadamard")
 
 #: the key of a setting: a name, a count or (module, type, index); None for the global one
 Key = str | int | tuple[str, str, int] | None
@@ -191,8 +192,8 @@ def _ordered(entries: object) -> list[Setting]:
 def _config(where: str, value: object) -> MXQuantizationConfig | None:
     if value is None:
         return None
-    entries = _mapping(where, value, (*ROLES, "operands", *_CHOICES))
-    fields: dict[str, Any] = {role: _spec(f"{where}: {role}", spec) for role, spec in entries.items() if role in ROLES}
+    entries = _mapping(where, value, (*SPECS, "operands", *_CHOICES))
+    fields: dict[str, Any] = {name: _spec(f"{where}: {name}", spec) for name, spec in entries.items() if name in SPECS}
     if "operands" in entries:
         operands = _mapping(f"{where}: operands", entries["operands"], OPERAND_NAMES)
         fields["operands"] = {name: _spec(f"{where}: operand {name!r}", spec) for name, spec in operands.items()}

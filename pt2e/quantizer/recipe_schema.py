@@ -11,7 +11,7 @@ from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.ops.checks import STRAIGHT_THROUGH
 from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES
 from pt2mx.pt2e.quantizer import recipe
-from pt2mx.pt2e.quantizer.config import ROLES, VALUE_BLOCKS
+from pt2mx.pt2e.quantizer.config import LARGEST_ROTATION, SPECS, VALUE_BLOCKS
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES
 from pt2mx.scale_formats import SCALE_FORMATS
 
@@ -71,11 +71,12 @@ def _setting(kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 def _config() -> dict[str, Any]:
     spec = {"$ref": "#/$defs/spec"}
-    roles: dict[str, Any] = dict.fromkeys(ROLES, spec)
+    specs: dict[str, Any] = dict.fromkeys(SPECS, spec)
     operands = {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(OPERAND_NAMES, spec)}
     choices = {"ste": STRAIGHT_THROUGH, "value_blocks": VALUE_BLOCKS, "tensor_scale": TENSOR_SCALES}
     words = {name: {"enum": list(allowed)} for name, allowed in choices.items()}
-    properties = {**roles, "operands": operands, **words}
+    sizes = [2**i for i in range(LARGEST_ROTATION.bit_length())]
+    properties = {**specs, "operands": operands, **words, "gradient_hadamard": {"enum": sizes}}
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 

@@ -7,39 +7,38 @@ Other keys of the specs change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 from torch import Tensor, nn
-from torch.nn import functional, grad
+from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.utils import _ntuple
 
 from pt2mx.errors import MXError
 from pt2mx.microxcaling.quantized_op import MxLayer, QuantizedOp, Role
 from pt2mx.microxcaling.specs import apply_mx_specs
+from pt2mx.products import CONVOLUTION, TRANSPOSED_CONVOLUTION, Products
 
 Size = int | tuple[int, ...] | str
 
-_INPUT, _WEIGHT = partial(Role, "a_elem_format"), partial(Role, "w_elem_format")
+_INPUT, _WEIGHT = Role("a_elem_format"), Role("w_elem_format")
 
 
-def _quantized_convolution(dimensions: int) -> QuantizedOp:
-    input_gradient: Callable[..., Tensor] = getattr(grad, f"conv{dimensions}d_input")
-    weight_gradient: Callable[..., Tensor] = getattr(grad, f"conv{dimensions}d_weight")
+def _quantized_convolution(forward: Callable[..., Tensor], weight_axis: int, products: Products) -> QuantizedOp:
     return QuantizedOp(
-        forward=getattr(functional, f"conv{dimensions}d"),
-        first=_INPUT(1),
-        second=_WEIGHT(1),
-        first_gradient=lambda grad, weight, shape, **call: input_gradient(shape, weight, grad, **call),
-        first_gradient_roles=(_INPUT(1), _WEIGHT(0)),
-        second_gradient=lambda grad, x, shape, **call: weight_gradient(x, shape, grad, **call),
-        second_gradient_roles=(_INPUT(0), _INPUT(0)),
+        forward=forward,
+        roles=(_INPUT, _WEIGHT),
+        axes=(1, weight_axis),
+        products=products,
+        product_roles=((_INPUT, _WEIGHT), (_INPUT, _INPUT)),
         is_weight=True,
         adds_bias=False,
     )
 
 
-_CONVOLUTIONS = {dimensions: _quantized_convolution(dimensions) for dimensions in (1, 2, 3)}
+_CONVOLUTIONS = {
+    dimensions: _quantized_convolution(getattr(functional, f"conv{dimensions}d"), 1, CONVOLUTION)
+    for dimensions in (1, 2, 3)
+}
 
 
 def _convolve(
@@ -71,8 +70,10 @@ def _convolve(
         return _CONVOLUTIONS[dimensions].forward(input, weight, bias, **call)
     if input.dim() != weight.dim():
         raise MXError(f"input of shape {tuple(input.shape)} must have {weight.dim()} dimensions, its batch the first")
-    if isinstance(padding, str):
-        call["padding"] = _padding_of(padding, weight.shape[2:], _ntuple(dimensions)(dilation))
+    each = _ntuple(dimensions)
+    call |= {"stride": each(stride), "dilation": each(dilation)}
+    is_word = isinstance(padding, str)
+    call["padding"] = _padding_of(padding, weight.shape[2:], each(dilation)) if is_word else each(padding)
     return _CONVOLUTIONS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
 
 
@@ -123,17 +124,7 @@ class Conv3d(_ConvLayer, nn.Conv3d):
     """microxcaling's `Conv3d`: `torch.nn.Conv3d` that computes with `conv3d`; padding is of zeros."""
 
 
-_CONV_TRANSPOSE = QuantizedOp(
-    forward=functional.conv_transpose2d,
-    first=_INPUT(1),
-    second=_WEIGHT(0),
-    first_gradient=lambda grad, weight, shape, output_padding, **call: functional.conv2d(grad, weight, **call),
-    first_gradient_roles=(_INPUT(1), _WEIGHT(1)),
-    second_gradient=lambda of_y, x, shape, output_padding, **call: grad.conv2d_weight(of_y, shape, x, **call),
-    second_gradient_roles=(_INPUT(0), _INPUT(0)),
-    is_weight=True,
-    adds_bias=False,
-)
+_CONV_TRANSPOSE = _quantized_convolution(functional.conv_transpose2d, 0, TRANSPOSED_CONVOLUTION)
 
 
 class ConvTranspose2d(MxLayer, nn.ConvTranspose2d):

@@ -9,20 +9,22 @@ from torch.nn import functional
 
 from pt2mx.microxcaling.quantized_op import MxLayer, QuantizedOp, Role
 from pt2mx.microxcaling.specs import apply_mx_specs
+from pt2mx.products import LINEAR
 
 _LINEAR = QuantizedOp(
     forward=functional.linear,
-    first=Role("a_elem_format", -1, "round_mx_output"),
-    second=Role("w_elem_format", -1, "round_mx_output"),
-    first_gradient=lambda grad, weight, shape: grad @ weight,
-    first_gradient_roles=(
-        Role("a_elem_format_bp_os", -1, "round_mx_grad_output_grad_input"),
-        Role("w_elem_format_bp", 0, "round_mx_weight_grad_input"),
-    ),
-    second_gradient=lambda grad, x, shape: grad.flatten(0, -2).t() @ x.flatten(0, -2),
-    second_gradient_roles=(
-        Role("a_elem_format_bp_ex", -2, "round_mx_grad_output_grad_weight"),
-        Role("a_elem_format_bp", -2, "round_mx_input_grad_weight"),
+    roles=(Role("a_elem_format", "round_mx_output"), Role("w_elem_format", "round_mx_output")),
+    axes=(-1, -1),
+    products=LINEAR,
+    product_roles=(
+        (
+            Role("a_elem_format_bp_os", "round_mx_grad_output_grad_input"),
+            Role("w_elem_format_bp", "round_mx_weight_grad_input"),
+        ),
+        (
+            Role("a_elem_format_bp_ex", "round_mx_grad_output_grad_weight"),
+            Role("a_elem_format_bp", "round_mx_input_grad_weight"),
+        ),
     ),
     is_weight=True,
 )

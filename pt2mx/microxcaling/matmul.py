@@ -11,20 +11,22 @@ from torch import Tensor
 from pt2mx.errors import MXError, nearest
 from pt2mx.microxcaling.quantized_op import QuantizedOp, Role
 from pt2mx.microxcaling.specs import apply_mx_specs
+from pt2mx.products import MATMUL
 
 
 def _quantized_matmul(first: str, second: str) -> QuantizedOp:
     """Return the matmul of operands that are activations ("a") or weights ("w")."""
-    gradient, of_gradient = "a_elem_format_bp_os", "round_mx_grad_output_grad_input"
+    gradient = Role("a_elem_format_bp_os", "round_mx_grad_output_grad_input")
     of_operand = "round_mx_input_grad_input"
     return QuantizedOp(
         forward=lambda a, b, bias: torch.matmul(a, b),
-        first=Role(f"{first}_elem_format", -1, "round_mx_output"),
-        second=Role(f"{second}_elem_format", -2, "round_mx_output"),
-        first_gradient=lambda grad, b, shape: (grad @ b.transpose(-1, -2)).sum_to_size(shape),
-        first_gradient_roles=(Role(gradient, -1, of_gradient), Role(f"{second}_elem_format_bp", -1, of_operand)),
-        second_gradient=lambda grad, a, shape: (a.transpose(-1, -2) @ grad).sum_to_size(shape),
-        second_gradient_roles=(Role(gradient, -2, of_gradient), Role(f"{first}_elem_format_bp", -2, of_operand)),
+        roles=(Role(f"{first}_elem_format", "round_mx_output"), Role(f"{second}_elem_format", "round_mx_output")),
+        axes=(-1, -2),
+        products=MATMUL,
+        product_roles=(
+            (gradient, Role(f"{second}_elem_format_bp", of_operand)),
+            (gradient, Role(f"{first}_elem_format_bp", of_operand)),
+        ),
         is_weight=False,
     )
 

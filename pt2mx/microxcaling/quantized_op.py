@@ -2,7 +2,8 @@
 
 An operator computes three matmuls: the forward one and one for each gradient. It rounds every tensor to the floats of
 the specs (`quantize_elemwise_op`), quantizes both operands of each matmul along the dimension that the matmul reduces,
-and rounds the result. A table (`Role`) names the format, dimension and rounding of each operand.
+and rounds the result. A table (`Role`) names the format and rounding of each operand; `pt2mx.products` has the matmuls
+of the gradients.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from torch.autograd.function import once_differentiable
 from pt2mx.microxcaling.elemwise_ops import quantize_elemwise_op
 from pt2mx.microxcaling.mx_ops import quantize_mx_op
 from pt2mx.microxcaling.specs import MxSpecs, apply_mx_specs, get_backwards_mx_specs
+from pt2mx.products import Products
 
 
 @dataclass(frozen=True)
 class Role:
-    """The quantization of one operand of one matmul: keys of the specs, and the dimension of its blocks.
+    """The quantization of one operand of one matmul: keys of the specs.
 
     Without a key for the rounding, the rounding is "nearest".
     """
 
     format: str
-    axis: int
     round: str | None = None
 
-    def quantize(self, x: Tensor, specs: MxSpecs) -> Tensor:
+    def quantize(self, x: Tensor, specs: MxSpecs, axis: int) -> Tensor:
         rounding = "nearest" if self.round is None else specs[self.round]
-        return quantize_mx_op(x, specs, specs[self.format], axes=self.axis, round=rounding)
+        return quantize_mx_op(x, specs, specs[self.format], axes=axis, round=rounding)
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,9 @@ class QuantizedOp:
 
     Args:
         forward: (first, second, bias or None, **call) -> the result.
-        first, second: the roles of the operands in `forward`.
-        first_gradient: (gradient, second, the first's shape, **call) -> the first's gradient.
-        first_gradient_roles: the roles of the gradient and of the second operand in `first_gradient`.
-        second_gradient: (gradient, first, the second's shape, **call) -> the second's gradient.
-        second_gradient_roles: the roles of the gradient and of the first operand in `second_gradient`.
+        roles, axes: of the operands in `forward`, and the dimensions of their blocks.
+        products: the gradients of the operands.
+        product_roles: for each product the roles of the gradient and of the other operand.
         is_weight: true if the second operand is a weight. It decides the keys for the rounding of the operand and of
             its gradient.
         adds_bias: true if the bias is added after the result was rounded; else `forward` adds it to the channels, the
@@ -54,12 +53,10 @@ class QuantizedOp:
     """
 
     forward: Callable[..., Tensor]
-    first: Role
-    second: Role
-    first_gradient: Callable[..., Tensor]
-    first_gradient_roles: tuple[Role, Role]
-    second_gradient: Callable[..., Tensor]
-    second_gradient_roles: tuple[Role, Role]
+    roles: tuple[Role, Role]
+    axes: tuple[int, int]
+    products: Products
+    product_roles: tuple[tuple[Role, Role], tuple[Role, Role]]
     is_weight: bool
     adds_bias: bool = True
 
@@ -82,7 +79,7 @@ class _Function(torch.autograd.Function):
         ctx.op, ctx.specs, ctx.call = op, get_backwards_mx_specs(specs), call
         ctx.bias_shape = None if bias is None else bias.shape
         bias = None if bias is None else _round(bias, specs, "weight")
-        operands = [role.quantize(x, specs) for role, x in zip((op.first, op.second), rounded, strict=True)]
+        operands = [r.quantize(x, specs, axis) for r, x, axis in zip(op.roles, rounded, op.axes, strict=True)]
         if bias is None or not op.adds_bias:
             return _round(op.forward(*operands, bias, **call), specs, "output")
         return _round(_round(op.forward(*operands, None, **call), specs, "output") + bias, specs, "output")
@@ -90,18 +87,15 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (first, second), op, specs = ctx.saved_tensors, ctx.op, ctx.specs
+        saved, op, specs = ctx.saved_tensors, ctx.op, ctx.specs
         grad = _round(grad, specs, "grad_input")
         grads: list[Tensor | None] = [None] * 6
-        if ctx.needs_input_grad[0]:
-            of_grad, of_second = op.first_gradient_roles
-            operands = of_grad.quantize(grad, specs), of_second.quantize(second, specs)
-            grads[0] = _round(op.first_gradient(*operands, first.shape, **ctx.call), specs, "grad_input")
-        if ctx.needs_input_grad[1]:
-            of_grad, of_first = op.second_gradient_roles
-            operands = of_grad.quantize(grad, specs), of_first.quantize(first, specs)
-            gradient = op.second_gradient(*operands, second.shape, **ctx.call)
-            grads[1] = _round(gradient, specs, "grad_weight" if op.is_weight else "grad_input")
+        for i, (product, roles) in enumerate(zip(op.products, op.product_roles, strict=True)):
+            if ctx.needs_input_grad[i]:
+                factors = zip(roles, (grad, saved[1 - i]), product.axes, strict=True)
+                operands = [role.quantize(x, specs, axis) for role, x, axis in factors]
+                gradient = product.compute(*operands, saved[i].shape, **ctx.call)
+                grads[i] = _round(gradient, specs, "grad_weight" if i and op.is_weight else "grad_input")
         if ctx.bias_shape is not None and ctx.needs_input_grad[2]:
             shape = ctx.bias_shape if op.adds_bias else (*ctx.bias_shape, *(1,) * (grad.dim() - 2))
             grads[2] = _round(grad.sum_to_size(shape).reshape(ctx.bias_shape), specs, "grad_weight")

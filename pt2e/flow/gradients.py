@@ -1,0 +1,46 @@
+"""`gradient` of a config: the operators of a model prepared for training whose gradients are quantized, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import GraphModule, Node
+
+from pt2mx.fx.graph.node import called, name_of
+from pt2mx.fx.training.gradients import GRADIENTS_KEY, GradientFormat, quantized_gradients
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, is_matmul_like, quantizable_operators
+from pt2mx.spec import MXSpec
+
+
+def plan_gradients(graphs: Iterable[GraphModule]) -> list[str]:
+    """Note in the meta of quantized operators how their gradients are quantized, where a config names a format. Return
+    the names of those whose gradients stay in high precision all the same."""
+    left = []
+    for graph in graphs:
+        for node in quantizable_operators(graph.graph):
+            config = node.meta.get(CONFIG_KEY)
+            specs = _specs(graph, node)
+            if config is None or config.gradient is None or not specs or not is_matmul_like(called(node)):
+                continue
+            how = GradientFormat(config.gradient, config.gradient_hadamard, config.activation)
+            gradients = quantized_gradients(node, how, specs.get)
+            if gradients is None:
+                left.append(node.name)
+            else:
+                node.meta[GRADIENTS_KEY] = gradients
+    return left
+
+
+def _specs(graph: GraphModule, node: Node) -> dict[int, MXSpec]:
+    """Return the specs of the arguments that are quantized, by position."""
+    specs = {}
+    for position, argument in enumerate(node.args):
+        module = graph.get_submodule(name_of(argument)) if _calls_module(argument) else None
+        if isinstance(module, MXFakeQuantize):
+            specs[position] = module.spec
+    return specs
+
+
+def _calls_module(argument: object) -> bool:
+    return isinstance(argument, Node) and argument.op == "call_module"
