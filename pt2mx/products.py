@@ -30,16 +30,21 @@ class Product:
 #: of the first and of the second operand
 Products = tuple[Product, Product]
 
-#: y = x @ weight.T
-LINEAR: Products = (
-    Product(lambda grad, weight, shape: grad @ weight, (-1, 0)),
-    Product(lambda grad, x, shape: grad.flatten(0, -2).t() @ x.flatten(0, -2), (-2, -2)),
-)
-#: y = a @ b, of matrices and of batches that broadcast
-MATMUL: Products = (
-    Product(lambda grad, b, shape: (grad @ b.transpose(-1, -2)).sum_to_size(shape), (-1, -1)),
-    Product(lambda grad, a, shape: (a.transpose(-1, -2) @ grad).sum_to_size(shape), (-2, -2)),
-)
+
+def _linear_input(grad: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    return grad @ weight
+
+
+def _linear_weight(grad: Tensor, x: Tensor, shape: torch.Size) -> Tensor:
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def _matmul_first(grad: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
+    return (grad @ b.transpose(-1, -2)).sum_to_size(shape)
+
+
+def _matmul_second(grad: Tensor, a: Tensor, shape: torch.Size) -> Tensor:
+    return (a.transpose(-1, -2) @ grad).sum_to_size(shape)
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, **call: Any) -> Tensor:
@@ -81,7 +86,11 @@ def _swapped(grad: Tensor, x: Tensor, shape: torch.Size, output_padding: object,
     return _weight_gradient(x, grad, shape, **call)
 
 
+#: y = x @ weight.T
+LINEAR: Products = Product(_linear_input, (-1, 0)), Product(_linear_weight, (-2, -2))
+#: y = a @ b, of matrices and of batches that broadcast
+MATMUL: Products = Product(_matmul_first, (-1, -1)), Product(_matmul_second, (-2, -2))
 #: y = conv(x, weight), with a batch; the weight's gradient reduces the batch and positions, its blocks lie in the batch
-CONVOLUTION: Products = (Product(_input_gradient, (1, 0)), Product(_weight_gradient, (0, 0)))
+CONVOLUTION: Products = Product(_input_gradient, (1, 0)), Product(_weight_gradient, (0, 0))
 #: a transposed convolution computes the gradient of a convolution's input: x and the gradient change places
-TRANSPOSED_CONVOLUTION: Products = (Product(_convolved, (1, 1)), Product(_swapped, (0, 0)))
+TRANSPOSED_CONVOLUTION: Products = Product(_convolved, (1, 1)), Product(_swapped, (0, 0))

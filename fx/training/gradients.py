@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from pt2mx import products
 from pt2mx.fx.graph.convolution import Convolution
-from pt2mx.fx.graph.node import make_positional, name_of, named_args, node_arg, operator_of, shape_of
+from pt2mx.fx.graph.node import make_positional, name_of, named_args, node_arg, operator_of, shape_of, value_of
 from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.quantization import FakeQuantize
@@ -51,7 +51,7 @@ class GradientFormat:
 
 @dataclass(frozen=True)
 class QuantizedProduct:
-    """A backward product of quantized factors; `specs` and `product.axes` are those of the gradient and of the other."""
+    """A backward product of quantized factors; `specs` are those of the gradient and of the other factor."""
 
     product: Product
     specs: tuple[MXSpec | None, MXSpec | None]
@@ -98,8 +98,8 @@ class QuantizedGradients(ABC):
 
         Args:
             args: its positional arguments, quantized.
-            sources: the arguments at `positions` before they were quantized. If there are none, or none was quantized, the
-            gradients are the operator's own.
+            sources: the arguments at `positions` before they were quantized. If none was (fake quantization is off),
+                the gradients are the operator's own.
         """
         if all(args[position] is source for position, source in zip(self.positions, sources, strict=False)):
             return self.operator(*args, **dict(self.keywords))
@@ -256,31 +256,36 @@ def quantized_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> Qua
     """Return the gradients of a call, with quantized factors; None for a call of another operator than linear layers,
     matmuls, convolutions and attention without dropout. Makes the arguments of the call positional."""
     make_positional(node)
-    if any(isinstance(value, Node) for value in node.kwargs.values()):
+    target: Any = node.target
+    call: dict[str, Any] = dict(node.kwargs)
+    keywords = tuple(call.items())
+    if any(isinstance(value, Node) for value in call.values()):
         return None
-    keywords = tuple(node.kwargs.items())
-    if node.target is aten.linear.default:
+    if target is aten.linear.default:
         pair = _pair(products.LINEAR, how, spec_of(0), spec_of(1))
-        return MatmulGradients(node.target, keywords, (0, 1), pair, bias=2, rank=2)
-    if node.target is aten.scaled_dot_product_attention.default:
+        return MatmulGradients(target, keywords, (0, 1), pair, bias=2, rank=2)
+    if target is aten.scaled_dot_product_attention.default:
         scores = _pair(products.MATMUL, how, spec_of(0), spec_of(1))
         values = _pair(products.MATMUL, how, how.activation, spec_of(2))
-        return AttentionGradients(node.target, keywords, (0, 1, 2), scores, values, named_args(node)["is_causal"])
+        return AttentionGradients(target, keywords, (0, 1, 2), scores, values, named_args(node)["is_causal"])
     if Convolution.of(node) is not None:
         return _convolution_gradients(node, how, spec_of)
-    first, second, bias = _MATMULS.get(node.target, (0, 0, None))
+    first, second, bias = _MATMULS.get(target, (0, 0, None))
     if first == second or any(len(shape_of(node.args[i]) or ()) < 2 for i in (first, second)):
         return None
     pair = _pair(products.MATMUL, how, spec_of(first), spec_of(second))
-    factors = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
-    return MatmulGradients(operator_of(node), keywords, (first, second), pair, bias=bias, factors=factors)
+    factors = call.get("alpha", 1), call.get("beta", 1)
+    return MatmulGradients(target, keywords, (first, second), pair, bias=bias, factors=factors)
 
 
 def _convolution_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> MatmulGradients | None:
     dimensions, transposed, groups = Convolution.of(node) or (0, False, 1)
-    named, kernel = named_args(node), shape_of(named_args(node)["weight"]) or ()
+    named = named_args(node)
+    kernel, specs = value_of(named["weight"]).shape, (spec_of(0), spec_of(1))
+    if any(spec is not None and spec.block_rows > 1 for spec in (how.spec, *specs)):
+        return None  # nothing is before the batch that could be the rows of a block
     names = ("stride", "padding", "dilation", *["output_padding"] * transposed)
-    call = {name: _each(named[name], dimensions) for name in names if not isinstance(named[name], str)}
+    call: dict[str, Any] = {name: _each(named[name], dimensions) for name in names if not isinstance(named[name], str)}
     if "padding" not in call:
         total = [d * (n - 1) * (named["padding"] == "same") for d, n in zip(call["dilation"], kernel[2:], strict=True)]
         if any(n % 2 for n in total):
@@ -289,10 +294,9 @@ def _convolution_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> 
     outputs = kernel[1] if transposed else kernel[0] // groups  # of a group: a rotation must not mix groups
     rotation = how.rotation if groups == 1 else math.gcd(how.rotation, outputs)
     kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
-    pair = _pair(kind, how, spec_of(0), spec_of(1), rotation)
-    arguments = (*call.items(), ("groups", groups))
-    where = {"bias": 2, "rank": len(kernel), "channel": -1 - dimensions}
-    return MatmulGradients(operator_of(node), (), (0, 1), pair, arguments, **where)
+    pair, arguments = _pair(kind, how, *specs, rotation), (*call.items(), ("groups", groups))
+    channel = -1 - dimensions
+    return MatmulGradients(operator_of(node), (), (0, 1), pair, arguments, bias=2, rank=len(kernel), channel=channel)
 
 
 def _each(values: Sequence[int], dimensions: int) -> tuple[int, ...]:

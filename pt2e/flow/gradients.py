@@ -36,11 +36,8 @@ def _specs(graph: GraphModule, node: Node) -> dict[int, MXSpec]:
     """Return the specs of the arguments that are quantized, by position."""
     specs = {}
     for position, argument in enumerate(node.args):
-        module = graph.get_submodule(name_of(argument)) if _calls_module(argument) else None
-        if isinstance(module, MXFakeQuantize):
-            specs[position] = module.spec
+        if isinstance(argument, Node) and argument.op == "call_module":
+            module = graph.get_submodule(name_of(argument))
+            if isinstance(module, MXFakeQuantize):
+                specs[position] = module.spec
     return specs
-
-
-def _calls_module(argument: object) -> bool:
-    return isinstance(argument, Node) and argument.op == "call_module"

@@ -176,7 +176,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
         if names := plan_gradients(graphs):
             warnings.warn(
                 f"{listed(names)} compute their gradients in high precision: gradient= is of linear layers, matmuls of "
-                "two matrices, convolutions, and attention without dropout",
+                "two matrices, convolutions by blocks of one row, and attention without dropout",
                 stacklevel=3,
             )
         for graph in graphs:
