@@ -123,7 +123,8 @@ class _Function(torch.autograd.Function):
         ctx.gradients, ctx.sources = gradients, len(sources)
         ctx.shapes = [x.shape if isinstance(x, Tensor) else None for x in args]
         ctx.save_for_backward(*gradients.saved(ctx.needs_input_grad[2:], args, sources))
-        return gradients.operator(*args, **dict(gradients.keywords))
+        y = gradients.operator(*args, **dict(gradients.keywords))
+        return aten._unsafe_view.default(y, y.shape)  # autograd forbids writes (`relu_`) to views that a function makes
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""The quantized gradients of each operator: against microxcaling's and TorchMX's to the bit, against autograd's closely."""
+"""The quantized gradients of each operator: equal to microxcaling's and TorchMX's to the bit, close to autograd's."""
 
 import pytest
 import torch

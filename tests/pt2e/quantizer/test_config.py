@@ -87,3 +87,32 @@ def test_observers_are_of_every_role_or_by_role():
 def test_bad_values(make, message):
     with pytest.raises(MXError, match=message):
         make()
+
+
+def test_gradients_have_a_format_and_a_rotation():
+    config = get_default_mx_quantization_config(
+        "mxfp4", "mxfp8", 16, gradient="mxfp8_e5m2(stochastic)", gradient_hadamard=64
+    )
+    assert config.gradient == MXSpec("fp8_e5m2", 16, rounding="stochastic")
+    values = config.to_dict()
+    assert (values["gradient"], values["gradient_hadamard"]) == ("mxfp8_e5m2{16}(stochastic)", 64)
+    assert MXQuantizationConfig.from_dict(values) == config and hash(config)
+    assert MXQuantizationConfig("mxfp8").gradient is None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"gradient": "mxpf4"}, "gradient: .*did you mean 'mxfp4'"),
+        ({"gradient": MXSpec("fp8_e4m3", scale_exp_bits=5)}, "gradient: .*eager calls"),
+        ({"gradient": "mxfp4", "gradient_hadamard": 12}, "gradient_hadamard=12 must be a power of two"),
+        ({"gradient": "mxfp4", "gradient_hadamard": 0}, "gradient_hadamard=0"),
+        ({"gradient": "mxfp4", "gradient_hadamard": True}, "gradient_hadamard=True"),
+        ({"gradient_hadamard": 32}, "needs a gradient"),
+        ({"gradient": "mxfp8", "weight": None}, "pass a weight or an activation"),
+        ({"gradient": "mxfp8", "weight": None, "operands": {"value": None}}, "pass a weight or an activation"),
+    ],
+)
+def test_bad_gradients(how, message):
+    with pytest.raises(MXError, match=message):
+        MXQuantizationConfig(**{"weight": "mxfp4", **how})

@@ -99,7 +99,7 @@ description: all of it
 global: {weight: mxfp4, activation: {element: fp8_e4m3, block_size: 16, scale_mode: rceil}}
 module_name: {encoder.layer.0: {weight: "MXFP8[E4M3]{64}"}}
 module_name_regex: {".*lm_head": null}
-module_type: {Linear: {weight: mxint8, output: null, ste: clipped}}
+module_type: {Linear: {weight: mxint8, output: null, ste: clipped, gradient: {element: mxfp8, rounding: stochastic}}}
 first: {2: null}
 last: {1: {weight: mxint8}, 3: {weight: mxfp6}}
 operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8, block_size: 16}, input: null}}}
@@ -111,7 +111,11 @@ operator_type: {aten.bmm: {activation: mxfp6, operands: {other: {element: mxint8
         ("last", 3, MXQuantizationConfig(weight="mxfp6")),
         ("module_name", "encoder.layer.0", MXQuantizationConfig(weight=MXSpec("fp8_e4m3", 64))),
         ("module_name_regex", ".*lm_head", None),
-        ("module_type", "Linear", MXQuantizationConfig(weight="mxint8", ste="clipped")),
+        (
+            "module_type",
+            "Linear",
+            MXQuantizationConfig(weight="mxint8", ste="clipped", gradient="mxfp8(stochastic)"),
+        ),
         (
             "operator_type",
             "aten.bmm",
@@ -241,6 +245,10 @@ def test_a_filter_cannot_be_written():
         ("global: {weight: mxfp4, operands: {value: mxpf8}}", "global: operand 'value': .*did you mean 'mxfp8'"),
         ("global: {weight: mxfp4, operands: mxfp8}", "global: operands must be a mapping"),
         ("global: {weight: mxfp4, ste: clip}", "global: unknown ste 'clip': did you mean 'clipped'"),
+        (
+            "global: {weight: mxfp4, gradient: mxfp8, gradient_hadamard: 3}",
+            "global: gradient_hadamard=3 must be a power",
+        ),
         ("first: {weight: mxfp4}", "first 'weight' must be a mapping"),
         ("first: {one: null}", "first: count='one' must be an integer of at least 1"),
         ("last: {0: null}", "last: count=0 must be an integer of at least 1"),

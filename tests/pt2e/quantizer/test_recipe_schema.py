@@ -29,7 +29,7 @@ global: {weight: mxfp4, activation: {element: fp4_e2m1, block_size: 16, scale_mo
 module_name: {a.b: null}
 module_name_regex: {".*": {weight: mxfp8, ste: clipped, value_blocks: key_length}}
 module_type: {torch.nn.Linear: {weight: mxint8}}
-operator_type: {aten.linear: {output: mxfp8, bias: mxfp8}}
+operator_type: {aten.linear: {weight: mxfp8, output: mxfp8, bias: mxfp8, gradient: mxfp4, gradient_hadamard: 32}}
 module_name_object_type_order: [[a, aten.matmul, 0, null]]
 algorithms: {gptq: {damping: 0.1}, rotation: {online: false, size: null}}
 kv_cache: mxfp8
