@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,9 +239,6 @@ def _summed(grad: Tensor, heads: int) -> Tensor:
     return grad if heads == 1 else grad.unflatten(-3, (-1, heads)).sum(-3)
 
 
-#: position of an argument -> its spec in the forward pass; None: high precision
-SpecOf = Callable[[int], MXSpec | None]
-
 #: operator -> the positions of its factors, and of what it adds
 _MATMULS = {
     aten.mm.default: (0, 1, None),
@@ -253,9 +250,15 @@ _MATMULS = {
 }
 
 
-def quantized_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> QuantizedGradients | None:
+def quantized_gradients(node: Node, how: GradientFormat, specs: Mapping[Node, MXSpec]) -> QuantizedGradients | None:
     """Return the gradients of a call, with quantized factors; None for a call of another operator than linear layers,
-    matmuls, convolutions and attention without dropout. Makes the arguments of the call positional."""
+    matmuls, convolutions and attention without dropout. Makes the arguments of the call positional.
+
+    Args:
+        node: the call.
+        how: the format of the gradient.
+        specs: argument -> its spec in the forward pass, of those that are quantized.
+    """
     make_positional(node)
     target: Any = node.target
     call: dict[str, Any] = dict(node.kwargs)
@@ -263,27 +266,34 @@ def quantized_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> Qua
     if any(isinstance(value, Node) for value in call.values()):
         return None
     if target is aten.linear.default:
-        pair = _pair(products.LINEAR, how, spec_of(0), spec_of(1))
+        pair = _pair(products.LINEAR, how, *_specs_of(node, specs, 0, 1))
         return MatmulGradients(target, keywords, (0, 1), pair, bias=2, rank=2)
     if target is aten.scaled_dot_product_attention.default:
-        scores = _pair(products.MATMUL, how, spec_of(0), spec_of(1))
-        values = _pair(products.MATMUL, how, how.activation, spec_of(2))
+        query, key, value = _specs_of(node, specs, 0, 1, 2)
+        scores = _pair(products.MATMUL, how, query, key)
+        values = _pair(products.MATMUL, how, how.activation, value)
         return AttentionGradients(target, keywords, (0, 1, 2), scores, values, named_args(node)["is_causal"])
     if Convolution.of(node) is not None:
-        return _convolution_gradients(node, how, spec_of)
+        return _convolution_gradients(node, how, *_specs_of(node, specs, 0, 1))
     first, second, bias = _MATMULS.get(target, (0, 0, None))
     if first == second or any(len(shape_of(node.args[i]) or ()) < 2 for i in (first, second)):
         return None
-    pair = _pair(products.MATMUL, how, spec_of(first), spec_of(second))
+    pair = _pair(products.MATMUL, how, *_specs_of(node, specs, first, second))
     factors = call.get("alpha", 1), call.get("beta", 1)
     return MatmulGradients(target, keywords, (first, second), pair, bias=bias, factors=factors)
 
 
-def _convolution_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> MatmulGradients | None:
+def _specs_of(node: Node, specs: Mapping[Node, MXSpec], *positions: int) -> list[MXSpec | None]:
+    return [specs.get(node_arg(node, position)) for position in positions]
+
+
+def _convolution_gradients(
+    node: Node, how: GradientFormat, first: MXSpec | None, second: MXSpec | None
+) -> MatmulGradients | None:
     dimensions, transposed, groups = Convolution.of(node) or (0, False, 1)
     named = named_args(node)
-    kernel, specs = value_of(named["weight"]).shape, (spec_of(0), spec_of(1))
-    if any(spec is not None and spec.block_rows > 1 for spec in (how.spec, *specs)):
+    kernel = value_of(named["weight"]).shape
+    if any(spec is not None and spec.block_rows > 1 for spec in (how.spec, first, second)):
         return None  # nothing is before the batch that could be the rows of a block
     names = ("stride", "padding", "dilation", *["output_padding"] * transposed)
     call: dict[str, Any] = {name: _each(named[name], dimensions) for name in names if not isinstance(named[name], str)}
@@ -295,7 +305,7 @@ def _convolution_gradients(node: Node, how: GradientFormat, spec_of: SpecOf) -> 
     outputs = kernel[1] if transposed else kernel[0] // groups  # of a group: a rotation must not mix groups
     rotation = how.rotation if groups == 1 else math.gcd(how.rotation, outputs)
     kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
-    pair, arguments = _pair(kind, how, *specs, rotation), (*call.items(), ("groups", groups))
+    pair, arguments = _pair(kind, how, first, second, rotation), (*call.items(), ("groups", groups))
     channel = -1 - dimensions
     return MatmulGradients(operator_of(node), (), (0, 1), pair, arguments, bias=2, rank=len(kernel), channel=channel)
 

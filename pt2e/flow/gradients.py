@@ -24,7 +24,7 @@ def plan_gradients(graphs: Iterable[GraphModule]) -> list[str]:
             if config is None or config.gradient is None or not specs or not is_matmul_like(called(node)):
                 continue
             how = GradientFormat(config.gradient, config.gradient_hadamard, config.activation)
-            gradients = quantized_gradients(node, how, specs.get)
+            gradients = quantized_gradients(node, how, specs)
             if gradients is None:
                 left.append(node.name)
             else:
@@ -32,12 +32,7 @@ def plan_gradients(graphs: Iterable[GraphModule]) -> list[str]:
     return left
 
 
-def _specs(graph: GraphModule, node: Node) -> dict[int, MXSpec]:
-    """Return the specs of the arguments that are quantized, by position."""
-    specs = {}
-    for position, argument in enumerate(node.args):
-        if isinstance(argument, Node) and argument.op == "call_module":
-            module = graph.get_submodule(name_of(argument))
-            if isinstance(module, MXFakeQuantize):
-                specs[position] = module.spec
-    return specs
+def _specs(graph: GraphModule, node: Node) -> dict[Node, MXSpec]:
+    """Return the specs of the arguments that are quantized."""
+    called_modules = {n: graph.get_submodule(name_of(n)) for n in node.all_input_nodes if n.op == "call_module"}
+    return {n: module.spec for n, module in called_modules.items() if isinstance(module, MXFakeQuantize)}

@@ -51,7 +51,9 @@ def measured(tokens: int, width: int, repeats: int, compiles: bool) -> list[Row]
     torch.manual_seed(0)
     x = torch.randn(4, tokens // 4, width)
     exported = torch.export.export(Layer(width), (x,)).module()
-    medians = medians_in_turns([_step(exported, x, how, compiles) for how in STEPS.values()], repeats, clock=time.process_time)
+    medians = medians_in_turns(
+        [_step(exported, x, how, compiles) for how in STEPS.values()], repeats, clock=time.process_time
+    )
     plain = medians[list(STEPS).index("plain")]
     times = zip(STEPS, medians, strict=True)
     return [{"gradient": name, "ms": 1e3 * seconds, "over plain": seconds / plain} for name, seconds in times]
