@@ -65,7 +65,7 @@ class QuantizedProduct:
         specs = how.spec.replace(axis=of_grad), None if other is None else other.replace(axis=of_other)
         return cls(product, specs, how.rotation if rotation is None else rotation)
 
-    def __call__(self, grad: Tensor, other: Tensor, shape: torch.Size, **call: Any) -> Tensor:
+    def __call__(self, grad: Tensor, other: Tensor, shape: tuple[int, ...], **call: Any) -> Tensor:
         """Return the gradient of an operand of this shape."""
         factors = zip((grad, other), self.specs, self.product.axes, strict=True)
         quantized = [self._quantized(x, spec, axis).to(grad.dtype) for x, spec, axis in factors]
@@ -266,19 +266,19 @@ def quantized_gradients(node: Node, how: GradientFormat, specs: Mapping[Node, MX
     if any(isinstance(value, Node) for value in call.values()):
         return None
     if target is aten.linear.default:
-        pair = _pair(products.LINEAR, how, *_specs_of(node, specs, 0, 1))
+        pair = _pair(products.LINEAR, how, _specs_of(node, specs, 0, 1))
         return MatmulGradients(target, keywords, (0, 1), pair, bias=2, rank=2)
     if target is aten.scaled_dot_product_attention.default:
         query, key, value = _specs_of(node, specs, 0, 1, 2)
-        scores = _pair(products.MATMUL, how, query, key)
-        values = _pair(products.MATMUL, how, how.activation, value)
+        scores = _pair(products.MATMUL, how, [query, key])
+        values = _pair(products.MATMUL, how, [how.activation, value])
         return AttentionGradients(target, keywords, (0, 1, 2), scores, values, named_args(node)["is_causal"])
     if Convolution.of(node) is not None:
-        return _convolution_gradients(node, how, *_specs_of(node, specs, 0, 1))
+        return _convolution_gradients(node, how, _specs_of(node, specs, 0, 1))
     first, second, bias = _MATMULS.get(target, (0, 0, None))
     if first == second or any(len(shape_of(node.args[i]) or ()) < 2 for i in (first, second)):
         return None
-    pair = _pair(products.MATMUL, how, *_specs_of(node, specs, first, second))
+    pair = _pair(products.MATMUL, how, _specs_of(node, specs, first, second))
     factors = call.get("alpha", 1), call.get("beta", 1)
     return MatmulGradients(target, keywords, (first, second), pair, bias=bias, factors=factors)
 
@@ -287,13 +287,11 @@ def _specs_of(node: Node, specs: Mapping[Node, MXSpec], *positions: int) -> list
     return [specs.get(node_arg(node, position)) for position in positions]
 
 
-def _convolution_gradients(
-    node: Node, how: GradientFormat, first: MXSpec | None, second: MXSpec | None
-) -> MatmulGradients | None:
+def _convolution_gradients(node: Node, how: GradientFormat, specs: Sequence[MXSpec | None]) -> MatmulGradients | None:
     dimensions, transposed, groups = Convolution.of(node) or (0, False, 1)
     named = named_args(node)
     kernel = value_of(named["weight"]).shape
-    if any(spec is not None and spec.block_rows > 1 for spec in (how.spec, first, second)):
+    if any(spec is not None and spec.block_rows > 1 for spec in (how.spec, *specs)):
         return None  # nothing is before the batch that could be the rows of a block
     names = ("stride", "padding", "dilation", *["output_padding"] * transposed)
     call: dict[str, Any] = {name: _each(named[name], dimensions) for name in names if not isinstance(named[name], str)}
@@ -305,7 +303,7 @@ def _convolution_gradients(
     outputs = kernel[1] if transposed else kernel[0] // groups  # of a group: a rotation must not mix groups
     rotation = how.rotation if groups == 1 else math.gcd(how.rotation, outputs)
     kind = products.TRANSPOSED_CONVOLUTION if transposed else products.CONVOLUTION
-    pair, arguments = _pair(kind, how, first, second, rotation), (*call.items(), ("groups", groups))
+    pair, arguments = _pair(kind, how, specs, rotation), (*call.items(), ("groups", groups))
     channel = -1 - dimensions
     return MatmulGradients(operator_of(node), (), (0, 1), pair, arguments, bias=2, rank=len(kernel), channel=channel)
 
@@ -315,10 +313,10 @@ def _each(values: Sequence[int], dimensions: int) -> tuple[int, ...]:
 
 
 def _pair(
-    pair: Products, how: GradientFormat, first: MXSpec | None, second: MXSpec | None, rotation: int | None = None
+    pair: Products, how: GradientFormat, specs: Sequence[MXSpec | None], rotation: int | None = None
 ) -> tuple[QuantizedProduct, QuantizedProduct]:
-    """Return the products of an operator's factors; `rotation` is that of the first, by default that of `how`."""
-    of_first, of_second = pair
+    """Return the products of factors with these specs; `rotation` is that of the first, by default that of `how`."""
+    (of_first, of_second), (first, second) = pair, specs
     return QuantizedProduct.of(of_first, how, second, rotation), QuantizedProduct.of(of_second, how, first)
 
 

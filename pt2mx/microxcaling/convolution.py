@@ -71,9 +71,9 @@ def _convolve(
     if input.dim() != weight.dim():
         raise MXError(f"input of shape {tuple(input.shape)} must have {weight.dim()} dimensions, its batch the first")
     each = _ntuple(dimensions)
-    call |= {"stride": each(stride), "dilation": each(dilation)}
-    is_word = isinstance(padding, str)
-    call["padding"] = _padding_of(padding, weight.shape[2:], each(dilation)) if is_word else each(padding)
+    if isinstance(padding, str):
+        padding = _padding_of(padding, weight.shape[2:], each(dilation))
+    call |= {"stride": each(stride), "padding": each(padding), "dilation": each(dilation)}
     return _CONVOLUTIONS[dimensions](input, weight, bias, apply_mx_specs(mx_specs), call)
 
 
