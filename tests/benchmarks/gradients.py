@@ -1,6 +1,6 @@
 """The time of a training step with quantized gradients over that of plain quantization-aware training.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.gradients [--tokens 512] [--width 512] [--repeats 9] [--compile]
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.gradients [--tokens 512] [--width 512] [--repeats 5] [--compile]
 
 Forward and backward pass of a gated MLP and fused attention of `--width` features, weights and activations in MXFP8.
 The steps take turns, and their times are those of the processor, which other processes change less than the clock's.
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     rows = measured(options.tokens, options.width, options.repeats, options.compile)
