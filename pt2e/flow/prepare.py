@@ -97,7 +97,8 @@ def prepare_qat_pt2e(
     does not show it; `train()` and `eval()` switch it. Static tensor scales follow the batches of training. A warning
     names weights that do not train: those that `optimize` stored as codes (NVFP4), and those that torch.export made
     constants (a Python list of parameters). Another warning names observers whose results would be lost:
-    `MXFakeQuantize` replaces all but those of ranges without a word.
+    `MXFakeQuantize` replaces all but those of ranges without a word. A config's `gradient` quantizes what flows back
+    into its operators; a warning names those whose gradients stay in high precision.
 
     Args:
         model: `torch.export.export(...).module()`, exported in training mode to train, in evaluation mode to keep
