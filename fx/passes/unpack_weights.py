@@ -32,7 +32,7 @@ def unpack_weights(model: GraphModule) -> None:
         if not constants.issuperset(read) or not isinstance(k, int):
             continue
         if matmul.target_dtype is None or not supports("multiply by packed weights", value_of(node), matmul.spec, k):
-            constants.add(_use_plain_matmul(model, node, matmul, k))
+            constants.add(use_plain_matmul(model, node, matmul, k))
     for node, call in Dequantize.calls_in(model.graph):
         if node in constants:
             axis = call.spec.axis % evaluate(model, call.codes).dim()
@@ -44,7 +44,7 @@ def unpack_weights(model: GraphModule) -> None:
     model.graph.eliminate_dead_code()
 
 
-def _use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
+def use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
     """Replace a `linear_mx`, whose x is (..., k), and return the node of its dequantized weight."""
     if _is_of_tensor_cores(packed, call):
         return _use_tensor_cores(model, packed, call, k)

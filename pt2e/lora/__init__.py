@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) beside packed weights: add, train, save, load and merge them."""
