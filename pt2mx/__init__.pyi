@@ -41,6 +41,10 @@ from pt2mx.pt2e.flow.prepare import prepare_qat_pt2e as prepare_qat_pt2e
 from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel
 from pt2mx.pt2e.language.quantize import quantize_language_model as quantize_language_model
 from pt2mx.pt2e.language.slice import slice_language_model as slice_language_model
+from pt2mx.pt2e.lora.add import add_lora as add_lora
+from pt2mx.pt2e.lora.merge import merge_lora as merge_lora
+from pt2mx.pt2e.lora.peft_files import load_lora as load_lora
+from pt2mx.pt2e.lora.peft_files import save_lora as save_lora
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize as MXFakeQuantize
 from pt2mx.pt2e.observe.format_observer import MXFormatObserver as MXFormatObserver
 from pt2mx.pt2e.observe.observer import MXObserver as MXObserver

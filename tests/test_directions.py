@@ -26,6 +26,7 @@ FOLDERS = (
     "report",
     "inspect",
     "checkpoints",
+    "lora",
     "language",
     "optimize",
     "executorch",

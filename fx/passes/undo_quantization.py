@@ -118,7 +118,7 @@ def _to_parameters(model: GraphModule) -> dict[str, DecodedWeight]:
         if (first := equal[node]) not in names:
             nodes = {"codes": call.codes, "scale": call.scale, "tensor_scale": call.tensor_scale}
             tensors = {field: evaluate(model, one) for field, one in nodes.items() if one is not None}
-            names[first] = _register_parameter(model, parameter_of(root_name(call.codes)), evaluate(model, node))
+            names[first] = register_parameter(model, parameter_of(root_name(call.codes)), evaluate(model, node))
             decoded[names[first]] = DecodedWeight(call, tensors, spec_of_dequantize(node))
         with model.graph.inserting_before(node):
             parameter = model.graph.get_attr(names[first])
@@ -129,7 +129,7 @@ def _to_parameters(model: GraphModule) -> dict[str, DecodedWeight]:
     return decoded
 
 
-def _register_parameter(model: GraphModule, name: str, value: Tensor) -> str:
+def register_parameter(model: GraphModule, name: str, value: Tensor) -> str:
     """Register a parameter under a qualified name, with a number if the name is taken, and return the name."""
     path, _, attribute = name.rpartition(".")
     owner = model.get_submodule(path)

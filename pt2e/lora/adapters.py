@@ -129,14 +129,18 @@ def adapters_of(model: GraphModule) -> dict[str, Adapter]:
         for layer in layers:
             for user in layer.users:
                 update = args_of(user)[1:2]
-                if user.target is aten.add.Tensor and isinstance(update[0], Node) and _is_update(update[0], up):
+                if user.target is aten.add.Tensor and _is_update(update[0], layer, up):
                     sums[layer], scaling = user, args_of(update[0])[1]
         if sums:
             adapters[module] = Adapter(model.get_parameter(down), model.get_parameter(up), scaling, sums)
     return adapters
 
 
-def _is_update(node: Node, up: str) -> bool:
-    """Return whether a node scales the product with the parameter `up`."""
-    product = node_arg(node) if node.target is aten.mul.Tensor else node
-    return product.target is aten.linear.default and root_name(node_arg(product, 1)) == up
+def _is_update(node: object, layer: Node, up: str) -> bool:
+    """Return whether a node scales the product of a layer's input with both factors, of which `up` is the second."""
+    if not isinstance(node, Node) or node.target is not aten.mul.Tensor:
+        return False
+    product = node_arg(node)
+    if product.target is not aten.linear.default or root_name(node_arg(product, 1)) != up:
+        return False
+    return node_arg(node_arg(product)) is unquantized(LinearMX.expect(layer).x)[0]

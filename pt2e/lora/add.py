@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -66,13 +66,8 @@ def add_lora(
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise MXError(f"alpha={alpha!r} must be a finite number above 0")
     graph = trainable_graph(model)
-    layers, adapted = linear_layers(graph), adapters_of(graph)
-    modules = targeted(graph, layers, targets)
-    if taken := [module for module in modules if module in adapted]:
-        raise MXError(f"{taken[0]!r} has an adapter: name other layers, or add all adapters to the converted model")
-    for module in modules:
-        insert_adapter(graph, module, layers[module], rank, alpha / rank)
-    return train_adapters(graph)
+    modules = targeted(graph, linear_layers(graph), targets)
+    return add_adapters(graph, dict.fromkeys(modules, (rank, alpha / rank)))
 
 
 def trainable_graph(model: GraphModule | ExportedProgram) -> GraphModule:
@@ -95,9 +90,17 @@ def trainable_graph(model: GraphModule | ExportedProgram) -> GraphModule:
     return graph
 
 
-def train_adapters(graph: GraphModule) -> GraphModule:
-    """Make the adapters of a graph its only trained parameters, in memory of their own. Changes the graph and returns
-    it."""
+def add_adapters(graph: GraphModule, chosen: Mapping[str, tuple[int, float]]) -> GraphModule:
+    """Add adapters to a trainable graph, whose only trained parameters are adapters then, in memory of their own.
+    Changes the graph and returns it.
+
+    chosen: module -> rank and scaling of its adapter.
+    """
+    layers = linear_layers(graph)
+    if taken := adapters_of(graph).keys() & chosen:
+        raise MXError(f"{min(taken)!r} has an adapter: name other layers, or add all adapters to the converted model")
+    for module, (rank, scaling) in chosen.items():
+        insert_adapter(graph, module, layers[module], rank, scaling)
     for adapter in adapters_of(graph).values():
         for factor in (adapter.down, adapter.up):
             factor.data = factor.detach().clone()
