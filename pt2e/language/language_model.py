@@ -19,6 +19,7 @@ from pt2mx.errors import MXError
 from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import device_named
 from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.arguments import (
     LONGEST_TEXT,
     NEW_TOKENS,
@@ -60,6 +61,7 @@ from pt2mx.pt2e.language.texts import padded_tokens
 from pt2mx.pt2e.language.vision import IMAGES, tower_of
 from pt2mx.pt2e.models.coverage import Coverage
 from pt2mx.pt2e.models.hub import fetch, is_repository, make_repository, upload
+from pt2mx.pt2e.program.build_program import can_become_program, program_of
 from pt2mx.pt2e.program.provenance import recipe_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -469,6 +471,41 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             torch._dynamo.mark_static_address(tensor)  # lets CUDA graphs write to them
         return cache
 
+    def training_inputs(self, tokens: Tensor) -> dict[str, Any]:
+        """Return the inputs by name with which a graph of the program reads whole texts, as `pt2mx.add_lora` gives one.
+
+        Args:
+            tokens: (B, S) int64, without padding.
+
+        Returns:
+            The tokens and their positions, the columns of all logits, and an empty cache for one call.
+
+        Raises:
+            MXError: for anything but tokens of the vocabulary, and for an encoder-decoder.
+        """
+        if self.config.is_encoder_decoder:
+            raise MXError("a decoder that reads a source is not trained here: take a decoder of text alone")
+        check_tokens(tokens)
+        check_vocabulary("tokens", tokens, self.config.get_text_config(decoder=True).vocab_size)
+        return decoder.inputs(self.layers, self.device, tokens, images=self._images)
+
+    def with_graph(self, graph: GraphModule) -> LanguageModel:
+        """Return a model that generates with a graph of its program.
+
+        Args:
+            graph: what `pt2mx.add_lora`, `load_lora` or `merge_lora` made of `program`, for the same inputs. It does
+                not change; the model shares its tensors.
+
+        Returns:
+            The model, with this one's configuration, tokenizer and encoder. It generates, and can be saved, with the
+            bits of the graph.
+        """
+        example = decoder.inputs(self.layers, self.device, images=self._images)
+        traced = not can_become_program(graph, self.program)
+        program = decoder.export(graph, example) if traced else program_of(graph, self.program, example)
+        encoder = None if self.encoder is None else self.encoder.program
+        return LanguageModel(program, self.config, self.generation_config, self.processor or self.tokenizer, encoder)
+
     def train(self, mode: bool = True) -> LanguageModel:
         """Stay in evaluation mode.
 
@@ -482,7 +519,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             MXError: for True.
         """
         if mode:
-            raise MXError("a quantized program is for inference: train a model with prepare_qat_pt2e")
+            raise MXError("a quantized program is for inference: train adapters with pt2mx.add_lora, or with prepare_qat_pt2e")
         return self
 
     def _inputs_of(

@@ -35,9 +35,11 @@ def targeted(graph: GraphModule, layers: Collection[str], targets: str | Sequenc
         patterns = {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
     else:
         raise MXError(f"targets={targets!r} must be {ALL_LINEAR!r}, a regular expression, or a list of names of modules")
+    kinds = {name: kind.rpartition(".")[2] for each in graph_modules(graph) for name, kind in _modules_in(each)}
+    # routers and others that call the function of a linear layer are no targets of peft
+    layers = [name for name in layers if kinds.get(name, _LINEAR[0]).endswith(_LINEAR)]
     if not layers:
         raise MXError("the model has no linear layer with a packed weight: quantize its linear layers")
-    kinds = {name: kind.rpartition(".")[2] for each in graph_modules(graph) for name, kind in _modules_in(each)}
     matched = {name for target, pattern in patterns.items() for name in _matches(target, pattern, layers, kinds)}
     return [name for name in layers if name in matched]
 
