@@ -116,3 +116,13 @@ WITH_MODES = {
     "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
     "gru": (Recurrent(nn.GRU), (3, 5, 8)),
 }
+
+
+def random_adapters(model, seed=0):
+    """Give the adapters of a model random updates, as after training; return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.02, generator=generator)
+    return model

@@ -49,15 +49,15 @@ def use_packed_operators(model: GraphModule) -> None:
 def use_converted_operators(model: GraphModule) -> None:
     """Undo `use_packed_operators`. Changes `model`."""
     for graph in graph_modules(model):
-        for node, call in list(LinearMX.calls_in(graph.graph)):
+        for node, call in LinearMX.calls_in(graph.graph):
             weight = use_plain_matmul(graph, node, call, value_of(call.x).shape[-1])
             if SPEC_KEY in node.meta:
                 weight.meta[SPEC_KEY] = node.meta[SPEC_KEY]
-        for node, grouped in list(GroupedLinearMX.calls_in(graph.graph)):
+        for node, grouped in GroupedLinearMX.calls_in(graph.graph):
             _use_plain_grouped_mm(node, grouped)
-        for node, gathered in list(Dequantize.calls_in(graph.graph)):
+        for node, gathered in Dequantize.calls_in(graph.graph):
             _gather_values(node, gathered)
-        for node, quantized in list(FakeQuantize.calls_in(graph.graph)):
+        for node, quantized in FakeQuantize.calls_in(graph.graph):
             pair = insert_quantize_dequantize(quantized.x, quantized.spec, node, quantized.tensor_scale)
             node.replace_all_uses_with(pair)
             graph.graph.erase_node(node)
@@ -77,8 +77,11 @@ def _gather_values(node: Node, call: Dequantize) -> None:
     if gather.target not in GATHERS or operator_of(gather) is not call.scale.target:
         return
     table, *index = args_of(gather)
-    axis = call.spec.axis % len(shape_of(node) or ()) - len(shape_of(node) or ())
+    rank, gathered = len(shape_of(table) or ()), len(shape_of(node) or ())
+    axis = call.spec.axis % gathered - gathered + rank
     codes = call.replace(codes=table, scale=args_of(call.scale)[0], spec=call.spec.replace(axis=axis))
     values = insert_call(node, codes)
+    if SPEC_KEY in node.meta:
+        values.meta[SPEC_KEY] = node.meta[SPEC_KEY].replace(axis=axis)
     node.replace_all_uses_with(insert_before(node, function_of(gather), values, *index))
     erase_unused(node)

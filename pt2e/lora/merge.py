@@ -12,15 +12,15 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.sums import sqnr_db
 from pt2mx.fx.graph.constants import evaluate
-from pt2mx.fx.graph.node import LinearMX, insert_before, name_of, node_arg, value_of
+from pt2mx.fx.graph.node import LinearMX, insert_before, node_arg, value_of
 from pt2mx.fx.graph.qdq import SPEC_KEY, insert_amax, insert_quantize_dequantize
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, remove_unused
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.undo_quantization import register_parameter, undo_quantization
 from pt2mx.fx.training.packed_operands import use_converted_operators
+from pt2mx.ops.quantization import Dequantize
 from pt2mx.pt2e.lora.adapters import Adapter, adapters_of, linear_layers, qualified, read_parameter, unquantized
 from pt2mx.pt2e.lora.peft_files import graph_with_adapters
-from pt2mx.ops.quantization import Dequantize
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -84,8 +84,8 @@ def merge_lora(model: GraphModule | ExportedProgram, requantize: bool = False) -
     graph = copy_sharing_tensors(graph_with_adapters(model))
     map_tensors(graph, Tensor.detach)
     adapters, layers = adapters_of(graph), linear_layers(graph)
-    scales = {_tensor_scale(layers[module][0]) for module in adapters} - {None}
-    shared = {module for module, nodes in layers.items() if _tensor_scale(nodes[0]) in scales}
+    scales = {_tensor_scale(graph, layers[module]) for module in adapters} - {None}
+    shared = {module for module, nodes in layers.items() if _tensor_scale(graph, nodes) in scales}
     weights = {
         module: _merge(graph, module, nodes, adapters.get(module))
         for module, nodes in layers.items()
@@ -109,13 +109,13 @@ class _Merged(NamedTuple):
     base: Dequantize[Tensor]
     update: Tensor
     spec: MXSpec
-    tensor_scale: str | None
+    tensor_scale: float | None
 
 
-def _tensor_scale(layer: Node) -> str | None:
-    """Return the name of the tensor scale of a layer's weight; None without one."""
-    scale = LinearMX.expect(layer).tensor_scale
-    return None if scale is None else name_of(scale)
+def _tensor_scale(graph: GraphModule, layers: list[Node]) -> float | None:
+    """Return the tensor scale of a layer's weight, which is equal where weights share it; None without one."""
+    scale = LinearMX.expect(layers[0]).tensor_scale
+    return None if scale is None else evaluate(graph, scale).item()
 
 
 def _first_call(graph: GraphModule) -> Node:
@@ -139,7 +139,7 @@ def _merge(graph: GraphModule, module: str, nodes: list[Node], adapter: Adapter 
         plain = insert_before(node, aten.linear.default, call.x, parameter, call.bias)
         (node if adapter is None else adapter.sums[node]).replace_all_uses_with(plain)
         layers.append(plain)
-    return _Merged(parameter, layers, base, update, node.meta.get(SPEC_KEY, call.spec), _tensor_scale(nodes[0]))
+    return _Merged(parameter, layers, base, update, node.meta.get(SPEC_KEY, call.spec), _tensor_scale(graph, nodes))
 
 
 def _requantize(graph: GraphModule, weights: list[_Merged]) -> None:

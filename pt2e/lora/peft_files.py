@@ -165,11 +165,15 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         stored = import_extra("safetensors.torch", "hf").load_file(folder / WEIGHTS)
     for key, allowed in _READ.items():
         if key in config and config[key] not in allowed:
-            raise MXError(f"pt2mx reads no adapters with {key}={config[key]!r}: it reads plain LoRA, {key}={allowed[0]!r}")
+            raise MXError(
+                f"pt2mx reads no adapters with {key}={config[key]!r}: it reads plain LoRA, {key}={allowed[0]!r}"
+            )
     tensors = {name.removeprefix(_BASE): tensor.float() for name, tensor in stored.items()}
     others = [name for name in tensors if not f".{name}".endswith((f".{DOWN}", f".{UP}"))]
     if others or not tensors:
-        raise MXError(f"{str(folder / WEIGHTS)!r} holds {others[0] if others else 'no tensor'!r}: pt2mx reads {DOWN}, {UP}")
+        raise MXError(
+            f"{str(folder / WEIGHTS)!r} holds {others[0] if others else 'no tensor'!r}: pt2mx reads {DOWN}, {UP}"
+        )
     return config, tensors
 
 

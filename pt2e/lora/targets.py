@@ -34,7 +34,9 @@ def targeted(graph: GraphModule, layers: Collection[str], targets: str | Sequenc
     elif isinstance(targets, Sequence) and targets and all(isinstance(target, str) and target for target in targets):
         patterns = {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
     else:
-        raise MXError(f"targets={targets!r} must be {ALL_LINEAR!r}, a regular expression, or a list of names of modules")
+        raise MXError(
+            f"targets={targets!r} must be {ALL_LINEAR!r}, a regular expression, or a list of names of modules"
+        )
     kinds = {name: kind.rpartition(".")[2] for each in graph_modules(graph) for name, kind in _modules_in(each)}
     # routers and others that call the function of a linear layer are no targets of peft
     layers = [name for name in layers if kinds.get(name, _LINEAR[0]).endswith(_LINEAR)]
@@ -58,7 +60,7 @@ def _matches(target: str, pattern: str, layers: Collection[str], kinds: dict[str
     others = {name: kinds[name] for name in names if name not in layers}
     in_float = [name for name, kind in others.items() if kind.endswith(_LINEAR)]
     if in_float and target != ALL_LINEAR:
-        raise MXError(f"target {target!r}: {_listed(in_float)} of float weights; name quantized linear layers alone")
+        raise MXError(f"target {target!r}: {_listed(in_float)} has float weights; name quantized linear layers alone")
     if linear:
         return linear
     if others:
