@@ -519,9 +519,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
             MXError: for True.
         """
         if mode:
-            raise MXError(
-                "a quantized program is for inference: train adapters with pt2mx.add_lora, or with prepare_qat_pt2e"
-            )
+            raise MXError("a quantized program is for inference: see pt2mx.add_lora and prepare_qat_pt2e")
         return self
 
     def _inputs_of(

@@ -60,9 +60,9 @@ def merge_lora(model: GraphModule | ExportedProgram, requantize: bool = False) -
             new codes of their format. Of NVFP4, weights that shared a tensor scale share a new one.
 
     Returns:
-        The model, and the error of each merged weight. New codes lose small updates: see `MergeError.of_update`; then
-        deploy the adapters beside the codes, or train the merged float model with `prepare_qat_pt2e`. If the program was
-        exported in between, scale mode and rounding of the weights are the defaults of their format.
+        The model, and the error of each merged weight. New codes lose small updates, as `MergeError.of_update` shows:
+        then deploy the adapters beside the codes. After an export, new codes have the default scale mode and rounding
+        of their format. Weights of `x @ w` are stored transposed.
 
     Raises:
         MXError: for a model without adapters.
@@ -126,8 +126,8 @@ def _merge(graph: GraphModule, module: str, nodes: list[Node], adapter: Adapter 
     """Make the calls of a layer read a parameter, the sum of its weight and the update of its adapter."""
     call = LinearMX.expect(nodes[0])
     shape = value_of(nodes[0]).shape[-1], value_of(call.x).shape[-1]
-    tensors = (None if read is None else evaluate(graph, read) for read in (call.codes, call.scale, call.tensor_scale))
-    codes, scale, tensor_scale = tensors
+    codes, scale = evaluate(graph, call.codes), evaluate(graph, call.scale)
+    tensor_scale = None if call.tensor_scale is None else evaluate(graph, call.tensor_scale)
     base = Dequantize(codes, scale, call.spec, torch.float32, shape[1], tensor_scale)
     update = torch.zeros(shape, device=codes.device) if adapter is None else adapter.update(unquantized(call.x)[1])
     value = (base.call() + update).to(value_of(nodes[0]).dtype)

@@ -127,8 +127,8 @@ def load_lora(model: GraphModule | ExportedProgram, folder: Folder) -> GraphModu
         rank = len(down)
         if not rank or (down.shape, up.shape) != ((rank, k), (n, rank)):
             raise MXError(
-                f"the adapter of {name!r} has factors of {tuple(down.shape)} and {tuple(up.shape)}, not (rank, {k}) and "
-                f"({n}, rank), as {module!r} of the model needs"
+                f"the adapter of {name!r} has factors of {tuple(down.shape)} and {tuple(up.shape)}, not (rank, {k}) "
+                f"and ({n}, rank), as {module!r} of the model needs"
             )
         chosen[module] = rank, _scaling(config, name, rank)
         values |= {qualified(module, DOWN): down, qualified(module, UP): up}
@@ -181,7 +181,6 @@ def _module(name: str, layers: Collection[str]) -> str:
     """Return the linear layer of a name, or the only one whose name ends in it."""
     found = [name] if name in layers else [module for module in layers if module.endswith(f".{name}")]
     if len(found) != 1:
-        ends = [module.rpartition(".")[2] for module in layers]
         raise MXError(
             f"the file has an adapter of {name!r}, which is the end of {len(found)} names of linear layers with packed "
             f"weights, not of one: {nearest(name, list(layers)[:20])}"

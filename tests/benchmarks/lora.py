@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.lora [--tokens 128 256 512] [--rank 16] [--recipe mxfp4_weight_only] [--layers 30]
 
-Random weights in the shape of SmolLM2-135M, exported with the cache on both sides. AdamW trains all weights, or adapters
-of all projections. The peak is that of torch's tensors in a step (`MemTracker`): parameters, gradients,
+Random weights in the shape of SmolLM2-135M, exported with the cache on both sides. AdamW trains all weights, or
+adapters of all projections. The peak is that of torch's tensors in a step (`MemTracker`): parameters, gradients,
 optimizer state, what the backward pass keeps, and temporary tensors.
 
 Reach: a peak of at most .45 of full fine-tuning's.

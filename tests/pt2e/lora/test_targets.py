@@ -83,7 +83,7 @@ def test_a_second_call_adds_to_other_layers(converted):
     with torch.no_grad():
         second.get_parameter("0.q_proj.lora_A.weight").zero_()
     assert first.get_parameter("0.q_proj.lora_A.weight").any()
-    with pytest.raises(MXError, match="'0.q_proj' has an adapter"):
+    with pytest.raises(MXError, match=r"'0\.q_proj' has an adapter"):
         pt2mx.add_lora(first, targets=["q_proj"])
 
 
