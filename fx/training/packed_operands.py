@@ -33,16 +33,16 @@ aten = torch.ops.aten
 
 
 def use_packed_operators(model: GraphModule) -> None:
-    """Make matmuls and embeddings read codes, and quantize each activation by one operator. A `linear_mx` has the spec
-    of its weight in its meta. Changes `model`."""
+    """Make matmuls and embeddings read codes, and quantize each activation by one operator. Matmuls have the spec of
+    their weight in their meta. Changes `model`."""
     fold_all_weights(model)
     for graph in graph_modules(model):
         run_passes(graph, (cse_quantize, fuse_qdq, make_weights_k_major, use_packed_embeddings))
         specs = {call.codes: spec_of_dequantize(node) for node, call in Dequantize.calls_in(graph.graph)}
         run_passes(graph, (use_packed_weights,))
-        for node, call in LinearMX.calls_in(graph.graph):
-            if call.codes in specs:
-                node.meta[SPEC_KEY] = specs[call.codes]
+        for operator in (LinearMX, GroupedLinearMX):
+            for node, call in operator.calls_in(graph.graph):
+                node.meta[SPEC_KEY] = specs.get(call.codes, call.spec)
     delete_unused_tensors(model)
 
 
@@ -51,8 +51,7 @@ def use_converted_operators(model: GraphModule) -> None:
     for graph in graph_modules(model):
         for node, call in LinearMX.calls_in(graph.graph):
             weight = use_plain_matmul(graph, node, call, value_of(call.x).shape[-1])
-            if SPEC_KEY in node.meta:
-                weight.meta[SPEC_KEY] = node.meta[SPEC_KEY]
+            weight.meta[SPEC_KEY] = node.meta.get(SPEC_KEY, call.spec)
         for node, grouped in GroupedLinearMX.calls_in(graph.graph):
             _use_plain_grouped_mm(node, grouped)
         for node, gathered in Dequantize.calls_in(graph.graph):
@@ -66,6 +65,7 @@ def use_converted_operators(model: GraphModule) -> None:
 
 def _use_plain_grouped_mm(node: Node, call: GroupedLinearMX) -> None:
     weight = insert_call(node, call.dequantization(value_of(node).dtype, value_of(call.x).shape[-1]))  # (E, N, K)
+    weight.meta[SPEC_KEY] = node.meta.get(SPEC_KEY, call.spec)
     columns = insert_before(node, aten.transpose.int, weight, 1, 2)
     node.replace_all_uses_with(insert_before(node, aten._grouped_mm.default, call.x, columns, call.offs))
     node.graph.erase_node(node)

@@ -21,6 +21,7 @@ from pt2mx.fx.training.packed_operands import use_converted_operators
 from pt2mx.ops.quantization import Dequantize
 from pt2mx.pt2e.lora.adapters import Adapter, adapters_of, linear_layers, qualified, read_parameter, unquantized
 from pt2mx.pt2e.lora.peft_files import graph_with_adapters
+from pt2mx.pt2e.optimize.slice import forget_recipe
 from pt2mx.spec import MXSpec
 
 aten = torch.ops.aten
@@ -97,6 +98,7 @@ def merge_lora(model: GraphModule | ExportedProgram, requantize: bool = False) -
     use_converted_operators(graph)
     if not requantize:
         undo_quantization(graph)
+        forget_recipe(graph)
     remove_unused(graph)
     return MergedLoRA(graph, {module: _error(graph, weights[module]) for module in adapters})
 

@@ -33,6 +33,14 @@ from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 _OF_RECIPE = (Q_ANNOTATION_KEY, CONFIG_KEY, REASON_KEY, REMARK_KEY)
 
 
+def forget_recipe(model: GraphModule) -> None:
+    """Remove the settings of the recipe that a graph was quantized with from its meta."""
+    for graph in graph_modules(model):
+        for node in graph.graph.nodes:
+            for key in _OF_RECIPE:
+                node.meta.pop(key, None)
+
+
 def slice_program(program: ExportedProgram, quantizer: MXQuantizer) -> ExportedProgram:
     """Re-quantize the packed weights of a program to a narrower recipe, without data.
 
@@ -84,8 +92,7 @@ def slice_graph(graph: GraphModule, quantizer: MXQuantizer) -> GraphModule:
         for node in module.graph.nodes:
             if node.target in PACKED_MATMULS or node.target is ops.fake_quantize_mx:
                 raise MXError("the program is lowered: slice the one that it was lowered from, then lower the result")
-            for key in _OF_RECIPE:
-                node.meta.pop(key, None)
+    forget_recipe(graph)
     anchors = undo_quantization(graph)
     if not anchors:
         raise MXError("the program holds no packed weights: quantize the model with an 8-bit recipe, such as mxint8")

@@ -41,7 +41,8 @@ def test_new_codes(recipe):
     for weight in pt2mx.packed_weights(converted):
         module = weight.name.removesuffix(".weight")
         if module == "up":
-            assert torch.equal(merged["up_t"].codes.T, weight.codes)
+            assert torch.equal(merged["up_t"].dequantized().T, weight.dequantized())
+        if module not in errors:
             continue
         factors = (lora.get_parameter(f"{module}.lora_{factor}.weight").detach() for factor in "BA")
         update = 2.0 * torch.matmul(*factors)
