@@ -57,16 +57,15 @@ def save_lora(model: GraphModule | ExportedProgram, folder: Folder, base_model: 
         MXError: for a model without adapters, without safetensors, and where no file can be written.
 
     Example:
-        >>> import tempfile, torch, pt2mx
+        >>> import os, tempfile, torch, pt2mx
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.ones(2, 64)
         >>> exported = torch.export.export(model.eval(), (x,)).module()
         >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only")
         >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
-        >>> lora = pt2mx.add_lora(converted, rank=4)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     pt2mx.save_lora(lora, folder)
-        ...     torch.equal(pt2mx.load_lora(converted, folder)(x), lora(x))
-        True
+        ...     pt2mx.save_lora(pt2mx.add_lora(converted, rank=4), folder)
+        ...     sorted(os.listdir(folder))
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     graph = graph_with_adapters(model)
     is_decoder = _OF_DECODER <= {str(node.target) for node in graph.graph.find_nodes(op="placeholder")}
@@ -114,16 +113,28 @@ def load_lora(model: GraphModule | ExportedProgram, folder: Folder) -> GraphModu
     Raises:
         MXError: as `add_lora`; for a folder without these files or with damaged ones; for adapters that compute
             anything else (DoRA, biases), of layers that the model lacks, or of other shapes.
+
+    Example:
+        >>> import tempfile, torch, pt2mx
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(64, 32)), torch.ones(2, 64)
+        >>> exported = torch.export.export(model.eval(), (x,)).module()
+        >>> quantizer = pt2mx.MXQuantizer.from_recipe("mxfp4_weight_only")
+        >>> converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, quantizer))
+        >>> lora = pt2mx.add_lora(converted, rank=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     pt2mx.save_lora(lora, folder)
+        ...     torch.equal(pt2mx.load_lora(converted, folder)(x), lora(x))
+        True
     """
     config, tensors = _read(Path(folder))
     graph = trainable_graph(model)
     layers, chosen = linear_layers(graph), {}
     values: dict[str, Tensor] = {}
-    for name in dict.fromkeys(key.rpartition(".lora_")[0] for key in tensors):
+    for name in dict.fromkeys(re.sub(rf"\.?({DOWN}|{UP})", "", key) for key in tensors):
         module = _module(name, layers)
         call = LinearMX.expect(layers[module][0])
         n, k = value_of(layers[module][0]).shape[-1], value_of(call.x).shape[-1]
-        down, up = (tensors.get(f"{name}.{factor}", torch.empty(0)) for factor in (DOWN, UP))
+        down, up = (tensors.get(qualified(name, factor), torch.empty(0)) for factor in (DOWN, UP))
         rank = len(down)
         if not rank or (down.shape, up.shape) != ((rank, k), (n, rank)):
             raise MXError(

@@ -60,7 +60,7 @@ def _matches(target: str, pattern: str, layers: Collection[str], kinds: dict[str
     others = {name: kinds[name] for name in names if name not in layers}
     in_float = [name for name, kind in others.items() if kind.endswith(_LINEAR)]
     if in_float and target != ALL_LINEAR:
-        raise MXError(f"target {target!r}: {_listed(in_float)} has float weights; name quantized linear layers alone")
+        raise MXError(f"target {target!r}: {_listed(in_float)} has float weights, or is in a subgraph; name others")
     if linear:
         return linear
     if others:

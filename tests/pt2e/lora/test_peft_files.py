@@ -57,6 +57,14 @@ def test_names_may_be_the_ends_of_names(converted, tmp_path):
     assert list(adapters_of(pt2mx.load_lora(inner, tmp_path))) == ["0.query", "0.key", "0.head"]
 
 
+def test_the_model_may_be_one_layer(tmp_path):
+    x = torch.randn(4, 64)
+    converted = convert(nn.Linear(64, 8).eval(), (x,), "mxfp4_weight_only")
+    lora = random_adapters(pt2mx.add_lora(converted))
+    pt2mx.save_lora(lora, tmp_path)
+    assert torch.equal(pt2mx.load_lora(converted, tmp_path)(x), lora(x))
+
+
 def test_rank_stabilized_scaling(lora, converted, tmp_path):
     pt2mx.save_lora(lora, tmp_path)
     change(tmp_path, use_rslora=True)

@@ -53,7 +53,7 @@ def test_targets(converted, targets, modules):
         ({"alpha": float("nan")}, "alpha=nan must be"),
         ({"targets": ["p_proj"]}, "'p_proj' matches no module; the nearest linear layers are .*q_proj"),
         ({"targets": "q_proj"}, "'q_proj' matches no module; the nearest"),  # the whole name of a module
-        ({"targets": ["2"]}, "'2': 2 has float weights"),
+        ({"targets": ["2"]}, "'2': 2 has float weights, or is in a subgraph"),
         ({"targets": ".*"}, "'.*': 2 has float weights"),
         ({"targets": ["norm"]}, r"'norm' is no linear layer, but '0.norm' \(LayerNorm\), '1.norm'"),
         ({"targets": ["0"]}, r"'0' is no linear layer, but '0' \(Block\)"),
