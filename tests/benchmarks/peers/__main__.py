@@ -1,6 +1,6 @@
 """Accuracy by this project and by its peers: the same model, calibration and held-out inputs.
 
-    python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet|...] [--layers 4] [--formats W4 W4A4]
+    python -m tests.benchmarks.peers [--model smollm2|minilm|efficientnet-lite0|...] [--layers 4] [--formats W4 W4A4]
         [--methods pt2mx AutoRound ...] [--settings balanced hadamard ...] [--seeds 3] [--again] [--device cpu]
 
 Each method has settings. The first table has the best setting of each by its loss on the validation inputs, with its
@@ -31,7 +31,7 @@ import torch
 
 from tests.benchmarks.measure import Row, hardware, print_table
 from tests.benchmarks.peers.evaluation import Evaluation
-from tests.benchmarks.peers.methods import FOLDER, METHODS, OWN, SAME_WEIGHTS, MethodError, run_method
+from tests.benchmarks.peers.methods import FOLDER, METHODS, MethodError, run_method
 from tests.benchmarks.peers.models import MODELS
 from tests.benchmarks.peers.outcomes import NAMES, Outcome, best, rows
 from tests.benchmarks.peers.page import record
@@ -105,8 +105,8 @@ def _measured(evaluation: Evaluation, folder: Path, run: Run, job: dict[str, Any
     processor = job["device"] if job["device"] == "cpu" else torch.cuda.get_device_name(job["device"])
     options = {"setting": run.setting, "options": METHODS[run.method].settings[run.setting]}
     where = processor, datetime.date.today().isoformat()
-    shared = run.method not in OWN and run.format in SAME_WEIGHTS
-    runs = [run._replace(format=name) for name in (SAME_WEIGHTS if shared else (run.format,))]
+    together = METHODS[run.method].together
+    runs = [run._replace(format=name) for name in (together if run.format in together else (run.format,))]
     try:
         file, cost = run_method(folder, run.method, {**job, **options, "format": run.format, "seed": run.seed})
     except MethodError as error:

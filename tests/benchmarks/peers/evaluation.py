@@ -74,10 +74,10 @@ class Evaluation:
             RuntimeError: for weights that do not fit the model.
         """
         result = load_file(file, str(self.windows["test"][0].device))
-        if OUTPUT.format("test", 0) in result:
+        if OUTPUT.format(name, "test", 0) in result:
             return self._scores(
                 {
-                    part: [result[OUTPUT.format(part, i)] for i in range(len(windows))]
+                    part: [result[OUTPUT.format(name, part, i)] for i in range(len(windows))]
                     for part, windows in self.windows.items()
                 }
             )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import cosine_similarity, kl_div, normalize
 
 from pt2mx.pt2e.language.texts import perplexity
 
@@ -112,8 +112,23 @@ def _spearman(values: Tensor, others: Tensor) -> Tensor:
     return cosine_similarity(*(rank - rank.mean(1, keepdim=True) for rank in ranks))
 
 
+@torch.no_grad()
+def classes(outputs: Iterable[Tensor], windows: Sequence[Tensor], references: Sequence[Tensor]) -> Scores:
+    """Return the scores of `cosines`, and the KL divergence from the float model's classes in nats.
+
+    Args:
+        outputs: logits (1, classes) for each window.
+        windows: the images.
+        references: the logits of the float model for each window.
+    """
+    outputs = [*outputs]
+    pairs = ([logits.double().log_softmax(1) for logits in pair] for pair in zip(outputs, references, strict=True))
+    divergences = [float(kl_div(found, exact, reduction="sum", log_target=True)) for found, exact in pairs]
+    return {**cosines(outputs, windows, references), "KL": divergences}
+
+
 def class_cells(scores: Mapping[str, Values]) -> Cells:
-    return {**embedding_cells(scores), "same class": f"{mean(scores['same']):.0%}"}
+    return {**embedding_cells(scores), "KL": mean_text(scores["KL"]), "same class": mean_text(scores["same"])}
 
 
 def retrieval_cells(scores: Mapping[str, Values]) -> Cells:
@@ -123,7 +138,7 @@ def retrieval_cells(scores: Mapping[str, Values]) -> Cells:
 
 DIVERGENCE = Metric(divergences, divergence_cells, "KL")
 EMBEDDING = Metric(embeddings, retrieval_cells, "1 - cosine")
-CLASSES = Metric(cosines, class_cells, "1 - cosine")
+CLASSES = Metric(classes, class_cells, "1 - cosine")
 
 
 def mean(values: Values) -> float:

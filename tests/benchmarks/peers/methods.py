@@ -22,7 +22,7 @@ from tests.environments import environment
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "peers"
-DECODERS, IMAGES = ("smollm2", "smollm2-continued", "coder"), ("efficientnet", "efficientnet-lite1")
+DECODERS, IMAGES = ("smollm2", "smollm2-continued", "coder"), ("efficientnet-lite0", "efficientnet-lite1")
 LANGUAGE = (*DECODERS, "minilm")
 
 
@@ -36,6 +36,7 @@ class Method(NamedTuple):
         models: the models on which the command runs it.
         formats: the formats that it has; None: all formats.
         random: whether its results depend on the seed.
+        together: the formats whose results one run makes; a run makes any other format alone.
     """
 
     module: str
@@ -44,28 +45,30 @@ class Method(NamedTuple):
     models: tuple[str, ...] = LANGUAGE
     formats: tuple[str, ...] | None = None
     random: bool = False
+    together: tuple[str, ...] = ("W4", "W4A8")
 
 
 _NNCF = "nncf==3.4.0"
-_ALL, _FP4 = LANGUAGE + IMAGES, ("W4", "W4A8", "W4A4")
+#: the formats of 4-bit weights
+FP4 = ("W4", "W4A8", "W4A4")
+_ALL = LANGUAGE + IMAGES
+_BREVITAS, _QUARK = "brevitas==0.13.4 datasets", "amd-quark==0.13"
 
 METHODS = {
-    "pt2mx": Method("ours", {name: {} for name in ("nearest", *PRESETS, *OF_PROGRAMS)}, models=_ALL),
-    "pt2mx, checkpoints": Method("ours", {name: {} for name in OF_CHECKPOINTS}, models=DECODERS),
-    "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=_FP4),
+    "pt2mx": Method("ours", {name: {} for name in ("nearest", *PRESETS, *OF_PROGRAMS)}, models=_ALL, together=()),
+    "pt2mx, checkpoints": Method("ours", {name: {} for name in OF_CHECKPOINTS}, models=DECODERS, together=()),
+    "torchao": Method("torchao_mx", settings.TORCHAO, models=_ALL, formats=FP4),
     "llm-compressor": Method("llm_compressor", settings.LLM_COMPRESSOR, "llmcompressor==0.14.0.1", random=True),
-    "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, _FP4, random=True),
-    "Brevitas": Method("brevitas", settings.BREVITAS, "brevitas==0.13.4 datasets", random=True),
-    "Quark": Method("quark", settings.QUARK, "amd-quark==0.13", random=True),
-    "NNCF": Method("nncf_weights", settings.NNCF_WEIGHTS, _NNCF),
+    "AutoRound": Method("auto_round", settings.AUTO_ROUND, "auto-round==0.16.1", _ALL, FP4, random=True),
+    "Brevitas": Method("brevitas", settings.BREVITAS, _BREVITAS, random=True),
+    "Brevitas CNN": Method("brevitas_images", settings.BREVITAS_IMAGES, _BREVITAS, IMAGES, FP4, together=FP4),
+    "Quark": Method("quark", settings.QUARK, _QUARK, random=True),
+    "Quark ONNX": Method("quark_onnx", settings.QUARK_ONNX, _QUARK, IMAGES, FP4, together=()),
+    "NNCF": Method("nncf_weights", settings.NNCF_WEIGHTS, _NNCF, _ALL, FP4),
     "ModelOpt": Method("model_opt", requirement="nvidia-modelopt==0.47.0"),
     "NNCF INT8": Method("nncf_int8", requirement=_NNCF, models=IMAGES, formats=("W8A8",)),
     "torchao INT8": Method("torchao_int8", models=IMAGES, formats=("W8A8",)),
 }
-#: the methods of this project, which quantizes activations itself
-OWN = tuple(name for name, method in METHODS.items() if method.module == "ours")
-#: the formats for which peers make the same weights
-SAME_WEIGHTS = ("W4", "W4A8")
 
 
 class MethodError(Exception):

@@ -137,6 +137,6 @@ MODELS = {
         metric=EMBEDDING,
         auto="AutoModel",
     ),
-    "efficientnet": _efficientnet(0),
+    "efficientnet-lite0": _efficientnet(0),
     "efficientnet-lite1": _efficientnet(1),
 }

@@ -24,7 +24,7 @@ TITLES = {
     "smollm2-continued": "SmolLM2-135M-Instruct, trained further in bfloat16",
     "coder": "Qwen2.5-Coder-1.5B-Instruct, whose packages hold codes of 5.0 bits",
     "minilm": "MiniLM",
-    "efficientnet": "EfficientNet-Lite0",
+    "efficientnet-lite0": "EfficientNet-Lite0",
     "efficientnet-lite1": "EfficientNet-Lite1",
 }
 #: the columns of README's table: head, model, format

@@ -4,7 +4,7 @@ A folder holds the job: `checkpoint/`, the inputs for calibration, validation an
 options. The process writes `NAME.safetensors` and `NAME.cost`, the seconds, the peak memory, and whether linear layers
 rotate their inputs. The first holds the dequantized weights of the whole model, and the rotations that linear layers
 apply to their inputs. Methods that have activation quantizers of their own write the outputs for the inputs of
-validation and test instead.
+validation and test instead, in one format or in several.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ IN_FLOAT = ("lm_head", "pooler.dense")
 #: the names of the inputs that methods see, and of those that they are evaluated on
 CALIBRATION, EVALUATED = "calibration", ("validation", "test")
 CHECKPOINT, PICKLED = "checkpoint", "model.pt"
-#: the name of the outputs for a window of that name and index
-OUTPUT = "output {} {}"
+#: the name of the outputs for a format and a window of that name and index
+OUTPUT = "output {} {} {}"
 #: the name of the matrix, (inputs, inputs), by which a linear layer multiplies its inputs
 ROTATION = "{}.rotation"
 
@@ -95,18 +95,20 @@ def rotation_matrix(linear: nn.Linear, rotate: Callable[[Tensor], Tensor]) -> Te
     return rotate(torch.eye(linear.in_features, device=linear.weight.device))
 
 
-def _rotates(result: dict[str, Tensor] | nn.Module) -> bool:
+def _rotates(result: Mapping[str, Tensor | nn.Module]) -> bool:
     """Return whether linear layers rotate their inputs, which this project's graphs do by an operator `hadamard`."""
-    if isinstance(result, nn.Module):
-        return any("hadamard" in str(module.graph) for module in result.modules() if isinstance(module, GraphModule))
+    modules = [module for made in result.values() if isinstance(made, nn.Module) for module in made.modules()]
+    if any("hadamard" in str(module.graph) for module in modules if isinstance(module, GraphModule)):
+        return True
     return any(name.endswith(ROTATION.format("")) for name in result)
 
 
-def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
+def run(quantize: Callable[[Job], Mapping[str, Tensor] | Mapping[str, nn.Module] | nn.Module]) -> None:
     """Quantize the model of the job that the command line names.
 
     Args:
-        quantize: returns the dequantized weights, or a module to call with inputs on the job's device.
+        quantize: returns the dequantized weights, or a module to call with inputs on the job's device, or a module for
+            each of several formats.
     """
     file = Path(sys.argv[1])
     options = json.loads(file.read_text())
@@ -116,15 +118,23 @@ def run(quantize: Callable[[Job], dict[str, Tensor] | nn.Module]) -> None:
     clock = time.process_time if job.device == "cpu" else time.perf_counter
     begin = clock()
     result = quantize(job)
-    cost = {"seconds": clock() - begin, "peak MB": peak(), "rotates": _rotates(result)}
     if isinstance(result, nn.Module):
-        windows = {name: load_file(inputs_file(file.parent, name))["inputs"].split(1) for name in EVALUATED}
-        with torch.no_grad():
-            result = {
-                OUTPUT.format(name, i): result(window.to(job.device))
-                for name in EVALUATED
-                for i, window in enumerate(windows[name])
-            }
-    saved = {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in result.items()}
+        result = {job.format: result}
+    cost = {"seconds": clock() - begin, "peak MB": peak(), "rotates": _rotates(result)}
+    windows = {name: load_file(inputs_file(file.parent, name))["inputs"].split(1) for name in EVALUATED}
+    tensors: dict[str, Tensor] = {}
+    for key, made in result.items():
+        tensors |= {key: made} if isinstance(made, Tensor) else _outputs(key, made, windows, job.device)
+    saved = {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
     save_file(saved, file.with_suffix(".safetensors"))
     file.with_suffix(".cost").write_text(json.dumps(cost))
+
+
+@torch.no_grad()
+def _outputs(name: str, module: nn.Module, windows: Mapping[str, Sequence[Tensor]], device: str) -> dict[str, Tensor]:
+    """Return the outputs of the module of a format for the windows of each part."""
+    return {
+        OUTPUT.format(name, part, i): module(window.to(device))
+        for part, kept in windows.items()
+        for i, window in enumerate(kept)
+    }

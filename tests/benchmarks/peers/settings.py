@@ -68,6 +68,20 @@ QUARK: dict[str, Any] = {
     "online rotations + GPTAQ": {**_ONLINE, "gptaq": {}},
     "online rotations + Qronos": {**_ONLINE, "qronos": {}},
 }
+#: options of Brevitas on images
+BREVITAS_IMAGES: dict[str, Any] = {
+    "nearest": {},
+    "GPTQ": {"algorithm": "GPTQ"},
+    "Qronos": {"algorithm": "Qronos"},
+}
+#: options of Quark on ONNX files: the classes of its algorithms and their arguments
+QUARK_ONNX: dict[str, Any] = {
+    "nearest": {},
+    "bias correction": {"BiasCorrectionConfig": {}},
+    "AdaQuant": {"AdaQuantConfig": {}},
+    "AdaQuant, 100 iterations": {"AdaQuantConfig": {"num_iterations": 100}},
+    "AdaRound": {"AdaRoundConfig": {}},
+}
 NNCF_WEIGHTS = {
     "GPTQ": {"gptq": True},
     "AWQ": {"awq": True},
