@@ -80,7 +80,13 @@ def test_figures_of_known_predictions():
     assert scores["1 - cosine"] == pytest.approx([0.4, 0]) and scores["same"] == [0, 1]
     embedding = {"1 - cosine, 95% interval": "0.2000 (0.0000 to 0.4000)", "worst": "0.6000"}
     assert figures.embedding_cells(scores) == embedding
-    assert figures.CLASSES.cells(scores) == {**embedding, "same class": "50%"}
+    exact = torch.tensor([[4.0, 2.0, 2.0]]).log()  # 1/2, 1/4, 1/4
+    scores = figures.classes([torch.zeros(1, 3), exact], windows, [exact, exact])
+    kl = math.log(1.5) / 2 + math.log(0.75) / 2
+    assert scores["KL"] == pytest.approx([kl, 0], abs=1e-6) and scores["same"] == [1, 1]
+    cells = figures.CLASSES.cells(scores)
+    assert list(cells) == [*embedding, "KL", "same class"] and cells["same class"] == "1.0000 (1.0000 to 1.0000)"
+    assert cells["KL"] == f"{kl / 2:.4f} (0.0000 to {kl:.4f})"
 
 
 def _at(*degrees):
@@ -326,6 +332,39 @@ def test_static_int8_of_a_cnn(tiny, run, tmp_path):
     assert targets.count("quantized_decomposed.quantize_per_tensor.default") >= 3
 
 
+@pytest.mark.parametrize("tiny", ["efficientnet-lite0"], indirect=True)
+def test_one_run_serves_several_formats(tiny, run, monkeypatch, tmp_path):
+    """Weights are rounded once, and each format has outputs of its own."""
+    monkeypatch.setattr(peers, "FOLDER", tmp_path)
+    ran = []
+    monkeypatch.setattr(
+        peers, "run_method", lambda folder, method, job: (ran.append(job["format"]), run(folder, method, job))[1]
+    )
+    fake = methods.Method("ours", models=(tiny,), formats=methods.FP4, together=methods.FP4)
+    monkeypatch.setitem(methods.METHODS, "fake", fake)
+    scale = {"W4": 1, "W4A8": -1, "W4A4": 0.5}
+
+    def by_format(job):
+        return {name: nn.Sequential(job.model, _Scaled(factor)) for name, factor in scale.items()}
+
+    monkeypatch.setitem(QUANTIZE, "fake", by_format)
+    peers.main(["--model", tiny, "--methods", "fake", "--formats", *methods.FP4])
+    assert ran == ["W4"]
+    kept = results.Results(tmp_path / "results" / f"{tiny}-all")
+    losses = {name: kept.load(results.Run("fake", "default", name)).scores["test"]["1 - cosine"] for name in scale}
+    assert losses["W4"] == losses["W4A4"] == pytest.approx([0] * 4, abs=1e-6)
+    assert losses["W4A8"] == pytest.approx([2] * 4)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x
+
+
 class _PaddingConv(nn.Conv2d):
     def __init__(self):
         super().__init__(4, 8, 3, stride=2, groups=2, bias=False)
@@ -432,6 +471,13 @@ def test_the_quantizer_of_a_cnn():
         assert recipe["global"]["weight"].startswith("mxfp4") and small["weight"].startswith("mxint8")
         assert str(recipe["global"].get("activation")).startswith(str(activation))
         assert str(small.get("activation")).startswith(str(activation and "mxint8"))
+
+
+def test_the_large_layers_of_a_cnn():
+    """The first layer and those of few weights are INT8 by every method."""
+    layers = [nn.Conv2d(64, 1024, 1), nn.ReLU(), nn.Conv2d(1024, 1024, 3, groups=1024), nn.Conv2d(1024, 33, 1)]
+    model = nn.Sequential(*layers, nn.Conv2d(33, 32, 1), nn.Linear(1024, 32))
+    assert efficientnet.large_layers(model) == ("3",)  # the last one has 32,768 values, which are few
 
 
 def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_path):

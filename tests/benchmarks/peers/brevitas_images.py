@@ -48,7 +48,8 @@ def quantize(job: Job) -> dict[str, nn.Module]:
 
 def _quantized(model: nn.Module, names: tuple[str, ...] | None, weight: str, activation: str | None) -> nn.Module:
     """Quantize the layers of these names, or all that are still in float."""
-    others = [name for name, _ in model.named_modules() if names is not None and name not in names]
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    others = [] if names is None else [name for name in layers if name not in names]
     return layerwise_quantize(model, _layers(weight, activation), others)
 
 
