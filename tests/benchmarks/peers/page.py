@@ -41,11 +41,11 @@ ROWS = {
     "**pt2mx**": (("pt2mx",), "torch, onnxruntime"),
     "pt2mx, checkpoints": (("pt2mx, checkpoints",), "vLLM 0.26.0"),
     "AutoRound 0.16": (("AutoRound",), "not tried"),
-    "Brevitas 0.13": (("Brevitas",), "not tried"),
+    "Brevitas 0.13": (("Brevitas", "Brevitas CNN"), "not tried"),
     "llm-compressor 0.14": (("llm-compressor",), "not tried"),
     "ModelOpt 0.47": (("ModelOpt",), "not tried"),
     "NNCF 3.4": (("NNCF", "NNCF INT8"), "not tried"),
-    "Quark 0.13": (("Quark",), "not tried"),
+    "Quark 0.13": (("Quark", "Quark ONNX"), "not tried"),
     "torchao 0.18": (("torchao", "torchao INT8"), "not tried"),
 }
 #: the mark of a loss whose linear layers rotate their inputs
