@@ -69,7 +69,7 @@ TARGETS: dict[str, Target] = {
         whole_blocks=False,
     ),
     # ExecuTorch's `to_mxfp`, for its Arm backend
-    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), roundings=("even",), any_axis=True),
+    "tosa_mxfp": Target(to_tosa_mxfp, NAMES, frozenset(NAMES), roundings=("even",), any_axis=True, whole_blocks=False),
 }
 
 
