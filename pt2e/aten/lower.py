@@ -59,7 +59,8 @@ def lower_to_aten(
 
     Returns:
         The program. With `matmul="dequantize"` and `core=False` it gives the bits of the converted model in eager mode;
-        with `core=True` those of torch's decompositions, `program.run_decompositions()`.
+        with `core=True` those of torch's decompositions, `program.run_decompositions()`; with `weights="bytes"` batch
+        norms that no convolution absorbs are decomposed too, into steps that round elsewhere.
 
     Raises:
         MXError: for another object, for a program that is not one of a converted model, for an unknown `matmul` or
@@ -92,7 +93,8 @@ def lower_to_aten(
             )
     again = export_again(program, _PASSES[matmul, weights])
     with user_errors("decompose the program"):
-        others: dict[Any, Any] = {**core_decompositions(), **_experts(again)} if core else {}
+        core_ones = {**core_decompositions(), **_experts(again), **_OF_WEIGHTS.get(weights, {})}
+        others: dict[Any, Any] = core_ones if core else {}
         lowered = _without_assertions(share_tables(without_bit_casts(again, others | SHIFTS | _FOR_TORCH_MLIR)))
     for node in _calls(lowered):
         if operator_of(node).namespace != "aten" and (core or is_ours(node)):
@@ -145,6 +147,21 @@ _FOR_TORCH_MLIR: dict[Any, Callable[..., Tensor]] = {
     aten.bitwise_or.Scalar: _with_tensor(torch.bitwise_or),
     aten.bitwise_xor.Scalar: _with_tensor(torch.bitwise_xor),
     aten.squeeze.dims: _squeeze,
+}
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = torch.rsqrt(var + eps) * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * scale
+    scale, shift = (tensor.view(-1, *[1] * (x.dim() - 2)) for tensor in (scale, shift))
+    return (x * scale + shift).to(x.dtype), mean.new_zeros(0), mean.new_zeros(0)
+
+
+#: `weights` -> decompositions of core operators, which compilers for such weights refuse (IREE 3.13)
+_OF_WEIGHTS: dict[str, dict[Any, Callable[..., Any]]] = {
+    "bytes": {aten._native_batch_norm_legit_no_training.default: _batch_norm}
 }
 
 

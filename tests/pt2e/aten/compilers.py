@@ -30,12 +30,23 @@ def in_iree(program: ExportedProgram, driver: str = "local-task") -> Call:
 
 
 def loaded_in_iree(binary: bytes, driver: str) -> Call:
-    """Return a function that runs a compiled module."""
+    """Return a function that runs a compiled module, which may change its inputs."""
     from iree import runtime
 
     config = runtime.Config(driver)
     module = runtime.load_vm_module(runtime.VmModule.copy_buffer(config.vm_instance, binary), config)
-    return lambda *inputs: torch.from_numpy(np.array(module.main(*(x.numpy() for x in inputs)).to_host()))
+
+    def call(*inputs: Tensor) -> Tensor:
+        arrays = [runtime.asdevicearray(config.device, x.numpy()) for x in inputs]
+        y = from_device(module.main(*arrays))
+        for x, array in zip(inputs, arrays, strict=True):
+            x.copy_(from_device(array))
+        return y
+
+    def from_device(array: Any) -> Tensor:
+        return torch.from_numpy(np.array(array.to_host()))
+
+    return call
 
 
 def in_jax(program: ExportedProgram) -> Call:

@@ -23,7 +23,7 @@ def both(request):
 
     def compiled(program):
         lowered = lower_to_aten(program, **compiler.options)
-        return compiler.compile(lowered), lambda *inputs: run(lowered, *inputs)
+        return compiler.compile(lowered), lambda *inputs, **named: run(lowered, *inputs, **named)
 
     return compiled
 
@@ -62,6 +62,49 @@ def test_dynamic_sizes(both):
     for sizes in ((1, 1), (2, 31), (4, 65)):
         x = torch.randn(*sizes, 40)
         assert sqnr(call(x), in_torch(x)) >= 40
+
+
+class Normed(nn.Module):
+    """A batch norm that no convolution absorbs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
+        nn.init.uniform_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2)
+
+    def forward(self, x):  # (B, 8, H, W) -> (B, 4, H - 2, W - 2)
+        return self.conv(torch.relu(self.norm(x)))
+
+
+def test_batch_norms(both):
+    x = torch.randn(2, 8, 5, 5)
+    call, in_torch = both(program_of(Normed(), (x,), "mxfp4_weight_only"))
+    assert sqnr(call(x), in_torch(x)) >= 100
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4_weight_only", "mxfp8"])
+@pytest.mark.parametrize("both", ["IREE"], indirect=True)
+def test_a_decoder_reads_a_prompt_and_tokens(recipe, both):
+    """One program for all sizes, which changes its cache in place."""
+    from tests.language_models import decoder_by_recipe
+
+    program = decoder_by_recipe(recipe, "llama").program
+    call, in_torch = both(program)
+    tokens, filled, slots = torch.randint(256, (3, 7), generator=torch.Generator().manual_seed(0)), 0, 12
+    cache = [torch.zeros(3, 2, slots, 16) for _ in range(4)]  # keys and values of two layers
+    for _ in range(4):
+        last = filled + tokens.shape[1]
+        positions, mask = torch.arange(filled, last).repeat(3, 1), torch.ones(3, slots, dtype=torch.long)
+        given = tokens, positions, mask, torch.tensor([filled]), torch.tensor([tokens.shape[1] - 1])
+        theirs = [tensor.clone() for tensor in cache]
+        y = call(*given, *theirs)
+        names = program.example_inputs[1]
+        expected = in_torch(**dict(zip(names, (*given, cache[:2], cache[2:]), strict=True)))
+        assert sqnr(y, expected) >= LEAST[recipe]
+        assert min(map(sqnr, theirs, cache)) >= LEAST[recipe]
+        tokens, filled = expected.argmax(-1), last
+        assert torch.equal(y.argmax(-1), tokens)
 
 
 class Logits(nn.Module):

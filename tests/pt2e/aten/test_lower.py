@@ -58,9 +58,9 @@ def called(program):
     return {node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)}
 
 
-def run(program, *inputs):
+def run(program, *inputs, **named):
     with torch.no_grad():
-        return program.module()(*inputs)
+        return program.module()(*inputs, **named)
 
 
 @pytest.mark.slow_except("mxfp8", "mxfp6_e3m2*")
@@ -106,6 +106,20 @@ def test_weights_as_bytes_in_forms_that_compilers_take(text):
         assert node.args[1].meta["val"].is_floating_point()
     for node in lowered.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         assert {index.meta["val"].dtype for index in node.args[1] if index is not None} == {torch.int64}
+
+
+def test_batch_norms_with_weights_as_bytes():
+    """IREE refuses this core operator."""
+    norm = nn.BatchNorm2d(8)
+    nn.init.uniform_(norm.running_mean)
+    nn.init.uniform_(norm.running_var)
+    x = torch.randn(2, 8, 5, 5)
+    program = program_of(nn.Sequential(norm, nn.ReLU(), nn.Conv2d(8, 4, 3)), (x,), "mxfp4_weight_only")
+    norms = aten._native_batch_norm_legit_no_training.default
+    assert norms in called(lower_to_aten(program))
+    lowered = lower_to_aten(program, weights="bytes")
+    assert {op for op in called(lowered) if torch.Tag.core not in op.tags} | {norms} & called(lowered) == set()
+    torch.testing.assert_close(run(lowered, x), run(program, x), rtol=1e-5, atol=1e-5)
 
 
 class Tied(nn.Module):
