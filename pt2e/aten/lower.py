@@ -29,6 +29,7 @@ from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.export_again import check_converted, export_again
 
 aten = torch.ops.aten
+_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 #: (`matmul`, `weights`) -> the passes that write matmuls and weights
 _PASSES: dict[tuple[str, str], tuple[GraphPass, ...]] = {
     ("dequantize", "native"): (use_native_dtypes,),
@@ -107,10 +108,10 @@ def lower_to_aten(
 
 
 def core_decompositions() -> dict[Any, Any]:
-    """Return torch's decompositions into core operators, with attention in the memory order of the CPU's kernel.
+    """Return torch's decompositions into core operators, with attention and batch norms in the memory order of the CPU's
+    kernels.
 
-    By that order views of its result were traced; torch's decomposition (2.13) gives another one, of which a `view`
-    fails, as in GPT-2.
+    Torch's (2.13) give another order, of which a `view` fails, as in GPT-2 and PatchTST.
     """
     table: dict[Any, Any] = default_decompositions().materialize()
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -120,7 +121,11 @@ def core_decompositions() -> dict[Any, Any]:
         y, logsumexp = decompose(*args, **kwargs)  # (B, H, L, E)
         return y.transpose(1, 2).contiguous().transpose(1, 2), logsumexp
 
-    return {**table, attention: in_order}
+    return {**table, attention: in_order, _BATCH_NORM: _batch_norm_in_order}
+
+
+def _batch_norm_in_order(x: Tensor, *args: Any) -> Any:
+    return NotImplemented if x.dim() != 3 or x.is_contiguous() else _BATCH_NORM(x.contiguous(), *args)
 
 
 def _index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
@@ -161,7 +166,7 @@ def _batch_norm(
 
 #: `weights` -> decompositions of core operators, which compilers for such weights refuse (IREE 3.13)
 _OF_WEIGHTS: dict[str, dict[Any, Callable[..., Any]]] = {
-    "bytes": {aten._native_batch_norm_legit_no_training.default: _batch_norm}
+    "bytes": {_BATCH_NORM: _batch_norm}
 }
 
 

@@ -183,6 +183,23 @@ def test_attention_keeps_the_order_of_its_memory():
     torch.testing.assert_close(run(lowered, x), run(program, x), rtol=0.05, atol=0.05)
 
 
+class Norm(nn.Module):
+    """A batch norm along the last dimension, as of PatchTST, whose kernel gives another order than its input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_batch_norms_keep_the_order_of_their_memory():
+    x = torch.randn(2, 4, 32)
+    program = program_of(Norm(), (x,), quantizer_of("mxfp8", "mxfp8"))
+    assert torch.equal(run(pt2mx.lower_to_aten(program), x), run(program, x))
+
+
 class Product(nn.Module):
     """Blocks along a dynamic dimension."""
 
