@@ -27,14 +27,7 @@ import pt2mx
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.cache import store_mx
 from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx
-from tests.benchmarks.measure import (
-    Row,
-    gpu_medians_in_turns,
-    hardware,
-    keep_heap,
-    medians_in_turns,
-    print_table,
-)
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, keep_heap, medians_in_turns, report
 
 KEY_HEADS = 8
 _FORMATS = ["mxfp8", "mxint8", "mxfp6", "mxfp4", "fp4_e2m1{16}(e4m3)"]
@@ -147,8 +140,7 @@ def main() -> None:
     sizes = options.widths, options.groups, options.queries, options.batches, options.slots
     cases = itertools.starmap(Case, itertools.product(dtypes, *sizes))
     rows = [row for case in cases for row in run(options.device, case, options.formats, options.write, options.repeats)]
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
+    report(rows)
 
 
 if __name__ == "__main__":

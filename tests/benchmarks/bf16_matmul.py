@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -25,7 +24,7 @@ from pt2mx import FORMATS, MXSpec, ops
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.ops.hadamard import rotated_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, report
 
 _BLOCK = 32
 #: rows of x, rows of the weight, values of a row
@@ -44,11 +43,7 @@ def main() -> None:
         parser.exit(1, "this processor has no bfloat16 instructions\n")
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
     rows = [row for name in options.elements for size in sizes for row in measured(name, *size, options.repeats)]
-    if options.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, tuple(max(rows, key=len)))
-        print(hardware())
+    report(rows, tuple(max(rows, key=len)), options.json)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 import pt2mx
 from pt2mx import ops
 from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedLinear
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, report
 
 
 def main() -> None:
@@ -39,8 +39,7 @@ def main() -> None:
             if len(sides) > 1:
                 row["compiled us"] = microseconds[1]
             rows.append(row)
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
+    report(rows)
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], None]:

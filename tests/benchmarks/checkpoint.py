@@ -3,7 +3,7 @@
     python -m tests.benchmarks.checkpoint [--shape 3b] [--layers N] [--shard-gb 2] [--recipe mxfp4_weight_only]
         [--layout compressed-tensors] [--jobs 1]
 
-A Llama of the shape of 3.2 3B or 3.1 8B with an untied head and random weights in bfloat16, written to a temporary
+A Llama of one of the shapes of `language.py` with an untied head and random weights in bfloat16, written to a temporary
 folder in shards. The command runs in a separate process. The benchmark prints the peak resident memory next to the size
 of the largest shard, and the time next to the time of copying the files.
 """
@@ -26,21 +26,14 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.output import whole_file
 from pt2mx.pt2e.models.checkpoint_files import INDEX
 from pt2mx.pt2e.models.safetensors_shards import SLICE, Entry, ShardWriter
+from tests.benchmarks.language import SHAPES, config_of
 from tests.benchmarks.measure import hardware, timed
-
-#: fields of the configuration of Llama 3.2 3B and 3.1 8B
-SHAPES = {
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
-}
-_REST = {"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False}
 
 
 def write_checkpoint(folder: Path, shape: str, layers: int | None, shard_bytes: float) -> None:
     """Write random weights, some rows at a time."""
     transformers = import_extra("transformers", "hf")
-    fields = {**SHAPES[shape], **_REST, **({"num_hidden_layers": layers} if layers else {})}
-    config = transformers.LlamaConfig(**fields, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    config = config_of(shape, layers, tie_word_embeddings=False, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     config.save_pretrained(folder)
     with torch.device("meta"):
         state = transformers.LlamaForCausalLM(config).state_dict()

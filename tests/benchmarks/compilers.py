@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pt2mx
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, report
 from tests.pt2e.aten.compilers import iree_module, loaded_in_iree, minilm, resnet18
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {"minilm": minilm, "resnet18": resnet18}
@@ -34,8 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row(name, recipe, options.repeats) for name in options.models for recipe in options.recipes]
-    print_table(rows, ["model", "recipe", "SQNR", "IREE", "eager", "file MB"])
-    print(hardware())
+    report(rows, ["model", "recipe", "SQNR", "IREE", "eager", "file MB"])
 
 
 @torch.no_grad()
@@ -60,11 +59,7 @@ def row(name: str, recipe: str, repeats: int) -> Row:
     sqnr = 20 * torch.log10(want.norm() / (call(*inputs) - want).norm())
     calls = partial(call, *inputs), partial(subject, *inputs)
     in_iree, eager = (1e3 * seconds for seconds in medians_in_turns(calls, repeats, clock=time.process_time))
-    figures = {
-        "SQNR": f"{sqnr:.1f}",
-        "IREE": f"{in_iree:.1f}",
-        "eager": f"{eager:.1f}",
-    }
+    figures = {"SQNR": f"{sqnr:.1f}", "IREE": f"{in_iree:.1f}", "eager": f"{eager:.1f}"}
     return {**shown, **figures, "file MB": f"{len(binary) / 1e6:.1f}"}
 
 

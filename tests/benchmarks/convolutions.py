@@ -8,7 +8,6 @@ results in both. The ratio compares float32 results. The errors are of float32 r
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx.ops.convolution import conv2d_mx
-from tests.benchmarks.measure import Row, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, run_formats
 from tests.compare import relative_error
 
 #: channels, their number in the result, height and width of the image, kernel, stride, padding: layers of ResNet-18;
@@ -31,20 +30,8 @@ _SIZES = (
 _IMAGES = 8
 
 
-def main() -> None:
-    keep_heap("tests.benchmarks.convolutions")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--format", default="mxfp8")
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    rows = list(measured(pt2mx.parse(options.format), options.repeats))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
-
-
 @torch.no_grad()
-def measured(spec: pt2mx.MXSpec, repeats: int) -> Iterator[Row]:
+def measured(device: str, spec: pt2mx.MXSpec, repeats: int) -> Iterator[Row]:
     for channels, n, size, kernel, stride, padding in _SIZES:
         x = pt2mx.fake_quantize_mx(torch.randn(_IMAGES, size, size, channels), spec)
         scale, data = pt2mx.quantize_mx(torch.randn(n, kernel, kernel, channels), spec)
@@ -72,4 +59,4 @@ def _onednn(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], di
 
 
 if __name__ == "__main__":
-    main()
+    run_formats("tests.benchmarks.convolutions", __doc__, measured, devices=("cpu",))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pt2mx import ops
 from pt2mx.kernels.cpu.prepared import PreparedLinear
-from tests.benchmarks.measure import Row, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, keep_heap, medians_in_turns, report
 
 _BLOCK = 32
 _SHAPES = ("8192x2048", "2048x8192", "2048x2048")
@@ -47,9 +47,7 @@ def main() -> None:
         parser.error("--cpu-time needs OMP_NUM_THREADS=1")
     keep_heap("tests.benchmarks.cpu_linear")
     torch.manual_seed(0)
-    rows = list(measured(args))
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
+    report(list(measured(args)))
 
 
 @torch.no_grad()

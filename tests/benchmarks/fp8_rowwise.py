@@ -12,7 +12,6 @@ are relative to the matmul in float64.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
@@ -25,7 +24,7 @@ from pt2mx.kernels.fp8_rowwise import ROOMS
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from tests.benchmarks.linear import graph_seconds
-from tests.benchmarks.measure import Row, hardware, print_table
+from tests.benchmarks.measure import Row, report
 
 _SIZES = ("2048x8192x8192", "4096x4096x1024", "4096x1024x4096", "4096x1024x1024", "4096x3072x1024")
 
@@ -38,11 +37,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [row_of(size, element, options.repeats) for size in options.sizes for element in options.elements]
-    if options.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, tuple(rows[0]))
-        print(hardware())
+    report(rows, None, options.json)
 
 
 @torch.no_grad()

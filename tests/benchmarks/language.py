@@ -78,10 +78,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 VOCABULARY, LONGEST = 128256, 8192
 
 
+def config_of(shape: str, layers: int | None, **fields: object) -> Any:
+    """Return the configuration of a Llama of a shape; `layers` and `fields` replace its own."""
+    sizes = {"vocab_size": VOCABULARY, **SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    return import_extra("transformers", "hf").LlamaConfig(**{**sizes, "max_position_embeddings": LONGEST, **fields})
+
+
 def llama(shape: str, layers: int | None, device: str) -> Any:
-    transformers = import_extra("transformers", "hf")
-    fields = {"vocab_size": VOCABULARY, **SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
-    config = transformers.LlamaConfig(**fields, max_position_embeddings=LONGEST)
+    transformers, config = import_extra("transformers", "hf"), config_of(shape, layers)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -9,7 +9,6 @@ keeps its heap; on a GPU a graph holds eight calls, each with the next copy.
 """
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, MXSpec, dequantize_mx, ops, parse
+from pt2mx import FORMATS, dequantize_mx, ops, parse
 from pt2mx.kernels.float_scales import tensor_scale
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
-from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
-from tests.benchmarks.measure import Row, gpu_medians_in_turns, hardware, keep_heap, medians_in_turns, print_table
-from tests.kernel_calls import selected
+from pt2mx.ops.linear import LinearMX, linear_mx, linear_mx_mma_layout
+from pt2mx.ops.quantization import Quantize
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, keep_heap, medians_in_turns, report
 
 _BLOCK = 32
 _BATCHES = {"cpu": (1, 4, 16, 64, 256, 1024), "cuda": (1, 4, 16, 64, 256, 1024, 2048)}
@@ -60,13 +59,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)  # of peers that do not compile
     devices = [args.device] if args.device else ["cpu", *["cuda"] * torch.cuda.is_available()]
     rows = [row for device in devices for row in device_rows(device, args)]
-    if args.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        batches = dict.fromkeys(m for device in devices for m in args.m or _BATCHES[device])
-        print_table(rows, ("device", "what", "element", "x", "limit", *(f"M={m}" for m in batches)))
-        print("speed-up over F.linear in bfloat16")
-        print(hardware())
+    batches = dict.fromkeys(m for device in devices for m in args.m or _BATCHES[device])
+    report(rows, ("device", "what", "element", "x", "limit", *(f"M={m}" for m in batches)), args.json)
 
 
 def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
@@ -93,22 +87,26 @@ def device_rows(device: str, args: argparse.Namespace) -> Iterator[Row]:
 
 
 def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
-    """Ours for every element, and for NVFP4, then the peers that are installed."""
-    for name in FORMATS:
-        packed = copies(ops.quantize_mx(weight, name, _BLOCK, -1, "floor", "even")[::-1], cache)
+    """Ours for every element, and for NVFP4 (FP4 in blocks of 16 with E4M3 scales), then the peers."""
+    for name in (*FORMATS, "nvfp4"):
+        spec = parse(name, axis=1)
+        own = tensor_scale(weight, spec) if spec.scale_format.tensor else None
+        packed = copies(ops.quantize_mx(*Quantize(weight, spec, tensor_scale=own).args)[::-1], cache)
         limit = weight.nbytes / sum(part.nbytes for part in packed[0])
+        options = LinearMX(weight, *packed[0], None, spec, 0, None, own).args[3:]
 
-        def ours(x: Tensor, i: int, name: str = name, packed: list = packed) -> Tensor:
-            return linear_mx(x, *packed[i % len(packed)], None, name, _BLOCK, 0)
+        def ours(x: Tensor, i: int, packed: list = packed, options: tuple = options) -> Tensor:
+            return linear_mx(x, *packed[i % len(packed)], *options)
 
         if weight.device.type == "cpu":
             yield Candidate("linear_mx", name, ours, limit)
             yield Candidate("linear_mx", name, ours, limit, torch.float32)
         else:  # as lowering stores a weight on a GPU
-            stored = copies(to_mma_layout(*packed[0], MXSpec(name)), cache)
+            stored = copies(to_mma_layout(*packed[0], spec), cache)
+            modes = None, spec.element.name, len(weight), 0, own
 
-            def lowered(x: Tensor, i: int, name: str = name, parts: list = stored) -> Tensor:
-                return linear_mx_mma_layout(x, *parts[i % len(parts)], None, name, len(weight), 0)
+            def lowered(x: Tensor, i: int, parts: list = stored, modes: tuple = modes) -> Tensor:
+                return linear_mx_mma_layout(x, *parts[i % len(parts)], *modes)
 
             yield Candidate("linear_mx_mma_layout", name, lowered, limit)
         if name in _PEERS:
@@ -119,30 +117,7 @@ def candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
                 return f(x, *packed[i % len(packed)])
 
             yield Candidate("Inductor on the plain expression", name, inductor, limit)
-    yield from nvfp4_candidates(weight, cache)
     yield from torchao_candidates(weight, cache)
-
-
-def nvfp4_candidates(weight: Tensor, cache: int) -> Iterator[Candidate]:
-    """FP4 in blocks of 16 with E4M3 scales."""
-    spec = parse("nvfp4", axis=1)
-    own = tensor_scale(weight, spec)
-    packed = copies(selected.quantize(weight, spec, None, own)[::-1], cache)
-    limit = weight.nbytes / sum(part.nbytes for part in packed[0])
-
-    def ours(x: Tensor, i: int) -> Tensor:
-        return selected.linear(x, *packed[i % len(packed)], None, spec, 0, None, own)
-
-    if weight.device.type == "cpu":
-        yield Candidate("linear_mx", "nvfp4", ours, limit)
-        yield Candidate("linear_mx", "nvfp4", ours, limit, torch.float32)
-        return
-    stored = copies(to_mma_layout(*packed[0], spec), cache)
-
-    def lowered(x: Tensor, i: int) -> Tensor:
-        return linear_mx_mma_layout(x, *stored[i % len(stored)], None, spec.element.name, len(weight), 0, own)
-
-    yield Candidate("linear_mx_mma_layout", "nvfp4", lowered, limit)
 
 
 def inductor_expression(name: str, k: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks: the allocator, timing, the table, and the line that names the hardware."""
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -63,13 +64,17 @@ def gpu_medians_in_turns(calls: Sequence[Callable[[], object]], repeats: int) ->
 
 
 def run_formats(
-    module: str, description: str | None, measured: Callable[..., Iterator[Row]], has_results_dtype: bool = False
+    module: str,
+    description: str | None,
+    measured: Callable[..., Iterator[Row]],
+    has_results_dtype: bool = False,
+    devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
     """Print the rows of `measured(device, spec, repeats)`, or of `measured(device, spec, repeats, dtype)` for a
     benchmark with a dtype of results, for the options of the command line."""
     keep_heap(module)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=devices, default="cpu")
     parser.add_argument("--format", default="mxfp8")
     if has_results_dtype:
         parser.add_argument("--results", choices=("float32", "bfloat16"), default="float32")
@@ -77,8 +82,15 @@ def run_formats(
     options = parser.parse_args()
     torch.manual_seed(0)
     dtype = [getattr(torch, options.results)] if has_results_dtype else []
-    rows = list(measured(options.device, pt2mx.parse(options.format), options.repeats, *dtype))
-    print_table(rows, tuple(rows[0]))
+    report(list(measured(options.device, pt2mx.parse(options.format), options.repeats, *dtype)))
+
+
+def report(rows: list[Row], header: Sequence[str] | None = None, as_json: bool = False) -> None:
+    """Print the columns of `header`, or of the first row, and the hardware: a table, or all as one JSON object."""
+    if as_json:
+        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
+        return
+    print_table(rows, header or tuple(rows[0]))
     print(hardware())
 
 

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -35,26 +33,16 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.models.packaged import SentenceEncoder, load_minilm
 from pt2mx.pt2e.models.samples import sentences
 from tests.benchmarks.decoder import Decoder
-from tests.benchmarks.measure import hardware, medians_in_turns, print_table, timed
+from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 
 Program = Callable[..., Tensor]
 
 
-@dataclass
-class Row:
-    """Milliseconds a call, seconds of the first call (which compiles), gigabytes of parameters and buffers."""
-
-    model: str
-    recipe: str
-    weights: str
-    dtype: str
-    float_ms: float
-    mx_ms: float
-    ratio: float
-    float_compile_s: float
-    mx_compile_s: float
-    float_gb: float
-    mx_gb: float
+#: milliseconds a call, seconds of the first call (which compiles), gigabytes of parameters and buffers
+_HEADER = (
+    "model", "recipe", "weights", "dtype", "float_ms", "mx_ms", "ratio", "float_compile_s", "mx_compile_s", "float_gb",
+    "mx_gb",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -81,11 +69,7 @@ def main() -> None:
                 rows += measure(name, load, recipe, getattr(torch, dtype), options)
             except Exception as error:  # the other rows still tell
                 print(f"{name} in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"hardware": hardware(), "rows": [asdict(row) for row in rows]}, indent=1))
-    else:
-        print_table([asdict(row) for row in rows], tuple(Row.__dataclass_fields__))
-        print(hardware())
+    report(rows, as_json=options.json)
 
 
 @torch.no_grad()
@@ -107,10 +91,11 @@ def measure(name: str, load: Callable, recipe: str, dtype: torch.dtype, options:
     medians_in_turns(calls, 3)  # records the graphs of a GPU
     times = [1e3 * seconds / count for seconds in medians_in_turns(calls, options.repeats)]
     dtype_name = str(dtype).removeprefix("torch.")
-    return [
-        Row(name, recipe, kind, dtype_name, times[0], ms, ms / times[0], compiling[0], seconds, sizes[0], size)
+    rows = [
+        (name, recipe, kind, dtype_name, times[0], ms, ms / times[0], compiling[0], seconds, sizes[0], size)
         for kind, ms, seconds, size in zip(kinds, times[1:], compiling[1:], sizes[1:], strict=True)
     ]
+    return [dict(zip(_HEADER, row, strict=True)) for row in rows]
 
 
 def lower(exported: GraphModule, kind: str, inputs: tuple[Tensor, ...], recipe: str, device: str) -> GraphModule:

@@ -17,7 +17,6 @@ time.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import warnings
@@ -33,7 +32,7 @@ import pt2mx
 from pt2mx.pt2e.cli.float_model import export_loaded
 from pt2mx.pt2e.models.float_models import LoadedModel, load_model
 from pt2mx.pt2e.onnx.export import export_onnx
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, report
 from tests.onnx_nodes import differences, session
 
 _HEADER = (
@@ -55,11 +54,7 @@ def main() -> None:
         loaded = _mlp() if name == "mlp" else load_model(name if name == "minilm" else f"torchvision:{name}")
         with tempfile.TemporaryDirectory() as folder:
             rows += [_measured(name, loaded, recipe, Path(folder), args) for recipe in args.recipes]
-    if args.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, _HEADER)
-        print(hardware())
+    report(rows, _HEADER, args.json)
 
 
 def _measured(name: str, loaded: LoadedModel, recipe: str, folder: Path, args: argparse.Namespace) -> Row:

@@ -14,7 +14,6 @@ the difference of the MX file's first output from the converted model's, over th
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 import warnings
@@ -36,7 +35,7 @@ from pt2mx.pt2e.models.packaged import smollm2_checkpoint
 from pt2mx.pt2e.models.pretrained import load_language_model
 from pt2mx.pt2e.onnx.decoder import decoder_of
 from pt2mx.pt2e.onnx.export import export_onnx
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table, timed
+from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 
 #: tokens before the one that is timed, and generated tokens of the compiled model
 _PAST, _TOKENS = 128, 16
@@ -59,11 +58,9 @@ def main() -> None:
     for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
             rows += [_measured(name, recipe, Path(folder), options) for recipe in options.recipes]
-    if options.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, _HEADER)
-        print(f"{hardware()}, OpenVINO {import_extra('openvino', 'openvino').__version__}")
+    report(rows, _HEADER, options.json)
+    if not options.json:
+        print(f"OpenVINO {import_extra('openvino', 'openvino').__version__}")
 
 
 class _Sides(NamedTuple):

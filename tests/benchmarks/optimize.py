@@ -19,28 +19,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
-from pt2mx.extras import import_extra
-from tests.benchmarks.measure import hardware, print_table
-
-WIDTH, HIDDEN, HEADS, KEYS, VOCABULARY = 4096, 14336, 32, 8, 128256
+from tests.benchmarks.language import VOCABULARY, llama
+from tests.benchmarks.measure import report
 
 
 def exported(layers: int, sequence: int, device: str) -> GraphModule:
     """The decoder of tokens (1, sequence), without a cache."""
-    transformers = import_extra("transformers", "hf")
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEYS,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        dtype=torch.bfloat16,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = llama("8b", layers, device)
 
     class Logits(nn.Module):
         def __init__(self) -> None:
@@ -104,8 +89,7 @@ def main() -> None:
         group = dist.group.WORLD
     row = run(options.layers, options.tokens, device, group)
     if group is None or group.rank() == 0:
-        print_table([row], tuple(row))
-        print(hardware())
+        report([row])
     if group is not None:
         dist.destroy_process_group()
 

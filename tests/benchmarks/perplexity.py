@@ -22,7 +22,7 @@ from pt2mx.pt2e.language.texts import BLOCK, blocks, perplexity
 from pt2mx.pt2e.quantizer import recipe
 from tests.benchmarks.accuracy.smollm2 import load
 from tests.benchmarks.accuracy.texts import sentences
-from tests.benchmarks.measure import Row, hardware, print_table
+from tests.benchmarks.measure import Row, report
 
 _SEEN = 8192
 #: formats of the cache; the weights are as in `mxfp4_decoder`
@@ -87,8 +87,7 @@ def main() -> None:
         if options.compile:
             quantized.compile()
         add(name, quantized, exact, seconds)
-    print_table(rows, ("", "perplexity", "KL", "same", "tokens/s", "seconds"))
-    print(hardware())
+    report(rows, ("", "perplexity", "KL", "same", "tokens/s", "seconds"))
 
 
 if __name__ == "__main__":

@@ -8,28 +8,20 @@ On a GPU it is the share of the bandwidth of a device copy, bytes in and out cou
 """
 
 import argparse
-import json
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+from torch import Tensor
 
 import pt2mx
 from pt2mx import FORMATS, ops
 from pt2mx.kernels import reference_chunked
 from pt2mx.ops.quantization import Dequantize, FakeQuantize, Quantize
-from tests.benchmarks.measure import (
-    Row,
-    gpu_medians_in_turns,
-    hardware,
-    keep_heap,
-    medians_in_turns,
-    print_table,
-    timed,
-)
+from tests.benchmarks.measure import Row, gpu_medians_in_turns, keep_heap, medians_in_turns, report, timed
 
 _BLOCK = 32
-
 #: values that are rotated together
 _ROTATION = 32
 
@@ -50,12 +42,25 @@ def main() -> None:
         rows += cpu_rows(args.size or 4096, args.repeats)
     if args.device == "cuda" or (args.device is None and torch.cuda.is_available()):
         rows += gpu_rows(args.size or 16384, args.repeats)
-    if args.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, _HEADER)
-        print("cpu: time over x.clone() in float32; cuda: share of the bandwidth of a device copy, bfloat16")
-        print(hardware())
+    report(rows, _HEADER, args.json)
+
+
+def calls_of(x: Tensor, spec: pt2mx.MXSpec) -> dict[str, tuple[Callable[[], object], int]]:
+    """Return operation -> its call, and the bytes that it reads and writes."""
+    t = pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
+    quantize = Quantize(x, spec, tensor_scale=t).args
+    scale, data = ops.quantize_mx(*quantize)
+    dequantize = Dequantize(data, scale, spec, x.dtype, tensor_scale=t).args
+    both, packed = 2 * x.nbytes, x.nbytes + scale.nbytes + data.nbytes
+    calls = {
+        "fake_quantize": (partial(ops.fake_quantize_mx, *FakeQuantize(x, spec, None, "identity", t).args), both),
+        "quantize": (partial(ops.quantize_mx, *quantize), packed),
+        "dequantize": (partial(ops.dequantize_mx, *dequantize), packed),
+    }
+    if x.dim() == 2 and spec.axis == -1 and spec.has_plain_scale:
+        modes = spec.element.name, spec.block_size, spec.scale_mode, spec.rounding
+        calls["rotated_fake_quantize"] = partial(torch.ops.pt2mx.rotated_fake_quantize_mx, x, _ROTATION, *modes), both
+    return calls
 
 
 # ---- CPU ----
@@ -75,23 +80,8 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
     for name in FORMATS:
         for layout, (values, axis) in layouts.items():
             row: Row = {"device": "cpu", "what": f"pt2mx {name}", "layout": layout}
-            scale, data = ops.quantize_mx(values, name, _BLOCK, axis, "floor", "even")
-            calls = {
-                "fake_quantize": lambda v=values, a=axis, n=name: ops.fake_quantize_mx(
-                    v, n, _BLOCK, a, "floor", "even", None, "identity"
-                ),
-                "quantize": lambda v=values, a=axis, n=name: ops.quantize_mx(v, n, _BLOCK, a, "floor", "even"),
-                "dequantize": lambda s=scale, d=data, a=axis, n=name: ops.dequantize_mx(
-                    d, s, n, _BLOCK, torch.float32, a
-                ),
-            }
-            if layout == "axis -1":
-                calls["rotated_fake_quantize"] = lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(
-                    x, _ROTATION, n, _BLOCK, "floor", "even"
-                )
-            for operation, call in calls.items():
-                row[operation] = over_clone(call, values, repeats)
-            rows.append(row)
+            calls = calls_of(values, pt2mx.MXSpec(name, _BLOCK, axis))
+            rows.append(row | {operation: over_clone(call, values, repeats) for operation, (call, _) in calls.items()})
     for dtype in (torch.float32, torch.bfloat16):
         values = x.to(dtype)
         took = over_clone(lambda v=values: torch.ops.pt2mx.hadamard(v, _ROTATION, -1), values, repeats)
@@ -109,13 +99,13 @@ def cpu_rows(size: int, repeats: int) -> list[Row]:
     return rows
 
 
-def over_clone(call: Callable[[], object], x: torch.Tensor, repeats: int) -> float:
+def over_clone(call: Callable[[], object], x: Tensor, repeats: int) -> float:
     """Return the median time of `call` over the time of x.clone(). Both take turns, so that other load affects both."""
     ours, copy = medians_in_turns([call, x.clone], repeats)
     return ours / copy
 
 
-def peers(x: torch.Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def peers(x: Tensor, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """Return the other libraries' fake quantizations of x along its last axis."""
     spec = pt2mx.MXSpec(name, _BLOCK, x.dim() - 1)
     yield "reference, in slices,", lambda: reference_chunked.fake_quantize(x, spec, None)
@@ -146,7 +136,7 @@ def torchao_functions(name: str) -> tuple[Callable, Callable] | None:
     if dtype is None:
         return None
 
-    def fake_quantize(x: torch.Tensor) -> torch.Tensor:
+    def fake_quantize(x: Tensor) -> Tensor:
         return MXTensor.to_mx(x, dtype, _BLOCK).dequantize(x.dtype)
 
     return lambda x: to_mx(x, dtype, _BLOCK), fake_quantize
@@ -172,34 +162,8 @@ def gpu_rows(size: int, repeats: int) -> list[Row]:
     rows = []
     specs = {name: pt2mx.MXSpec(name, _BLOCK) for name in FORMATS} | {"nvfp4": pt2mx.parse("nvfp4")}
     for name, spec in specs.items():
-        t = pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
         for layout, (values, axis) in layouts.items():
-            along = spec.replace(axis=axis)
-            quantize = Quantize(values, along, tensor_scale=t).args
-            scale, data = ops.quantize_mx(*quantize)
-            dequantize = Dequantize(data, scale, along, torch.bfloat16, tensor_scale=t).args
-            fake_quantize = FakeQuantize(values, along, None, "identity", t).args
-            packed = scale.nbytes + data.nbytes
-            calls = {
-                "fake_quantize": (
-                    lambda args=fake_quantize: ops.fake_quantize_mx(*args),
-                    2 * x.nbytes,
-                ),
-                "quantize": (
-                    lambda args=quantize: ops.quantize_mx(*args),
-                    x.nbytes + packed,
-                ),
-                "dequantize": (
-                    lambda args=dequantize: ops.dequantize_mx(*args),
-                    packed + x.nbytes,
-                ),
-            }
-            if layout == "axis -1" and spec.has_plain_scale:
-                calls["rotated_fake_quantize"] = (
-                    lambda n=name: torch.ops.pt2mx.rotated_fake_quantize_mx(x, _ROTATION, n, _BLOCK, "floor", "even"),
-                    2 * x.nbytes,
-                )
-            rows.append(row(f"pt2mx {name}", layout, calls))
+            rows.append(row(f"pt2mx {name}", layout, calls_of(values, spec.replace(axis=axis))))
     rows.append(
         row("rotation", "axis -1", {"hadamard": (lambda: torch.ops.pt2mx.hadamard(x, _ROTATION, -1), 2 * x.nbytes)})
     )

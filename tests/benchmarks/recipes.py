@@ -23,7 +23,7 @@ from pt2mx import MXQuantizer
 from pt2mx.pt2e.quantizer.shipped import summary, table, tasks
 from tests.benchmarks.accuracy.case import Case, Figures
 from tests.benchmarks.accuracy.models import MODELS
-from tests.benchmarks.measure import Row, hardware, print_table, timed
+from tests.benchmarks.measure import Row, report, timed
 
 #: task -> the model of `accuracy/`, its name, the metric
 TASKS = {
@@ -79,8 +79,7 @@ def main() -> None:
             print(rows[-1], flush=True)
             if options.write:
                 _keep(task, name, figures, exact)
-    print_table(rows, ("task", "recipe", "bits", "size", "quality", "loss", "seconds"))
-    print(hardware())
+    report(rows, ("task", "recipe", "bits", "size", "quality", "loss", "seconds"))
 
 
 def _quality(figures: Figures) -> str:

@@ -7,11 +7,10 @@ affects all.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 
-from tests.benchmarks.measure import Row, hardware, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, medians_in_turns, report
 
 _STARTS = {
     "import torch": ("-c", "import torch"),
@@ -21,7 +20,6 @@ _STARTS = {
     "pt2mx --version": ("-m", "pt2mx", "--version"),
     "pt2mx quantize --help": ("-m", "pt2mx", "quantize", "--help"),
 }
-_HEADER = ("what", "seconds", "over import torch")
 
 
 def main() -> None:
@@ -34,11 +32,7 @@ def main() -> None:
         {"what": what, "seconds": seconds, "over import torch": seconds / medians[0]}
         for what, seconds in zip(_STARTS, medians, strict=True)
     ]
-    if args.json:
-        print(json.dumps({"hardware": hardware(), "rows": rows}, indent=1))
-    else:
-        print_table(rows, _HEADER)
-        print(hardware())
+    report(rows, None, args.json)
 
 
 def _start(arguments: tuple[str, ...]) -> None:
