@@ -69,7 +69,7 @@ def main() -> None:
                 rows += measure(name, load, recipe, getattr(torch, dtype), options)
             except Exception as error:  # the other rows still tell
                 print(f"{name} in {dtype}: {type(error).__name__}: {error}", file=sys.stderr)
-    report(rows, as_json=options.json)
+    report(rows, _HEADER, options.json)
 
 
 @torch.no_grad()
