@@ -198,6 +198,23 @@ def run_python(tmp_path_factory):
     return run
 
 
+@pytest.fixture(params=["avx2", "default"])
+def on_other_processors(request, run_python):
+    """Run tests of a file with the kernels for processors with fewer vector instructions, built once for each state of
+    the sources."""
+    code = """
+import sys, pytest, torch
+assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1], "-k", sys.argv[2]]) == 0
+print(torch.backends.cpu.get_cpu_capability())
+"""
+
+    def run(file: str, tests: str) -> None:
+        printed = run_python(code, [file, tests], env=os.environ | {"ATEN_CPU_CAPABILITY": request.param})
+        assert printed.strip().lower().splitlines()[-1] in (request.param, "default", "no avx")
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def minilm():
     """The pretrained sentence encoder, exported with dynamic batch and sequence."""

@@ -11,7 +11,6 @@ from pt2mx.kernels.cpu import attention as cpu_attention
 from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
-from tests.cpu_kernels import of_capability
 
 
 @pytest.fixture(params=["matrix instructions", "fp32 vectors"])
@@ -96,16 +95,8 @@ def test_two_threads_give_the_bits_of_one():
 
 @pytest.mark.compiled
 @pytest.mark.slow_except("avx2")
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernels for processors with fewer vector instructions, built once for each state of the sources."""
-    code = """
-import sys
-import pytest
-assert pytest.main(["-q", "-x", "-p", "no:cacheprovider", sys.argv[1], "-k", sys.argv[2]]) == 0
-"""
-    tests = "formats_and_dtypes or shapes_and_blocks or masks or nothing or no_numbers"
-    run_python(code, [__file__, tests], env=of_capability(capability))
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "formats_and_dtypes or shapes_and_blocks or masks or nothing or no_numbers")
 
 
 def test_opcheck_and_compilation():

@@ -12,7 +12,7 @@ from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.modes import ROUNDINGS
 from tests import kernel_calls
 from tests.compare import differing, same
-from tests.cpu_kernels import DTYPES, of_capability
+from tests.cpu_kernels import DTYPES
 from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW, modes_of
 from tests.random_values import random_values
@@ -110,16 +110,8 @@ def test_one_row_of_many_values_and_many_rows():
         assert same(ByArguments(quantize).fake_quantize(x, spec), want)
 
 
-_CHECKS = """
-import torch
-from pt2mx import MXSpec
-from pt2mx.kernels import reference
-from pt2mx.kernels.cpu import activations
-from tests.kernel_calls import ByArguments
-
-cpu = ByArguments(activations)
-torch.manual_seed(0)
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_of_every_scale(dtype):
     x = (torch.randn(40, 100) * torch.exp2(torch.arange(-30.0, 10)).unsqueeze(1)).to(dtype)
     for name in ("fp8_e4m3", "fp4_e2m1", "fp6_e2m3", "int8", "int8_full"):
         spec = MXSpec(name, 32, 1)
@@ -127,17 +119,14 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(got, reference.fake_quantize(normed, spec).bfloat16())
         got = cpu.activation_fake_quantize(x, "relu", spec, dtype)
         assert torch.equal(got, reference.fake_quantize(x.relu(), spec))
-        gelu = reference.fake_quantize(torch.nn.functional.gelu(x.double()).to(dtype), spec)
+        gelu = reference.fake_quantize(F.gelu(x.double()).to(dtype), spec)
         assert (cpu.activation_fake_quantize(x, "gelu", spec, dtype) != gelu).float().mean() < 2e-3
-"""
 
 
 @pytest.mark.compiled
 @pytest.mark.slow_except("avx2")
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(capability, run_python):
-    """The kernels for processors with fewer vector instructions, built once for each state of the sources."""
-    run_python(_CHECKS, env=of_capability(capability))
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_scale")
 
 
 @pytest.mark.parametrize("length", [1, 17, 33, 768])

@@ -13,7 +13,7 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize
 from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import DTYPES, assert_same, of_capability
+from tests.cpu_kernels import DTYPES, assert_same
 from tests.float_scale_operators import NAMES
 
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
@@ -120,15 +120,5 @@ def test_what_traces_operators_gets_the_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernel for processors with fewer vector instructions."""
-    code = """
-from pt2mx import MXSpec
-from tests.pt2mx.kernels.cpu.test_error_sums import check, values
-for name in ("mxfp4", "mxint8", "fp8_e4m3"):
-    for n in (33, 64):
-        check(values(20, n), MXSpec(name, 32))
-print("same")
-"""
-    assert run_python(code, env=of_capability(capability)).split() == ["same"]
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_format")

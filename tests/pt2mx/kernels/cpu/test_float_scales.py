@@ -13,7 +13,7 @@ from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.cpu.build import SOURCES
 from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
-from tests.cpu_kernels import DTYPES, assert_same, check_cpu, cpu, of_capability, random_specs
+from tests.cpu_kernels import DTYPES, assert_same, check_cpu, cpu, random_specs
 from tests.oracle import NARROW
 from tests.random_values import random_values
 
@@ -84,16 +84,8 @@ def test_left_to_the_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernels for processors with fewer vector instructions."""
-    code = """
-import sys, pytest, torch
-assert pytest.main(["-q", "-x", sys.argv[1], "-k", "every_mode or every_code"]) == 0
-print(torch.backends.cpu.get_cpu_capability())
-"""
-    printed = run_python(code, [__file__], env=of_capability(capability))
-    assert printed.strip().lower().splitlines()[-1] in (capability, "default", "no avx")
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_mode or every_code")
 
 
 #: a program whose arithmetic traps where it overflows; only the first code is used

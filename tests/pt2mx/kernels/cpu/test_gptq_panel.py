@@ -9,7 +9,7 @@ from pt2mx.kernels import gptq_panel
 from pt2mx.kernels.cpu import gptq_panel as cpu
 from pt2mx.kernels.select import run_step
 from pt2mx.modes import ROUNDINGS
-from tests.cpu_kernels import assert_same, of_capability
+from tests.cpu_kernels import assert_same
 
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
 SHAPES = [(1, 128, 64), (1, 128, 200), (3, 7, 65), (2, 1, 1), (5, 64, 15), (0, 4, 8), (2, 4, 0)]
@@ -82,15 +82,5 @@ def test_fake_tensors_get_the_definition():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernel for processors with fewer vector instructions."""
-    code = """
-from pt2mx import MXSpec
-from tests.pt2mx.kernels.cpu.test_gptq_panel import check, panel
-for name in ("mxfp4", "mxint8", "fp8_e4m3"):
-    for n in (33, 64):
-        check(*panel(2, 70, n), MXSpec(name, 32))
-print("same")
-"""
-    assert run_python(code, env=of_capability(capability)).split() == ["same"]
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_format")

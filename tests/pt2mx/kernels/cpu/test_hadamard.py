@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from pt2mx.kernels import hadamard
+from pt2mx import MXSpec
+from pt2mx.kernels import hadamard, reference
 from pt2mx.kernels.cpu import hadamard as cpu
-from tests.cpu_kernels import DTYPES, assert_same, of_capability
+from pt2mx.kernels.cpu import quantize
+from tests.cpu_kernels import DTYPES, assert_same
+from tests.kernel_calls import ByArguments
 from tests.random_values import random_values
 
 SHAPES = [
@@ -35,6 +38,14 @@ def test_every_kind_of_value(kind, dtype):
     assert_same(cpu.rotate(x, 32), hadamard.rotate(x, 32), kind)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotated_and_quantized(dtype):
+    x, spec = torch.randn(6, 256).to(dtype), MXSpec("fp4_e2m1", 32, 1)
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        want = reference.fake_quantize(hadamard.rotate(x, size), spec)
+        assert_same(ByArguments(quantize).rotated_fake_quantize(x, size, spec), want, size)
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_threads_do_not_change_bits(axis):
     x, threads, results = torch.randn(512, 640), torch.get_num_threads(), []
@@ -48,23 +59,5 @@ def test_threads_do_not_change_bits(axis):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernels for processors with fewer vector instructions."""
-    code = """
-import torch
-from pt2mx import MXSpec
-from pt2mx.kernels import hadamard, reference
-from pt2mx.kernels.cpu import hadamard as cpu, quantize
-from tests.kernel_calls import ByArguments
-from tests.cpu_kernels import DTYPES, assert_same
-for dtype in DTYPES:
-    x = torch.randn(6, 256).to(dtype)
-    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        assert_same(cpu.rotate(x, size), hadamard.rotate(x, size), size)
-        spec = MXSpec("fp4_e2m1", 32, 1)
-        want = reference.fake_quantize(hadamard.rotate(x, size), spec)
-        assert_same(ByArguments(quantize).rotated_fake_quantize(x, size, spec), want, size)
-print("same")
-"""
-    assert run_python(code, env=of_capability(capability)).split() == ["same"]
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_size or rotated")

@@ -10,7 +10,7 @@ from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, of_capability
+from tests.cpu_kernels import DTYPES
 from tests.kernel_calls import ByArguments
 
 kernels = ByArguments(cpu_linear)
@@ -137,13 +137,5 @@ def test_grouped(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernels for processors with fewer vector instructions."""
-    code = """
-import sys, pytest, torch
-assert pytest.main(["-q", "-x", sys.argv[1], "-k", "kind_of_block or (every_code and 3) or nan_scale"]) == 0
-print(torch.backends.cpu.get_cpu_capability())
-"""
-    printed = run_python(code, [__file__], env=of_capability(capability))
-    assert printed.strip().lower().splitlines()[-1] in (capability, "default", "no avx")
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "kind_of_block or (every_code and 3) or nan_scale")

@@ -19,7 +19,6 @@ from tests.cpu_kernels import (
     cpu,
     environment,
     modes_of_element,
-    of_capability,
     random_specs,
 )
 from tests.kernel_calls import selected
@@ -193,19 +192,5 @@ def test_cache_that_cannot_be_written(run_python, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", ["avx2", "default"])
-def test_other_processors(run_python, capability):
-    """The kernels for processors with fewer vector instructions."""
-    code = """
-import torch
-from pt2mx import FORMATS, MXSpec
-from tests.cpu_kernels import DTYPES, check_cpu, modes_of_element
-from tests.random_values import random_values
-for name in FORMATS:
-    for i, (scale_mode, rounding) in enumerate(modes_of_element(name)):
-        x = torch.cat([random_values((7, 50), DTYPES[i % 3], kind) for kind in range(5)])
-        check_cpu(x, MXSpec(name, 32, i % 2, scale_mode, rounding), target=DTYPES[i % 3])
-print(torch.backends.cpu.get_cpu_capability())
-"""
-    printed = run_python(code, env=of_capability(capability))
-    assert printed.strip().lower() in (capability, "default", "no avx")
+def test_other_processors(on_other_processors):
+    on_other_processors(__file__, "every_mode")
