@@ -230,3 +230,97 @@ def test_the_quantization_is_of_values_along_channels():
         model.weight[:, :, 0, 0].fill_diagonal_(1.0)
     _, found = lowered(model, x, "mxfp4")
     assert torch.equal(found(x), ops.fake_quantize_mx(x, "fp4_e2m1", 32, 1, "floor", "even", None, "identity")[:, :32])
+
+
+# ---- graphs that write the results or the inputs of convolutions ----
+
+
+def first_channels(y):
+    y[:, :2] = 5.0
+    return y
+
+
+def whole_view(y):
+    y.view(-1).mul_(2)
+    return y
+
+
+def flat(y):
+    y.flatten(1).mul_(2.0)
+    return y.sum((2, 3))
+
+
+def reshaped(y):
+    y.reshape(len(y), -1)[:, 0] = 100.0
+    return y.sum((2, 3))
+
+
+def through_another(y):
+    other = torch.zeros_like(y)
+    other.copy_(y)
+    other.view(-1)[3] = 2.0
+    return other
+
+
+def copied(y):
+    """Write to a copy; with the channels last this would be a view."""
+    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+    rows.mul_(2.0)
+    return y.sum((2, 3))
+
+
+def written_behind_a_copy(y):
+    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1])
+    y.mul_(2.0)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "write", [first_channels, whole_view, flat, reshaped, through_another, copied, written_behind_a_copy]
+)
+def test_results_that_are_written(write):
+    """A view through which a graph writes stays a view, and an output has its last value."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x):
+            return write(self.convolution(x))
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 5, 5)
+    converted, low = lowered(Net(), x, "mxint8")
+    assert count(low, conv2d_mx) == (write is first_channels)
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)
+
+
+def test_dropout_in_place_that_does_nothing():
+    """As in front of EfficientNet's classifier."""
+    model = nn.Sequential(
+        nn.Conv2d(32, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5, inplace=True), nn.Linear(64, 8)
+    )
+    x = torch.randn(2, 32, 5, 5)
+    converted, low = lowered(model.eval(), x)
+    assert count(low, conv2d_mx) == 1
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)
+
+
+def test_an_input_that_is_written_after_it_is_quantized():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
+
+        def forward(self, x):
+            doubled = x * 2
+            quantized = ops.fake_quantize_mx(doubled, "int8", 32, 1, "floor", "even", None, "identity")
+            doubled.zero_()
+            return self.convolution(quantized)
+
+    x = torch.randn(2, 64, 5, 5)
+    converted = convert(Net(), (x,), "mxfp4_weight_only")
+    low = lower_to_inductor(converted)
+    assert count(low, conv2d_mx) == 1
+    torch.testing.assert_close(low(x), converted(x), **CLOSE)
