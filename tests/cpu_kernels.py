@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pt2mx import FORMATS, MXSpec
-from pt2mx.formats import ELEMENTS
+from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as quantize_kernels
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
-from pt2mx.scale_formats import SCALE_FORMATS
 from tests.compare import differing
 from tests.kernel_calls import ByArguments, selected
 from tests.oracle import modes_of

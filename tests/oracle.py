@@ -1,8 +1,7 @@
 """The elements and scale modes to compare with `mx_conformance.exact`, MX quantization in exact fractions."""
 
-from pt2mx import ELEMENTS
+from pt2mx import ELEMENTS, SCALE_FORMATS
 from pt2mx.modes import scale_modes
-from pt2mx.scale_formats import SCALE_FORMATS
 
 #: the elements with codes of at most a byte, which every kernel supports
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]

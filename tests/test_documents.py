@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import pt2mx
-from pt2mx import compat
+from pt2mx import SCALE_FORMATS, compat
 from pt2mx.fx import lower
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS, SCALE_MODES
 from pt2mx.pt2e.checkpoints import destinations
@@ -17,7 +17,6 @@ from pt2mx.pt2e.cli import command
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.operators import OPERAND_NAMES, OPERANDS, OPT_IN
 from pt2mx.pt2e.quantizer.shipped import summary, tasks
-from pt2mx.scale_formats import SCALE_FORMATS
 from tests import documents, notebooks
 from tests.benchmarks.picture import picture
 from tests.benchmarks.recipes import tables as recipe_tables

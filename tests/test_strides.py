@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizationConfig, MXQuantizer
-from pt2mx.fx.lower import lower_to_inductor
+from pt2mx import MXQuantizationConfig, MXQuantizer, lower_to_inductor
 from tests.compare import sqnr
 from tests.flow import reloaded
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import pt2mx
-from pt2mx import LanguageModel
+from pt2mx import LanguageModel, export_onnx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.float_model import export_loaded
 from pt2mx.pt2e.language.decoder import export_decoder
@@ -34,7 +34,6 @@ from pt2mx.pt2e.models.float_models import load_model
 from pt2mx.pt2e.models.packaged import smollm2_checkpoint
 from pt2mx.pt2e.models.pretrained import load_language_model
 from pt2mx.pt2e.onnx.decoder import decoder_of
-from pt2mx.pt2e.onnx.export import export_onnx
 from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 
 #: tokens before the one that is timed, and generated tokens of the compiled model

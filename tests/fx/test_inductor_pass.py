@@ -10,9 +10,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import pt2mx
-from pt2mx import lower_to_inductor
+from pt2mx import LoweringPass, lower_to_inductor
 from pt2mx.fx import inductor_pass
-from pt2mx.fx.inductor_pass import LoweringPass
 from pt2mx.kernels.select import USES
 from tests.flow import convert
 from tests.graph import called

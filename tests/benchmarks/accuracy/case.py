@@ -13,11 +13,10 @@ from torch.nn.functional import cosine_similarity
 from torch.utils import _pytree as pytree
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config, parse
+from pt2mx import MXQuantizationConfig, MXQuantizer, get_default_mx_quantization_config, parse
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
 from pt2mx.algorithms.options import PRESETS, Algorithm
 from pt2mx.fx.graph.tensors import move_to_device
-from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.sensitivity.tensor_scales import calibrate_tensor_scales
 from tests.benchmarks.measure import Row, timed
 from tests.benchmarks.peak import forget_peak, peak

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pt2mx import MXQuantizationConfig, MXQuantizer
+from pt2mx import MXQuantizationConfig, MXQuantizer, convert_checkpoint
 from pt2mx.pt2e.checkpoints import engines
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.cli.command import main
 
 _FP4, _FP6, _FP8, _NV = "mxfp4(even)", "mxfp6(even)", "mxfp8(rceil)", "nvfp4(mse)"

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints import engines
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from tests.engines.vllm.expectations import refusals
 from tests.float_checkpoints import of_weights

@@ -3,11 +3,10 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
 from pt2mx.fx import lower
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.tensors import delete_unused_tensors
-from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.bf16_matmul import use_bf16_matmul
 from pt2mx.fx.passes.fuse_activation_quantize import fuse_activation_quantize
 from pt2mx.fx.passes.scaled_mm import use_scaled_mm

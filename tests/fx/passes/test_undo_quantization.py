@@ -1,10 +1,9 @@
 import torch
 from torch import nn
 
-from pt2mx import MXQuantizationConfig, MXQuantizer, ops
+from pt2mx import MXQuantizationConfig, MXQuantizer, ops, packed_weights
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.fx.passes.undo_quantization import restore_codes, undo_quantization
-from pt2mx.pt2e.flow.packed_weights import packed_weights
 from tests.flow import convert
 from tests.models import IDS, Tied
 from tests.subgraph_models import Cond

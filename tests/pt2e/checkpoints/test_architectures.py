@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pt2mx import MXQuantizationConfig, MXQuantizer
+from pt2mx import MXQuantizationConfig, MXQuantizer, convert_checkpoint
 from pt2mx.pt2e.checkpoints import conversion_plan
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.weight_formats import spec_of
 from tests.float_checkpoints import tensors

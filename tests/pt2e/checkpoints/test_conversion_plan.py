@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pt2mx
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.checkpoint_files import CheckpointTensors
 from pt2mx.pt2e.models.layouts import LAYOUTS

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pt2mx import MXError
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx import MXError, convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, save_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
 from tests.gguf_files import write_gguf

@@ -11,10 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import pt2mx
-from pt2mx import MXError
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx import MXError, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint, load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
 from pt2mx.pt2e.models.weight_formats import NVFP4
 from tests.float_checkpoints import float_checkpoint, tensors

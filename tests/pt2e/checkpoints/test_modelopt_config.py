@@ -7,12 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pt2mx
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.configs import read_config, write_config
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.models.module_schemes import Module, Scheme
 from pt2mx.pt2e.models.weight_formats import FP8_BLOCKS, NVFP4, spec_of

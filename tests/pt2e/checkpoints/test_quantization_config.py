@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.checkpoints.quantization_config import PT2MXConfig
+from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, PT2MXConfig
 
 FORMATS = {"": {"weight": "mxfp4_e2m1{32}", "activation": "mxfp8_e4m3{32}"}}
 

@@ -6,9 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pt2mx
-from pt2mx import MXError
+from pt2mx import MXError, convert_checkpoint
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.module_schemes import Scheme
 from pt2mx.pt2e.models.weight_formats import NVFP4_DIVISOR, spec_of

@@ -7,10 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 import pt2mx
-from pt2mx import lower_to_inductor
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
+from pt2mx import convert_checkpoint, lower_to_inductor, save_checkpoint
 from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
-from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.models import safetensors_shards
 from pt2mx.pt2e.models.checkpoint_names import fused_with

@@ -4,9 +4,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
+from pt2mx import MXError, MXQuantizer, convert_checkpoint
 from pt2mx.algorithms import GPTQ, Rotation, gptq
-from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics, StatisticsFile, collect_statistics, save_statistics
 from tests.language_models import tiny_decoder, transformers
 

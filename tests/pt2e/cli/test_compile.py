@@ -14,8 +14,7 @@ from torch import nn
 from torch._inductor import config
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config
-from pt2mx.fx.lower import lower_to_inductor
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, load_package, lower_to_inductor
 from pt2mx.pt2e.cli import float_speed
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.float_model import export
@@ -23,7 +22,6 @@ from pt2mx.pt2e.files.archive import add_records
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo
 from pt2mx.pt2e.packages.compile import compile_program
-from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.program import provenance
 
 #: runs a package in another process, and compares the bits

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXQuantizer, load_package
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages.compile import compile_program
-from pt2mx.pt2e.packages.package import load_package
 
 
 class Attention(nn.Module):

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer
+from pt2mx import MXQuantizer, packed_weights
 from pt2mx.pt2e.cli import command
-from pt2mx.pt2e.flow.packed_weights import packed_weights
 from pt2mx.pt2e.inspect.inspect_file import _called_weight, inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo, _histogram
 from tests.flow import convert

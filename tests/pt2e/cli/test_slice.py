@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import LanguageModel, MXQuantizer
+from pt2mx import LanguageModel, MXQuantizer, packed_weights
 from pt2mx.pt2e.cli.command import main
-from pt2mx.pt2e.flow.packed_weights import packed_weights
 from tests.fresh_process import run_program
 from tests.language_models import checkpoint
 

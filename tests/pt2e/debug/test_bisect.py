@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx import MXError
-from pt2mx.pt2e.debug.bisect import bisect
+from pt2mx import MXError, bisect
 from pt2mx.pt2e.debug.errors import relative_error
 from tests.fresh_process import run_file
 from tests.stage_models import IDS, stages

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError
-from pt2mx.pt2e.debug.bisect import bisect
-from pt2mx.pt2e.debug.stages import compare_stages
+from pt2mx import MXError, bisect, compare_stages
 from tests.stage_models import GRU, IDS, Normalized, stages
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx import MXError
-from pt2mx.pt2e.debug.print_graph import print_graph
+from pt2mx import MXError, print_graph
 from tests.stage_models import stages
 from tests.subgraph_models import Branches
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError
+from pt2mx import MXError, compare_stages
 from pt2mx.pt2e.debug.errors import ErrorSums
-from pt2mx.pt2e.debug.stages import compare_stages
 from pt2mx.pt2e.page.page import asset
 from tests.stage_models import GRU, IDS, Normalized, stages
 from tests.subgraph_models import Branches

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
+from pt2mx import LanguageModel, MXError, MXQuantizer
 from pt2mx.pt2e.language import runtime
-from pt2mx.pt2e.language.language_model import LanguageModel
 from tests.language_models import (
     exported_decoder,
     padded,

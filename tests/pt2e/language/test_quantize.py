@@ -5,12 +5,11 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
+from pt2mx import MXError, MXQuantizer, quantize_language_model
 from pt2mx.algorithms import Rotation
 from pt2mx.analysis.metrics import kl_divergence
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.language.layers import layers_of
-from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
 from tests.encoder_decoders import tiny_encoder_decoder
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import LanguageModel, MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.flow.packed_weights import packed_weights
+from pt2mx import LanguageModel, MXError, MXQuantizationConfig, MXQuantizer, packed_weights
 from tests.encoder_decoders import quantized_encoder_decoder, sources
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder
 

@@ -2,9 +2,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, quantize_language_model
 from pt2mx.pt2e.language import ranks
-from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.tensor_parallel import shard
 from tests.language_models import FAMILIES, divisible_decoder, transformers
 from tests.rank_processes import run_ranks

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx import LanguageModel, MXError, quantize_language_model
+from pt2mx import LanguageModel, MXError, export_onnx, quantize_language_model
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.onnx.decoder import decoder_of
-from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.runtime import load
 from tests.language_models import decoder_by_recipe, exported_decoder, padded, tiny_decoder
 from tests.onnx_nodes import session

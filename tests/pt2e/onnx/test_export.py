@@ -7,9 +7,8 @@ from torch import nn
 from torch.export import Dim
 
 import pt2mx
-from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.extras import import_extra
-from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.kernels.select import USES
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from pt2mx.pt2e.onnx.export import OPSETS, export_onnx

@@ -6,8 +6,7 @@ from torch import nn
 from torch.export import Dim
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx import MXError, MXQuantizer, export_onnx
 from pt2mx.pt2e.onnx.exportable import drop_size_assertions
 from tests.compare import same
 from tests.flow import convert, exported, reloaded

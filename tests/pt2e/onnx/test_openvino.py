@@ -8,10 +8,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch.utils._pytree import tree_leaves
 
 import pt2mx
-from pt2mx import MXSpec, convert_pt2e, prepare_pt2e
+from pt2mx import MXSpec, convert_pt2e, export_onnx, prepare_pt2e
 from pt2mx.pt2e.cli.float_model import export_loaded
 from pt2mx.pt2e.models.float_models import load_model
-from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.native import NATIVE
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.openvino import to_openvino

@@ -6,8 +6,7 @@ import torch
 from onnx import TensorProto, helper
 
 import pt2mx
-from pt2mx import FORMATS, MXError, MXSpec, quark
-from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx import FORMATS, MXError, MXSpec, export_onnx, quark
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
 from pt2mx.pt2e.onnx.quark import attributes_of, onnx_functions, quark_nodes, to_quark
 from tests.compare import same

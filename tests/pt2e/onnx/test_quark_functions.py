@@ -6,8 +6,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from pt2mx import FORMATS, MXError, quark
-from pt2mx.pt2e.onnx.quark import onnx_functions
+from pt2mx import FORMATS, MXError, onnx_functions, quark
 from tests.compare import same
 from tests.golden import ENTRIES, GOLDEN
 from tests.onnx_float_files import weight

@@ -8,12 +8,10 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import pt2mx
-from pt2mx import MXError, MXSpec
+from pt2mx import MXError, MXSpec, export_onnx, quantize_onnx
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.modes import SCALE_MODES
-from pt2mx.pt2e.onnx.export import export_onnx
 from pt2mx.pt2e.onnx.nodes import DequantizeMX, FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from pt2mx.pt2e.onnx.standard import to_standard
 from tests.compare import same
 from tests.float_scale_models import IDS, Net, quantized

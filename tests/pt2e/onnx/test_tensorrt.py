@@ -9,8 +9,7 @@ import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
 
-from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
-from pt2mx.pt2e.onnx.export import export_onnx
+from pt2mx import MXError, MXQuantizer, export_onnx, get_default_mx_quantization_config
 from tests.flow import convert
 from tests.subgraph_models import Cond
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
-from pt2mx.pt2e.optimize.distill import distill
+from pt2mx import MXError, MXQuantizer, distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")

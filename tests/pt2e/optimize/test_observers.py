@@ -3,9 +3,8 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx import MXQuantizer, MXSpec, fake_quantize_mx, get_default_mx_quantization_config
 from pt2mx.algorithms import gptq
-from pt2mx.functional import fake_quantize_mx
 from pt2mx.pt2e.optimize import calibrate, observers
 from pt2mx.pt2e.optimize.observers import (
     MXHessianObserver,

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.flow.packed_weights import packed_weights
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, packed_weights
 from tests.compare import differing
 from tests.flow import convert, reloaded
 from tests.models import BATCH, IDS, IMAGES, Encoder, NormalizedConv, Tied

@@ -10,15 +10,13 @@ from torch import nn
 from torch.export import Dim
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
+from pt2mx import MXError, MXQuantizer, load_package, provenance_of
 from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.packages import package
 from pt2mx.pt2e.packages.compile import compile_program
-from pt2mx.pt2e.packages.package import load_package
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program import provenance
-from pt2mx.pt2e.program.provenance import provenance_of
 from tests.flow import calibrated, convert
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError
-from pt2mx.pt2e.sensitivity.accuracy_control import quantize_with_accuracy_control
+from pt2mx import MXError, quantize_with_accuracy_control
 
 
 @pytest.fixture(scope="module")

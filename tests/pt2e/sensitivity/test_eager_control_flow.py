@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from pt2mx import MXError
+from pt2mx import MXError, sensitivity
 from pt2mx.pt2e.sensitivity import estimate
-from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
 from tests.subgraph_models import MODELS, Cond, X
 
 

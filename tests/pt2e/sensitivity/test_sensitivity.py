@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pt2mx
-from pt2mx import MXError
-from pt2mx.pt2e.sensitivity.sensitivity import sensitivity
+from pt2mx import MXError, sensitivity
 from tests.subgraph_models import X
 
 

@@ -5,11 +5,10 @@ import operator
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, MXSpec, parse
+from pt2mx import ELEMENTS, MXSpec, parse, parse_scale_format
 from pt2mx.kernels import arithmetic, elements, reference
 from pt2mx.kernels.packing import unpack
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
-from pt2mx.scale_formats import parse_scale_format
 
 E8M0 = parse_scale_format("e8m0")
 NON_FINITE = [float("inf"), float("-inf"), float("nan")]

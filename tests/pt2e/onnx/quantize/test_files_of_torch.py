@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pt2mx import MXQuantizationConfig, MXQuantizer
+from pt2mx import MXQuantizationConfig, MXQuantizer, quantize_onnx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.models.packaged import load_minilm
-from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import export, with_dequantized_weights
 from tests.onnx_nodes import differences, run
 

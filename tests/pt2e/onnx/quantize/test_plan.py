@@ -3,10 +3,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pt2mx import MXError, MXQuantizationConfig
+from pt2mx import MXError, MXQuantizationConfig, quantize_onnx
 from pt2mx.pt2e.onnx.quantize.graph import FloatGraph
 from pt2mx.pt2e.onnx.quantize.plan import plan, quantizer_of
-from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import model_of, weight
 from tests.onnx_nodes import differences
 

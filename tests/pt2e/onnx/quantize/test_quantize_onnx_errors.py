@@ -3,9 +3,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, MXSpec, quantize_onnx
 from pt2mx.pt2e.onnx.nodes import FakeQuantizeMX
-from pt2mx.pt2e.onnx.quantize.quantize_onnx import quantize_onnx
 from tests.onnx_float_files import model_of, old_network
 from tests.onnx_nodes import run
 from tests.onnx_quantized_files import FP4, IMAGES, WEIGHTS

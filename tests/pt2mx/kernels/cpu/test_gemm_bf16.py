@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pt2mx import FORMATS, MXSpec, ops
-from pt2mx.formats import ELEMENTS
+from pt2mx import ELEMENTS, FORMATS, MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu.build import load
