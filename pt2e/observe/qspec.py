@@ -113,8 +113,8 @@ def _parts(qscheme: tuple) -> tuple[MXSpec, str, str]:
         return parse(text, axis=axis), ste, tensor_scale
     # prepared models that an older version pickled hold the fields of the spec
     element, block_size, axis, scale_mode, rounding = qscheme[1:6]
-    ste, scale_format, block_rows, tensor_scale = qscheme[6:] + _DEFAULTS[len(qscheme) - 6 :]
-    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scale_format or "e8m0", block_rows or 1)
+    ste, scales, block_rows, tensor_scale = qscheme[6:] + _DEFAULTS[len(qscheme) - 6 :]
+    spec = MXSpec(element, block_size, axis, scale_mode, rounding, 8, 0, scales or "e8m0", block_rows or 1)
     return spec, ste, tensor_scale
 
 

@@ -208,7 +208,7 @@ def reason_not_rounded(target: WeightTarget) -> str:
     if spec.block_rows > 1:
         return "its blocks have several rows"
     if not spec.has_power_of_two_scale and _is_used_in_subgraph(target):
-        return f"a subgraph quantizes it, and {spec.scale_format} scales are stored in the outer graph"
+        return f"a subgraph quantizes it, and the scales of {spec} are stored in the outer graph"
     if any(consumer.spec != spec for consumer in target.consumers):
         return "its operators quantize it in different ways"
     for mode in (spec.scale_mode, spec.rounding):

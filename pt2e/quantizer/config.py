@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -206,14 +206,19 @@ def _checked_observer(observer: object) -> Observer:
     """Return a checked `observer`, a mapping as pairs."""
     if not isinstance(observer, Mapping | tuple):
         return None if observer is None else _checked_constructor(observer)
-    try:
-        by_role = dict(observer)
-    except (TypeError, ValueError):
-        raise MXError(f"observer must be one, or map roles to observers, not {observer!r}") from None
-    for role in by_role:
-        if role not in ROLES:
-            raise MXError(f"unknown role {role!r} of an observer: {nearest(role, ROLES)}")
+    by_role = _mapping(observer, "observer must be one, or map roles to observers", "role {} of an observer", ROLES)
     return tuple((role, _checked_constructor(by_role[role])) for role in ROLES if role in by_role)
+
+
+def _mapping(pairs: Any, wanted: str, kind: str, names: Sequence[str]) -> dict[str, Any]:
+    try:
+        named = dict(pairs)
+    except (TypeError, ValueError):
+        raise MXError(f"{wanted}, not {pairs!r}") from None
+    for name in named:
+        if name not in names:
+            raise MXError(f"unknown {kind.format(repr(name))}: {nearest(name, names)}")
+    return named
 
 
 def _checked_constructor(observer: object) -> Callable:
@@ -262,13 +267,8 @@ def checked_spec(name: str, value: object) -> MXSpec | None:
 
 
 def _checked_operands(operands: Any) -> tuple[tuple[str, MXSpec | None], ...]:
-    try:
-        named = dict(operands)
-    except (TypeError, ValueError):
-        raise MXError(f"operands must map names to specs, such as {{'value': 'mxfp8'}}, not {operands!r}") from None
-    for name in named:
-        if name not in OPERAND_NAMES:
-            raise MXError(f"unknown operand {name!r}: {nearest(name, OPERAND_NAMES)}")
+    wanted = "operands must map names to specs, such as {'value': 'mxfp8'}"
+    named = _mapping(operands, wanted, "operand {}", OPERAND_NAMES)
     return tuple((name, checked_spec(f"operand {name!r}", spec)) for name, spec in sorted(named.items()))
 
 
